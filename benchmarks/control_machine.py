@@ -50,36 +50,22 @@ class Start:
 
 @dataclass
 class Cell:
-    """One model at one batch size on one kind of prompts; medians over repeats.
+    """One model at one batch size on one kind of prompts; medians over repeats."""
 
-    Args:
-        kind: of prompts.
-        batch: rows.
-        new_tokens: of each row in a call.
-        seconds, cpu_seconds: of all calls of a start, by way.
-        to_none: tokens/s of each way over `none`'s within a repeat: of all calls of a start, of the first, of the
-            later ones, and of all by CPU time.
-        better: the faster one of `none` and the single methods.
-        to_better: tokens/s of `auto` over its, likewise.
-        to_none_by_repeat: `auto`'s, all calls.
-        speculative_share: of the rounds of `auto`.
-        control_share, control_microseconds: of its decisions, in its seconds and per round.
-        identical_rows, rows: of all other ways' completions, those equal to `none`'s.
-    """
-
-    kind: str
-    batch: int
-    new_tokens: int
-    seconds: dict[str, float]
-    cpu_seconds: dict[str, float]
+    kind: str  # of prompts
+    batch: int  # rows
+    new_tokens: int  # of each row in a call
+    seconds: dict[str, float]  # of all calls of a start, by way
+    # Tokens/s of each way over `none`'s within a repeat: of all calls of a start, of the first, of the later ones, and
+    # of all by CPU time.
     to_none: dict[str, dict[str, float]]
-    better: str
-    to_better: float
-    to_none_by_repeat: list[float]
-    speculative_share: float
-    control_share: float
-    control_microseconds: float
-    identical_rows: int
+    better: str  # the faster one of `none` and the single methods
+    to_better: float  # tokens/s of `auto` over its, likewise
+    to_none_by_repeat: list[float]  # `auto`'s, all calls
+    speculative_share: float  # of the rounds of `auto`
+    control_share: float  # of its decisions, in its seconds
+    control_microseconds: float  # and per round
+    identical_rows: int  # of all other ways' completions, those equal to `none`'s
     rows: int
 
 
@@ -94,15 +80,13 @@ def summarise(kind: str, work: Workload, starts: dict[str, list[Start]]) -> Cell
     }
     if not any(parts["later"][NONE]):
         del parts["later"]
-    seconds, cpu_seconds = (
-        {name: statistics.median(each) for name, each in parts[part].items()} for part in ("all", "cpu")
-    )
+    seconds = {name: statistics.median(each) for name, each in parts["all"].items()}
     better = min((name for name in starts if name != AUTO), key=seconds.__getitem__)
     calls = {name: [call for start in own for call in start.calls] for name, own in starts.items()}
     control = [(call, call.statistics.phase_seconds["control"]) for call in calls[AUTO]]
     same = [identical_rows(made, calls[NONE]) for name, made in calls.items() if name != NONE]
     return Cell(
-        kind, len(work.prompts), work.max_new_tokens, seconds, cpu_seconds,
+        kind, len(work.prompts), work.max_new_tokens, seconds,
         to_none={
             name: {part: statistics.median(ratios(taken[NONE], taken[name])) for part, taken in parts.items()}
             for name in starts if name != NONE

@@ -154,29 +154,17 @@ def in_turns(names: Sequence[str], repeats: int, work: Callable[[str, int], Trai
 
 @dataclass
 class Summary:
-    """One method. Times are seconds, means over steps but the first of medians over repeats; None: does not apply.
+    """One method. Times are seconds, means over steps but the first of medians over repeats; None: does not apply."""
 
-    Args:
-        preparation_seconds: making the drafter anew after each update.
-        rollout_seconds: generation without it.
-        step_seconds: the whole optimizer step.
-        block_efficiency, draft_length, sd_on_fraction: τ, γ̄ of the rounds that speculated, and their share of all
-            rounds; means over steps.
-        tokens: generated per step.
-        tokens_per_second: of a rollout without the preparation.
-        identical_steps: steps until the first one whose completions are not autoregressive decoding's, over repeats.
-        steps: how many there were.
-    """
-
-    preparation_seconds: float
-    rollout_seconds: float
-    step_seconds: float
-    block_efficiency: float | None
-    draft_length: float | None
-    sd_on_fraction: float | None
-    tokens: float
-    tokens_per_second: float
-    identical_steps: int | None
+    preparation_seconds: float  # making the drafter anew after each update
+    rollout_seconds: float  # generation without it
+    step_seconds: float  # the whole optimizer step
+    block_efficiency: float | None  # τ, mean over steps
+    draft_length: float | None  # γ̄ of the rounds that speculated, likewise
+    sd_on_fraction: float | None  # their share of all rounds, likewise
+    tokens: float  # generated per step
+    tokens_per_second: float  # of a rollout without the preparation
+    identical_steps: int | None  # until the first one that differs from autoregressive decoding, over repeats
     steps: int
 
 

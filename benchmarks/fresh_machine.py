@@ -36,10 +36,8 @@ def calls(options: argparse.Namespace, strategy: str) -> list[dict[str, Any]]:
     """Two calls in this process: seconds, rounds, rounds that drafted, tokens, and the reason. The text may not end
     before it has been copied."""
     loaded = load_model(str(options.model), torch.float32, options.device)
-    model, tokenizer = loaded.model, loaded.tokenizer
-    if tokenizer is None:
-        raise SystemExit(f"--model {options.model} has no tokenizer: name the folder of a checkpoint")
-    inputs = tokenizer(SENTENCE * 4, return_tensors="pt").to(options.device)
+    assert loaded.tokenizer is not None
+    model, inputs = loaded.model, loaded.tokenizer(SENTENCE * 4, return_tensors="pt").to(options.device)
     found = []
     for _ in range(2):
         with stopwatch(model.device) as watch:
@@ -47,21 +45,18 @@ def calls(options: argparse.Namespace, strategy: str) -> list[dict[str, Any]]:
                 **inputs, do_sample=False, max_new_tokens=options.new_tokens, min_new_tokens=options.new_tokens,
                 assistant_strategy=strategy, return_dict_in_generate=True,
             )  # fmt: skip
-        said = out.statistics
-        found.append(
-            {"seconds": watch.value, "rounds": said.rounds, "drafted": said.drafted_rounds, "reason": said.reason,
-             "tokens": out.sequences[0].tolist(), "phases": said.phase_seconds}
-        )  # fmt: skip
+        said, tokens = out.statistics, out.sequences[0].tolist()
+        facts = {"seconds": watch.value, "rounds": said.rounds, "drafted": said.drafted_rounds, "tokens": tokens}
+        found.append(facts | {"reason": said.reason, "phases": said.phase_seconds})
     return found
 
 
 def fresh(options: argparse.Namespace, strategy: str) -> list[dict[str, Any]]:
     """The same in a new process with an empty cache."""
     command = [sys.executable, "-m", "benchmarks.fresh_machine", "--model", str(options.model), "--child", strategy]
-    command += ["--new-tokens", str(options.new_tokens), "--threads", str(options.threads)]
+    command += ["--new-tokens", str(options.new_tokens), "--threads", str(options.threads), "--device", options.device]
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"SPEC_TRL_CACHE": f"{folder}/own", "XDG_CACHE_HOME": f"{folder}/user"}
-        command += ["--device", options.device]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -60,9 +60,8 @@ def compare(
             continue
         gap = math.inf  # of a row that only ends early: there is no token to tie with
         if same < min(len(a), len(b)):
-            scores = reference_scores(
-                model, work.prompts[row] + a[:same], work.temperature, seed, row, same
-            )  # [vocab]
+            prefix = work.prompts[row] + a[:same]
+            scores = reference_scores(model, prefix, work.temperature, seed, row, same)  # [vocab]
             gap = distance(scores, (a[same], b[same]))
         if gap < noise.largest / work.temperature:
             tally.near_ties += 1
@@ -95,18 +94,14 @@ def study(loaded: LoadedModel, assistant: PreTrainedModel | None, options: argpa
     with tqdm(total=options.tokens, desc=f"tokens compared, {loaded.facts['dtype']}") as bar:
         while (done := min(tally.tokens_compared for tally in tallies.values())) < options.tokens:
             start = batch % PROMPT_BATCHES * options.batch
-            work = Workload(
-                prompts[start : start + options.batch], options.max_new_tokens, options.temperature, eos, pad
-            )
+            own = prompts[start : start + options.batch]
+            work = Workload(own, options.max_new_tokens, options.temperature, eos, pad)
             seed = options.seed + batch
             plain = none(work, seed).completions
             if noise is None:
                 texts = [p + c for p, c in zip(work.prompts, plain, strict=True) if len(p + c) >= NOISE_LENGTH]
                 if not texts:
-                    raise ValueError(
-                        f"max_new_tokens={options.max_new_tokens}: no text has the {NOISE_LENGTH} tokens that "
-                        "measuring the logit noise takes; choose a larger one"
-                    )
+                    raise ValueError(f"max_new_tokens={options.max_new_tokens} gives no text of {NOISE_LENGTH} tokens")
                 cut = torch.tensor([text[:NOISE_LENGTH] for text in texts], device=model.device)  # [batch, n]
                 noise = measure_logit_noise(model, cut, options.draft_length)
             for strategy, method in exact_methods.items():
@@ -123,7 +118,6 @@ def study(loaded: LoadedModel, assistant: PreTrainedModel | None, options: argpa
         "logit_noise": asdict(noise) if noise is not None else None,
         "strategies": {
             name: asdict(tally)
-            | {"flips_per_token": tally.near_ties / tally.tokens_compared}
             | (verification_facts(exact[name], rejection[name]) if name in rejection else {})
             for name, tally in tallies.items()
         },
@@ -131,14 +125,9 @@ def study(loaded: LoadedModel, assistant: PreTrainedModel | None, options: argpa
 
 
 def verification_facts(exact: DraftCounts, rejection: DraftCounts) -> dict[str, float]:
-    """Block efficiency and acceptance of both verifications, on the same batches."""
-    return {
-        "block_efficiency_exact": exact.block_efficiency,
-        "block_efficiency_rejection": rejection.block_efficiency,
-        "exact_over_rejection": exact.block_efficiency / rejection.block_efficiency,
-        "acceptance_exact": exact.acceptance_rate,
-        "acceptance_rejection": rejection.acceptance_rate,
-    }
+    """Block efficiency of both verifications, on the same batches."""
+    one, other = exact.block_efficiency, rejection.block_efficiency
+    return {"block_efficiency_exact": one, "block_efficiency_rejection": other, "exact_over_rejection": one / other}
 
 
 def findings(result: dict[str, Any]) -> list[Finding]:
@@ -177,7 +166,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     tiny = "--dtypes float64 --tokens 100 --batch 2 --max-new-tokens 64 --rejection-batches 1"
     parser = Options(__doc__, "identity", tiny)
     add = parser.add_argument
-    add("--model", default="shape:tiny", help="folder, shape:NAME or shape:CONFIG.json")
+    add("--model", default="shape:tiny", help="folder or shape:NAME")
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
     add("--assistant", help="folder of a small model for strategy model")
     add("--strategies", nargs="+", default=["self", "ngram"], choices=["self", "model", "ngram"])

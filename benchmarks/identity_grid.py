@@ -38,19 +38,11 @@ def generate(
     draft_length: int = 5, **assistant: Any,
 ) -> Any:  # fmt: skip
     """One generation with seed 0 and its statistics; every row gets up to `new_tokens`."""
+    config = {"draft_length": draft_length, "seed": 0, "sd_toggle": "always"}
     return model.generate(
         **inputs, **sampling, **assistant, max_new_tokens=new_tokens, assistant_strategy=strategy,
-        speculative_config={"draft_length": draft_length, "seed": 0, "sd_toggle": "always"},
-        return_dict_in_generate=True,
+        speculative_config=config, return_dict_in_generate=True,
     )  # fmt: skip
-
-
-def findings(result: dict[str, Any]) -> list[Finding]:
-    """Rows that are those of "none"."""
-    return [
-        Finding(f"{name}: identical rows of {cell['rows']}, {cell['tokens']} tokens", cell["identical"], "rows", NONE)
-        for name, cell in result["cells"].items()
-    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.read(arguments, "draft_lengths", "batches", "max_new_tokens")
     machine = begin(options)
     cells: dict[str, dict[str, int]] = {}
-    grid = list(itertools.product(options.models, tuple(options.batches), SAMPLINGS))
-    with tqdm(total=len(grid) * len(STRATEGIES) * len(tuple(options.draft_lengths))) as bar:
+    grid = list(itertools.product(options.models, options.batches, SAMPLINGS))
+    with tqdm(total=len(grid) * len(STRATEGIES) * len(options.draft_lengths)) as bar:
         for spec, batch, sampling in grid:
             loaded = load_model(spec, torch.float64, "cpu", measured=False)
             assistant = AutoModelForCausalLM.from_pretrained(options.assistant, dtype=torch.float64)
@@ -76,23 +68,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             run = functools.partial(generate, loaded.model, inputs, SAMPLINGS[sampling], options.max_new_tokens)
             reference = run("none")
-            for strategy, draft_length in itertools.product(STRATEGIES, tuple(options.draft_lengths)):
+            for strategy, draft_length in itertools.product(STRATEGIES, options.draft_lengths):
                 more = {"assistant_model": assistant} if strategy == "model" else {}
                 output = run(strategy, draft_length, **more)
-                same = output.sequences.shape == reference.sequences.shape
-                equal = (output.sequences == reference.sequences).all(1).sum().item() if same else 0
+                pairs = zip(output.sequences.tolist(), reference.sequences.tolist(), strict=True)
                 cell = cells.setdefault(f"{loaded.facts['model']}, {strategy}", dict(rows=0, identical=0, tokens=0))
                 cell["rows"] += batch
-                cell["identical"] += int(equal)
+                cell["identical"] += sum(mine == other for mine, other in pairs)
                 cell["tokens"] += output.statistics.tokens
                 cell["accepted"] = cell.get("accepted", 0) + output.statistics.total.accepted
                 bar.update()
-    grids = f"draft length {tuple(options.draft_lengths)} x batch {tuple(options.batches)} x {list(SAMPLINGS)}"
-    axes = f"{grids}, {options.max_new_tokens} new tokens"
-    result = {"options": shown(options), "axes": axes, "cells": cells}
-    title = "Identity in float64: the whole grid"
-    setup = f"Exact verification, {axes}."
-    write_result(options.output, "lossless", title, setup, machine, findings(result), result)
+    findings = [
+        Finding(f"{name}: identical rows of {cell['rows']}, {cell['tokens']} tokens", cell["identical"], "rows", NONE)
+        for name, cell in cells.items()
+    ]
+    write_result(
+        options.output, "lossless", "Identity in float64: the whole grid",
+        f"Exact verification, draft length {options.draft_lengths} x batch {options.batches} x {list(SAMPLINGS)}, "
+        f"{options.max_new_tokens} new tokens.",
+        machine, findings, {"options": shown(options), "cells": cells},
+    )  # fmt: skip
     if any(cell["rows"] != cell["identical"] for cell in cells.values()):
         raise SystemExit("rows differ")
 

@@ -148,13 +148,13 @@ class Options(argparse.ArgumentParser):
         add("--threads", type=int, default=torch.get_num_threads(), help="of torch")
         add("--seed", type=int, default=0, help="of weights, prompts and sampling")
         add("--output", type=Path, default=RESULTS / f"{result}.json", help="file of the result")
-        add("--tiny", action="store_true", help=f"try it out on the smallest input: {tiny or 'another file'}")
+        add("--tiny", action="store_true", help=f"try it out: {tiny}")
 
     def read(self, arguments: Sequence[str] | None, *counts: str) -> argparse.Namespace:
         """The options; `arguments` None: the process's. Those called `counts`, numbers or lists, must be 1 or more."""
         given = list(sys.argv[1:] if arguments is None else arguments)
         if "--tiny" in given:
-            given = [*shlex.split(self._tiny), "--output", str(TINY_RESULTS / f"{self._result}.json"), *given]
+            given = ["--output", str(TINY_RESULTS / f"{self._result}.json"), *shlex.split(self._tiny), *given]
         options = self.parse_args(given)
         self.at_least(1, options, *counts)
         return options
@@ -215,46 +215,27 @@ def _without_folder(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Finding:
-    """One number that a benchmark found.
+    """One number that a benchmark found."""
 
-    Args:
-        what: what was measured, with model, batch and whatever else decides it.
-        value: None where it does not apply.
-        unit: "×" of a ratio, "%" of a share, "±%" of a change, else a word or a symbol.
-        baseline: what a ratio or a change is to; empty for all else.
-        interval: the lowest and the highest repeat, or 95 %: the result's `setup` says which.
-    """
-
-    what: str
-    value: float | None
-    unit: str
-    baseline: str = ""
-    interval: tuple[float, float] | None = None
+    what: str  # was measured, with model, batch and whatever else decides it
+    value: float | None  # None where it does not apply
+    unit: str  # "×" of a ratio, "%" of a share, "±%" of a change, else a word or a symbol
+    baseline: str = ""  # of a ratio or a change
+    interval: tuple[float, float] | None = None  # the lowest and the highest repeat, or 95 %: `setup` says which
 
 
 @dataclass(frozen=True)
 class Result:
-    """One result file.
+    """One result file."""
 
-    Args:
-        theme: what kind of question it answers.
-        title: what the result is about.
-        setup: how it was measured.
-        command: that made it; absolute paths without their folders.
-        commit: of the code; None: not recorded.
-        machine: as of :func:`describe_machine`.
-        findings: the numbers that count.
-        details: options, and everything else that was measured and is not bulk.
-    """
-
-    theme: str
+    theme: str  # what kind of question it answers
     title: str
-    setup: str
-    command: str
-    commit: str | None
-    machine: dict[str, Any]
-    findings: list[Finding]
-    details: dict[str, Any]
+    setup: str  # how it was measured
+    command: str  # that made it; absolute paths without their folders
+    commit: str | None  # of the code; None: not recorded
+    machine: dict[str, Any]  # as of :func:`describe_machine`
+    findings: list[Finding]  # the numbers that count
+    details: dict[str, Any]  # options, and everything else that was measured and is not bulk
 
 
 def read_result(path: Path) -> Result:

@@ -18,8 +18,8 @@ PAGE = Path(__file__).parent / "RESULTS.md"
 HEAD = """# Results
 
 Made by `python -m benchmarks.results_page` from the files in [results](results): what README and docs claim, and the
-command of each. `python -m benchmarks.results_page NAME` prints setup, machine and every number of a result. No GPU has
-run any of this. [docs/performance.md](../docs/performance.md) says what the numbers mean.
+command of each. `python -m benchmarks.results_page NAME` prints setup, machine and every number of a result. No GPU
+has run any of this. [docs/performance.md](../docs/performance.md) says what the numbers mean.
 
 Ratios and changes are medians over repeats, with the lowest and the highest or 95 % in brackets.
 
@@ -64,7 +64,6 @@ CLAIMS = {
     "cpu_attention": "",
     "dense_linear": "",
     "kv_memory": "K/V",
-    "refresh": "bfloat16.*(million|packed bytes)",
     "specactor": "SpecActor over veRL;",
     "tts_drafters": "TTS, acceptance length /",
     "tts_drafters_self": "TTS, acceptance length /",

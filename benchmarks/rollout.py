@@ -44,7 +44,7 @@ from .measure import (
     write_result,
 )
 from .models import DTYPES, load_model, model_line, weights_line
-from .workload import Workload, common_prefix, end_tokens, prompt_source
+from .workload import Workload, end_tokens, prompt_source
 
 
 GENERATE = "transformers generate"
@@ -180,24 +180,20 @@ def packed_rows_line(rows: int | None) -> str:
 
 @dataclass
 class Summary:
-    """Medians of one method over the timed passes; sums of what is counted: rows, tokens compared, drafted tokens and
-    rounds. NaN where a quantity does not apply."""
+    """Medians of one method over the timed passes; sums of what is counted: rows, drafted tokens and rounds. NaN where
+    a quantity does not apply."""
 
     method: str
     tokens_per_second: float
-    seconds: float
     tokens: float
     target_forwards_per_token: float
     block_efficiency: float
     acceptance_rate: float
-    drafted_tokens: int
     rounds: int
     drafted_rounds: int
     peak_memory_mb: float
     identical_rows: int | None
     rows: int
-    identical_tokens: int | None
-    compared_tokens: int | None
     ratio_to: dict[str, float]
     phase_seconds: dict[str, float]
     tokens_per_second_by_pass: list[float]
@@ -209,13 +205,8 @@ def compare(
 ) -> list[Summary]:  # fmt: skip
     """Run every method on every workload in alternation; `works[0]` is the warm-up.
 
-    Args:
-        methods: by name.
-        works: one workload for the warm-up and one for each timed pass.
-        device: of the model.
-        seed: pass i draws with seed + i.
-        advance: called after each run.
-        warm_up_tokens: new ones of a row in the warm-up, but of `auto`, whose first call is as long as the next ones.
+    Pass i draws with seed + i, and `advance` is called after each run. The warm-up has `warm_up_tokens` per row, but
+    of `auto`, whose first call is as long as the next ones.
     """
     memory = {}
     for name, method in methods.items():
@@ -239,27 +230,20 @@ def summarise(name: str, runs: dict[str, list[Run]], memory_mb: float) -> Summar
     """Medians of `name`'s runs, and their ratios to and agreement with the other methods' runs of the same pass."""
     own = runs[name]
     compared = name != PLAIN and name.startswith("ours") and PLAIN in runs
-    pairs = [
-        (a, b)
-        for run, plain in zip(own, runs[PLAIN] if compared else [], strict=compared)
-        for a, b in zip(run.completions, plain.completions, strict=True)
-    ]
+    pairs = zip(own, runs[PLAIN] if compared else (), strict=compared)
+    same = [a == b for run, plain in pairs for a, b in zip(run.completions, plain.completions, strict=True)]
     return Summary(
         method=name,
         tokens_per_second=median([run.tokens_per_second for run in own]),
-        seconds=median([run.seconds for run in own]),
         tokens=median([run.tokens for run in own]),
         target_forwards_per_token=median([run.target_forwards / run.tokens for run in own]),
         block_efficiency=median([run.block_efficiency for run in own]),
         acceptance_rate=median([run.acceptance_rate for run in own]),
-        drafted_tokens=sum(run.draft_counts.drafted for run in own),
         rounds=sum(run.rounds for run in own),
         drafted_rounds=sum(run.drafted_rounds for run in own),
         peak_memory_mb=memory_mb,
-        identical_rows=sum(a == b for a, b in pairs) if compared else None,
+        identical_rows=sum(same) if compared else None,
         rows=sum(len(run.completions) for run in own),
-        identical_tokens=sum(common_prefix(a, b) for a, b in pairs) if compared else None,
-        compared_tokens=sum(len(b) for _, b in pairs) if compared else None,
         ratio_to={
             other: median([a.tokens_per_second / b.tokens_per_second for a, b in zip(own, runs[other], strict=True)])
             for other in BASELINES
@@ -272,8 +256,7 @@ def summarise(name: str, runs: dict[str, list[Run]], memory_mb: float) -> Summar
 
 def median(values: list[float]) -> float:
     """Median of the values that are not NaN; NaN if there are none."""
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.median(known) if known else math.nan
+    return statistics.median([value for value in values if not math.isnan(value)] or [math.nan])
 
 
 def findings(result: dict[str, Any]) -> list[Finding]:
@@ -302,9 +285,8 @@ def findings(result: dict[str, Any]) -> list[Finding]:
 
 def best_of_the_others(summaries: list[dict[str, Any]]) -> str | None:
     """The method of ours, other than `auto`, with the most tokens/s; None: there is no other."""
-    others = [each for each in summaries if each["method"].startswith("ours") and each["method"] != AUTO]
-    best = max(others, key=lambda each: each["tokens_per_second"], default=None)
-    return None if best is None else str(best["method"])
+    rates = {each["method"]: each["tokens_per_second"] for each in summaries if each["method"].startswith("ours")}
+    return max((name for name in rates if name != AUTO), key=rates.__getitem__, default=None)
 
 
 def rows_of(prompts: list[list[int]], batch: int, group: int, turn: int) -> list[list[int]]:
@@ -318,8 +300,8 @@ def setup(result: dict[str, Any]) -> str:
     """How it was measured."""
     options, (shortest, longest) = result["options"], result["prompt_tokens"]
     prompts = f"{options['prompts']} in the chat template," if options["chat"] else "prompts"
-    ran = {summary["method"] for summaries in result["batches"].values() for summary in summaries}
-    defaults = f' "{AUTO}" has its defaults, the other drafters draft in each round;' if AUTO in ran else ""
+    ran_auto = any(own["method"] == AUTO for own in next(iter(result["batches"].values())))
+    defaults = f' "{AUTO}" has its defaults, the other drafters draft in each round;' if ran_auto else ""
     passes = f"median of {options['repeats']} passes after a warm-up, lowest and highest"
     if options["repeats"] == 1:
         passes = "one pass after a warm-up"
@@ -345,7 +327,7 @@ TINY += "--strategies none self ngram auto"
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Options(__doc__, "rollout", TINY)
     add, baselines = parser.add_argument, ["generate", "continuous", "assisted"]
-    add("--model", default="shape:qwen2.5-0.5b", help="folder, or shape:NAME or shape:CONFIG.json: synthetic weights")
+    add("--model", default="shape:qwen2.5-0.5b", help="folder, or shape:NAME: synthetic weights")
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
     add("--assistant", help="folder of a small model, for strategy model and assisted")
     add("--strategies", nargs="+", default=["none", "self"], choices=STRATEGIES)
@@ -390,11 +372,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         methods[ASSISTED] = transformers_assisted(model, assistant, options.draft_length)
     config = spec_trl.SpeculativeConfig(
         draft_quantization=SYNTHETIC_COPY if "agreement" in loaded.facts else "auto",
-        draft_kernel=options.draft_kernel,
-        draft_lm_head=options.draft_lm_head,
-        verification=options.verification,
-        runner=options.runner,
-    )
+        draft_kernel=options.draft_kernel, draft_lm_head=options.draft_lm_head, verification=options.verification, runner=options.runner,
+    )  # fmt: skip
     always = replace(config, sd_toggle="always", draft_length=options.draft_length)
     for strategy in options.strategies:
         methods[f"ours {strategy}"] = ours(model, strategy, assistant, config if strategy == "auto" else always)
@@ -407,22 +386,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tqdm(total=len(options.batch) * len(methods) * turns, desc="rollouts") as bar, fresh_cache():
         for batch in options.batch:
             forget(model)  # nor of another batch size
-            works = [
-                Workload(
-                    rows_of(prompts, batch, options.group, turn), options.max_new_tokens, options.temperature, eos, pad
-                )
-                for turn in range(turns)
-            ]
+            rows = [rows_of(prompts, batch, options.group, turn) for turn in range(turns)]
+            works = [Workload(own, options.max_new_tokens, options.temperature, eos, pad) for own in rows]
             summaries = compare(methods, works, model.device, options.seed, bar.update, options.warm_up_tokens)
             batches[str(batch)] = [asdict(summary) for summary in summaries]
         packed_rows = max_packed_rows(model, config) if "self" in options.strategies else None
     result: dict[str, Any] = {
-        "options": shown(options),
-        "target": loaded.facts,
+        "options": shown(options), "target": loaded.facts, "self_drafter_max_rows": packed_rows, "batches": batches,
         "prompt_tokens": [min(map(len, prompts)), max(map(len, prompts))],
-        "self_drafter_max_rows": packed_rows,
-        "batches": batches,
-    }
+    }  # fmt: skip
     title = f"Rollout: {model_line(loaded.facts)}"
     write_result(options.output, "rollouts", title, setup(result), machine, findings(result), result)
 

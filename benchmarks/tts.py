@@ -154,8 +154,7 @@ class Bench:
         """What a result keeps of one call, as plain data."""
         facts, total = made.statistics, made.statistics.total
         record: Record = {
-            "seconds": round(made.seconds, 4), "tokens": facts.tokens, "accepted": total.accepted,
-            "drafted": total.drafted, "is_batch": len(made.completions) > 1,
+            "seconds": round(made.seconds, 4), "tokens": facts.tokens, "is_batch": len(made.completions) > 1,
         }  # fmt: skip
         if not record["is_batch"]:
             record["blocks"], record["committed"] = by_depth(rounds, self.new_tokens)
@@ -168,7 +167,7 @@ class Bench:
             learned = facts.learning
             record |= {
                 "updates": learned.updates, "update_seconds": round(learned.seconds, 4),
-                "waited": round(learned.waited, 4), "bytes": learned.bytes,
+                "waited": round(learned.waited, 4),
             }  # fmt: skip
         return record
 

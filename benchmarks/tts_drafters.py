@@ -42,21 +42,13 @@ NONE, FROZEN, TTS = "none", "frozen", "TTS"
 
 @dataclass(frozen=True)
 class Kind:
-    """One drafter of the benchmark.
+    """One drafter of the benchmark."""
 
-    Args:
-        name: one of `KINDS`.
-        folder: its checkpoint; None for "self".
-        draft_length: γ.
-        learning_rate: η of all weights; of "self", of its corrections.
-        quantization: scheme of "self".
-    """
-
-    name: str
-    folder: Path | None
-    draft_length: int
-    learning_rate: float
-    quantization: str
+    name: str  # one of `KINDS`
+    folder: Path | None  # its checkpoint; None for "self"
+    draft_length: int  # γ
+    learning_rate: float  # η of all weights; of "self", of its corrections
+    quantization: str  # scheme of "self"
 
     def how(self, **changes: object) -> Distillation:
         """The paper's way to learn, but for `changes`."""
@@ -91,17 +83,8 @@ class Kind:
 def make_kind(
     name: str, folder: Path, target: str, stories: Path, block_size: int, rate: float | None, quantization: str
 ) -> Kind:
-    """The drafter `name`, trained now where `folder` has none.
-
-    Args:
-        name: one of `KINDS`.
-        folder: holds eagle3, dflash<block size>, small_lm.
-        target: folder or hub id.
-        stories: JSON list of strings; the last `HELD_OUT` are not trained on.
-        block_size: of DFlash.
-        rate: η; None: spec_trl's own.
-        quantization: of "self".
-    """
+    """The drafter `name`, trained now where `folder`, which holds eagle3, dflash<block size> and small_lm, has none.
+    Of `stories`, a JSON list of strings, the last `HELD_OUT` are not trained on; `rate` is η, None: spec_trl's own."""
     if name == "self":
         return Kind(name, None, DRAFT_LENGTH, rate or CORRECTION_RATE, quantization)
     draft_length = block_size - 1 if name == "dflash" else DRAFT_LENGTH

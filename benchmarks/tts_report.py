@@ -10,9 +10,7 @@ from .measure import Finding
 from .tts_drafters import FROZEN, NONE, TITLES, TTS
 
 
-BINS = 21
-"""Equal bins of output depth; seven of them are a third of the output."""
-THIRDS = ("first", "middle", "last")
+THIRDS = ("first", "middle", "last")  # of the output: the depth bins
 RESAMPLES = 2000
 
 Record = dict[str, Any]
@@ -25,23 +23,15 @@ Result = dict[str, Any]
 PAPER_GAIN = {"dflash": 0.41, "eagle3": 0.34}
 
 
-def depth_bin(depth: int, new_tokens: int) -> int:
-    """The bin of output position `depth` among `new_tokens`."""
-    return min(depth * BINS // new_tokens, BINS - 1)
-
-
 def by_depth(rounds: Sequence[int], new_tokens: int) -> tuple[list[int], list[int]]:
-    """Blocks, and tokens they committed, by the depth at which each block began.
-
-    Args:
-        rounds: tokens that each decoding round of one request committed, after its first token.
-        new_tokens: of the request. A round with room for one token alone drafts nothing and is no block.
-    """
-    blocks, committed, depth = [0] * BINS, [0] * BINS, 1
+    """Blocks, and tokens they committed, by the third of the output in which each block began; `rounds`: tokens that
+    each decoding round of one request committed, after its first token. A round with room for one token alone drafts
+    nothing and is no block."""
+    blocks, committed, depth = [0] * len(THIRDS), [0] * len(THIRDS), 1
     for count in rounds:
         if depth < new_tokens - 1:
-            blocks[depth_bin(depth, new_tokens)] += 1
-            committed[depth_bin(depth, new_tokens)] += count
+            blocks[depth * len(THIRDS) // new_tokens] += 1
+            committed[depth * len(THIRDS) // new_tokens] += count
         depth += count
     return blocks, committed
 
@@ -50,12 +40,6 @@ def acceptance_length(records: Sequence[Record], bins: slice = slice(None)) -> f
     """Committed tokens per block, the corrected or bonus token included, of all records together; None: no blocks."""
     blocks = sum(sum(record["blocks"][bins]) for record in records)
     return sum(sum(record["committed"][bins]) for record in records) / blocks if blocks else None
-
-
-def third(which: int) -> slice:
-    """The depth bins of a third of the output, 0 to 2."""
-    size = BINS // len(THIRDS)
-    return slice(which * size, (which + 1) * size)
 
 
 def gain(frozen: float | None, other: float | None) -> float | None:
@@ -96,20 +80,10 @@ def speed_ratio(frozen: Sequence[Record], other: Sequence[Record]) -> float:
     )
 
 
-def median_speed(records: Sequence[Record]) -> float:
-    """Tokens per second, median over requests."""
-    return statistics.median(record["tokens"] / record["seconds"] for record in records)
-
-
 def identity(cells: Sequence[Mapping[str, Record]]) -> dict[str, int]:
     """How many tokens, and requests, of all ways but "none" are the ones of "none"."""
     records = [record for cell in cells for name, record in cell.items() if name != NONE]
-    return {
-        "calls": len(records),
-        "tokens": sum(record["tokens"] for record in records),
-        "same": sum(record["same"] for record in records),
-        "differ": sum(record["differ"] for record in records),
-    }
+    return {"calls": len(records)} | {key: sum(each[key] for each in records) for key in ("tokens", "same", "differ")}
 
 
 # ---- summing up ----------------------------------------------------------------------------------------------------
@@ -123,7 +97,7 @@ def summarise(cells: Mapping[tuple[str, float], Sequence[Cell]], seed: int) -> l
         for name in made[0]:
             records = [cell[name] for cell in made]
             row: Row = {"kind": kind, "temperature": temperature, "way": name, "requests": len(records)}
-            row["tokens_per_second"] = median_speed(records)
+            row["tokens_per_second"] = statistics.median(each["tokens"] / each["seconds"] for each in records)
             row["speed_ratio"] = speed_ratio(frozen, records)
             if name != NONE:
                 row |= _lengths(frozen, records, seed) | _learning(records)
@@ -134,15 +108,10 @@ def summarise(cells: Mapping[tuple[str, float], Sequence[Cell]], seed: int) -> l
 def _lengths(frozen: Sequence[Record], records: Sequence[Record], seed: int) -> Row:
     ours, theirs = ([one for record in each for one in _by_request(record)] for each in (records, frozen))
     tau, base = acceptance_length(ours), acceptance_length(theirs)
-    row: Row = {
-        "tau": tau, "gain": gain(base, tau), "interval": gain_interval(theirs, ours, seed),
-        "accepted_per_round": sum(r["accepted"] for r in records) / sum(sum(r["blocks"]) for r in records),
-    }  # fmt: skip
+    row: Row = {"tau": tau, "gain": gain(base, tau), "interval": gain_interval(theirs, ours, seed)}
     if not records[0]["is_batch"]:
-        row["thirds"] = [acceptance_length(ours, third(which)) for which in range(len(THIRDS))]
-        row["third_gains"] = [
-            gain(acceptance_length(theirs, third(which)), value) for which, value in enumerate(row["thirds"])
-        ]
+        thirds = [slice(which, which + 1) for which in range(len(THIRDS))]
+        row["third_gains"] = [gain(acceptance_length(theirs, own), acceptance_length(ours, own)) for own in thirds]
     return row
 
 
@@ -161,16 +130,13 @@ def _learning(records: Sequence[Record]) -> Row:
         "updates_per_call": updates / len(records),
         "update_milliseconds": 1e3 * sum(r["update_seconds"] for r in records) / max(updates, 1),
         "waited_share": sum(r["waited"] for r in records) / sum(r["seconds"] for r in records),
-        "learning_bytes": max(record["bytes"] for record in records),
     }
 
 
 def last_quarter(cells: Sequence[Cell], seed: int) -> Row:
-    """Of a sequence with scope "run": learned against frozen on the last quarter of requests, and all quarters' τ."""
-    count = len(cells)
-    quarters = [slice(i * count // 4, (i + 1) * count // 4) for i in range(4)]
+    """Of a sequence of calls: learned against frozen on the last quarter of requests."""
+    count, last = len(cells), slice(3 * len(cells) // 4, None)
     frozen, learned = ([cell[name] for cell in cells] for name in (FROZEN, TTS))
-    last = quarters[-1]
     base, tau = acceptance_length(frozen[last]), acceptance_length(learned[last])
     interval = gain_interval(frozen[last], learned[last], seed)
     return {
@@ -180,7 +146,6 @@ def last_quarter(cells: Sequence[Cell], seed: int) -> Row:
         # Calls without the first one, which compiles.
         "median_ratio": speed_ratio(frozen[1:] or frozen, learned[1:] or learned),
         "total_ratio": sum(r["seconds"] for r in frozen[1:]) / (sum(r["seconds"] for r in learned[1:]) or 1.0),
-        "quarters": [[acceptance_length(each[quarter]) for quarter in quarters] for each in (frozen, learned)],
         "by_request": [[acceptance_length([record]) for record in each] for each in (frozen, learned)],
     }  # fmt: skip
 
@@ -253,13 +218,6 @@ def setup(result: Result) -> str:
 
 
 def drafter_line(name: str, facts: dict[str, Any]) -> str:
-    """A drafter's γ, η, weights and training in a sentence."""
-    line = f"{TITLES[name]}: γ = {facts['draft_length']}, η = {facts['learning_rate']:g}"
-    if "quantization" in facts:
-        return f"{line}, {facts['quantization']}, rank-8 corrections."
-    training = facts["training"]
-    if isinstance(training, str):
-        return f"{line}, weights {facts['digest']}, {training}."
-    since = " since it was resumed" if training["resumed"] else ""
-    options = " ".join(training["options"])
-    return f"{line}, weights {facts['digest']}, trained in {training['seconds']} s{since} ({options})."
+    """A drafter's γ, η and weights in a sentence; how it was trained is in the details."""
+    weights = facts.get("quantization") or f"weights {facts['digest']}"
+    return f"{TITLES[name]}: γ = {facts['draft_length']}, η = {facts['learning_rate']:g}, {weights}."

@@ -23,21 +23,13 @@ LONGEST_QUESTION = 512  # tokens of a chat's first turn, which is cut there; tho
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch to generate.
+    """One batch to generate."""
 
-    Args:
-        prompts: token ids of each row, of unequal length.
-        max_new_tokens: per row.
-        temperature: of the sampling; top-k, top-p and all else are off.
-        eos_token_ids: tokens that end a row; empty: all rows get `max_new_tokens`.
-        pad_token_id: on the left of short prompts.
-    """
-
-    prompts: list[list[int]]
-    max_new_tokens: int
-    temperature: float
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int
+    prompts: list[list[int]]  # token ids of each row, of unequal length
+    max_new_tokens: int  # per row
+    temperature: float  # of the sampling; top-k, top-p and all else are off
+    eos_token_ids: tuple[int, ...]  # tokens that end a row; empty: all rows get `max_new_tokens`
+    pad_token_id: int  # on the left of short prompts
 
     def padded(self, device: torch.device) -> dict[str, Tensor]:
         """Left-padded `input_ids` and `attention_mask`, each [batch, longest] int64."""

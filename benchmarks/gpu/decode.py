@@ -44,9 +44,7 @@ REPEATS = 3
 """Timed calls; 2 of generate_batch, each of which sizes its cache and captures its graphs anew, which takes long."""
 TOP_P, DRAFT_LENGTH = 0.9, 5
 PLAIN = "none"
-DEFAULT, STATIC = "generate", "generate, static cache, compiled"
-BATCHED, BATCHED_GRAPHS = "generate_batch", "generate_batch, CUDA graphs"
-EXACT = "none, exact"
+BATCHED_GRAPHS, EXACT = "generate_batch, CUDA graphs", "none, exact"
 
 
 @dataclass
@@ -60,6 +58,7 @@ class Call:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+SECONDS = ("seconds_per_token", "mean_seconds", "call_seconds")
 Method = Callable[[Tensor, int], Call]
 """Generates from prompts [B, prompt] with a seed."""
 
@@ -209,19 +208,12 @@ def summarise(calls: dict[str, list[Call]], plain: str = PLAIN) -> dict[str, Any
     """Medians of each method, and the ratios of its seconds to those of `plain`: above 1, `plain` is faster."""
     found: dict[str, Any] = {}
     for name, done in calls.items():
-        found[name] = {
-            "seconds_per_token": median(call.seconds_per_token for call in done),
-            "by_pass": [call.seconds_per_token for call in done],
-            "mean_seconds": median(call.mean_seconds for call in done),
-            "call_seconds": median(call.call_seconds for call in done),
-            "calls": len(done),
-            "facts": done[-1].facts,
-        }
+        middle = {key: median(vars(call)[key] for call in done) for key in SECONDS}
+        found[name] = middle | {"calls": len(done), "facts": done[-1].facts}
         if plain in calls and name != plain:
             pairs = list(zip(done, calls[plain], strict=False))
-            found[name]["over_plain"] = median(a.seconds_per_token / b.seconds_per_token for a, b in pairs)
-            found[name]["mean_over_plain"] = median(a.mean_seconds / b.mean_seconds for a, b in pairs)
-            found[name]["call_over_plain"] = median(a.call_seconds / b.call_seconds for a, b in pairs)
+            for key, ratio in zip(SECONDS, ("over_plain", "mean_over_plain", "call_over_plain"), strict=True):
+                found[name][ratio] = median(vars(a)[key] / vars(b)[key] for a, b in pairs)
             rows = [(x, y) for a, b in pairs for x, y in zip(a.tokens, b.tokens, strict=True)]
             found[name]["identical_rows"] = [sum(x == y for x, y in rows), len(rows)]
     return found
@@ -232,11 +224,14 @@ def methods_of(part: Part, model: PreTrainedModel, new: int) -> dict[str, Method
     plain = {PLAIN: engine(model, new)}
     always: dict[str, Any] = dict(strategy="self", sd_toggle="always", draft_length=DRAFT_LENGTH)
     groups = {
-        "default": plain | {DEFAULT: transformers_generate(model, new)},
+        "default": plain | {"generate": transformers_generate(model, new)},
         "batched": plain | {
-            BATCHED: transformers_batched(model, new, None), BATCHED_GRAPHS: transformers_batched(model, new, True),
+            "generate_batch": transformers_batched(model, new, None),
+            BATCHED_GRAPHS: transformers_batched(model, new, True),
         },
-        "static": plain | {STATIC: transformers_generate(model, new, cache_implementation="static")},
+        "static": plain | {
+            "generate, static cache, compiled": transformers_generate(model, new, cache_implementation="static")
+        },
         "top_p": plain | {
             "none, top-p": engine(model, new, top_p=TOP_P),
             "self": engine(model, new, **always),
@@ -249,8 +244,9 @@ def methods_of(part: Part, model: PreTrainedModel, new: int) -> dict[str, Method
         },
     }  # fmt: skip
     methods = groups[part.group]
-    if part.device.type != "cuda" and methods.pop(BATCHED_GRAPHS, None):
+    if part.device.type != "cuda" and BATCHED_GRAPHS in methods:
         part.skip(BATCHED_GRAPHS, "needs a GPU")
+        del methods[BATCHED_GRAPHS]
     return methods
 
 

@@ -4,9 +4,7 @@ A part may be killed at any time, so its JSON is written anew after every measur
 error and the part goes on: a baseline that cannot run is named, not dropped.
 """
 
-import argparse
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -21,7 +19,7 @@ import psutil
 import torch
 import transformers
 
-from benchmarks.measure import describe_machine
+from benchmarks.measure import Options, describe_machine
 from spec_trl.json_files import write_atomically
 
 from .shapes import CONFIGS, DEFAULT, TINY
@@ -38,18 +36,16 @@ PACKAGES = {"torch", "triton", "transformers", "trl", "accelerate", "flash-attn"
 
 def versions() -> dict[str, str]:
     """Of installed packages that decide what is measured."""
-    names = {d.metadata["Name"] for d in importlib.metadata.distributions()} & PACKAGES
-    return {name: importlib.metadata.version(name) for name in sorted(names)}
+    found = {own.metadata["Name"]: own.version for own in importlib.metadata.distributions()}
+    return {name: found[name] for name in sorted(PACKAGES & found.keys())}
 
 
 class Part:
-    """One part of the benchmark: its command line (`arguments`; None: the process's) and its result.
-
-    Of `groups` of measurements one runs in a process: `--group`, with which the JSON's name ends.
+    """One part of the benchmark: its command line (`arguments`; None: the process's) and its result. Of `groups` of
+    measurements one runs in a process: `--group`, with which the JSON's name ends.
 
     Attributes:
-        device, shape, seed: what to measure on and with; `is_smoke`: the tiny shape, to try the code out.
-        group: the one of `groups` that was asked for.
+        device, shape, seed, group: what to measure on and with; `is_smoke`: the tiny shape, to try the code out.
         found, skipped: what was measured so far, and why what was not, by key.
     """
 
@@ -58,18 +54,13 @@ class Part:
     ) -> None:
         # Importing torch and transformers takes seconds of a part's time too.
         self._started = psutil.Process().create_time()
-        parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("--output", type=Path, default=Path("bench_output/gpu"), help="folder (%(default)s)")
+        parser = Options(description, "", f"--device cpu --shape {TINY} --output bench_output/gpu")
+        parser.set_defaults(device="cuda", output=Path("bench_output/gpu"))  # a folder
         parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing later than this")
+        parser.add_argument("--shape", default=DEFAULT, choices=sorted(CONFIGS), help="of the model")
         if groups:
-            parser.add_argument("--group", default=groups[0], choices=groups, help="what to measure (%(default)s)")
-        parser.add_argument("--shape", default=DEFAULT, choices=sorted(CONFIGS), help="of the model (%(default)s)")
-        parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="(%(default)s)")
-        parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling (%(default)s)")
-        parser.add_argument("--tiny", action="store_true", help=f"--device cpu --shape {TINY}, to try it out")
-        options = parser.parse_args(arguments)
-        if options.tiny:
-            options.device, options.shape = "cpu", TINY
+            parser.add_argument("--group", default=groups[0], choices=groups, help="what to measure")
+        options = parser.read(arguments)
         if options.device == "cuda" and not torch.cuda.is_available():
             parser.error(f"torch {torch.__version__} sees no GPU; to try this out: --tiny")
         self.group = options.group if groups else ""
@@ -91,15 +82,6 @@ class Part:
     def seconds_left(self) -> float:
         """Until nothing more should start."""
         return self._limit - (time.time() - self._started)
-
-    @property
-    def triton_absent(self) -> str | None:
-        """Why Triton's kernels cannot run here; None: they can."""
-        if importlib.util.find_spec("triton") is None:
-            return "triton is not installed"
-        if self.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "needs a GPU; to try it out without one, set TRITON_INTERPRET=1"
-        return None
 
     def state(self, **facts: Any) -> None:
         """Adds facts that all measurements share: shape, dtype, lengths."""

@@ -6,7 +6,6 @@ engine's own bookkeeping; rows hold about 2048 tokens. The probe runs twice: in 
 and again. What counts is how far its belief is off, either way.
 """
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from statistics import median
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.measure import stopwatch
 from spec_trl import SpeculativeConfig
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.captured import CAPTURE_AFTER
@@ -25,7 +25,6 @@ from spec_trl.quantization import QuantizedLinear
 
 from .part import Part
 from .shapes import config_of, random_model
-from .timing import copy_bandwidth, synchronize
 
 
 BATCHES = (1, 2, 4, 8, 32)
@@ -38,6 +37,17 @@ SAMPLING_PHASES = ("noise", "accept")
 
 Seconds = dict[str, dict[int, float]]
 """Of "target", "draft" and "verify", by batch."""
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a copy reads and writes, the median of many."""
+    source = torch.empty((1 << 30) if device.type == "cuda" else 1 << 20, dtype=torch.float32, device=device).normal_()
+    target, seconds = torch.empty_like(source), []
+    for _ in range(17):
+        with stopwatch(device) as watch:
+            target.copy_(source)
+        seconds.append(watch.value)
+    return 2 * source.nbytes / median(seconds[2:])  # the first ones warm up
 
 
 def read_bytes(model: PreTrainedModel) -> float:
@@ -87,24 +97,22 @@ def with_head(
 ) -> dict[str, Any]:
     """All cells with a drafter whose lm_head is "packed" or "dense"."""
     config = SpeculativeConfig(draft_lm_head=head)
-    started = time.perf_counter()
-    drafter = SelfDrafter(model, config.draft_quantization, config.draft_kernel, head)
-    making = time.perf_counter() - started
+    with stopwatch(part.device) as making:
+        drafter = SelfDrafter(model, config.draft_quantization, config.draft_kernel, head)
     bench = _Bench(model, drafter, max(batches), [length], MARGIN, config)
     try:
         cells = time_cells(part, bench, batches, length)
         share = sampling_share(bench, max(batches), length)
     finally:
         bench.close()
-    started = time.perf_counter()
-    drafter.quantized.refresh()
-    synchronize(part.device)
+    with stopwatch(part.device) as refreshing:
+        drafter.quantized.refresh()
     layers = drafter.quantized.layers.values()
     return {
         "seconds": cells,
         "sampling_share": share,
-        "making_the_drafter_seconds": making,  # the first one on a machine also measures the kernels
-        "refresh_seconds": time.perf_counter() - started,
+        "making_the_drafter_seconds": making.value,  # the first one on a machine also measures the kernels
+        "refresh_seconds": refreshing.value,
         "draft_max_rows": drafter.max_rows,
         "kernels": sorted({layer.packed.name for layer in layers if isinstance(layer, QuantizedLinear)}),
         "graphs": bench._rollout._target.captured,

@@ -111,6 +111,7 @@ def wanted() -> Iterator[Wanted]:
         look = at("decode_static", f"static, B {b}", "generate, static cache, compiled", "over_plain")
         yield f"none over generate with static cache and compile, batch {b}", ">=", 1.1, look
         yield f"none over generate_batch, the faster of two ways, batch {b}", ">=", 1.1, fastest_batched(b)
+    most: float | None
     for runner, most in (("auto", 1.3), ("compiled", None)):
         what = f"T_p over weight bytes / copy bandwidth, {runner}"
         yield f"{what}, batch 1", "<=", most, at("rounds", what)
@@ -135,8 +136,8 @@ def wanted() -> Iterator[Wanted]:
         )  # fmt: skip
     same = "identical sequences, self and none"
     yield f"{same}, float32", ">=", 1.0, identical(("speculation", "identity, float32", "self, always"))
-    cells = [("speculation", f"self, always, B {b}", "none") for b in BATCHES]
-    yield f"{same}, bfloat16", ">=", None, identical(*cells)
+    bfloat16 = [("speculation", f"self, always, B {b}", "none") for b in BATCHES]
+    yield f"{same}, bfloat16", ">=", None, identical(*bfloat16)
     # Where all of these hold, exact="auto" may mean True on CUDA.
     cells = [("decode_exact", f"exact, B {b}", "among exact", "self, exact") for b in EXACT_BATCHES]
     yield f"{same}, bfloat16, exact", ">=", 1.0, identical(*cells)

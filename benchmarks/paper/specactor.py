@@ -17,7 +17,7 @@ from spec_trl.cli.simulate import as_table, methods_for, read_cluster
 from spec_trl.scheduling.cluster import Cluster
 from spec_trl.scheduling.simulator import Method, Outcome, simulate
 
-from ..measure import Finding, Options, begin, write_result
+from ..measure import Finding, Options, begin, spread, write_result
 
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"

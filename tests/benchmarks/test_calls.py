@@ -52,7 +52,7 @@ def test_starts_are_paired_call_by_call() -> None:
     assert set(control_machine.summarise("story", WORK, alone).to_none["auto"]) == {"all", "first", "cpu"}
 
 
-def test_rollouts_are_compared_pass_by_pass_and_identity_counts_up_to_the_first_difference() -> None:
+def test_rollouts_are_compared_pass_by_pass_and_for_identity() -> None:
     def run(rows: list[list[int]], seconds: float) -> Run:
         return Run(rows, target_forwards=2, seconds=seconds)
 
@@ -63,7 +63,6 @@ def test_rollouts_are_compared_pass_by_pass_and_identity_counts_up_to_the_first_
     summary = rollout.summarise("ours self", runs, 0.0)
     assert summary.ratio_to == {PLAIN: 1.0}  # of 4, 1 and 0.5
     assert (summary.identical_rows, summary.rows) == (2, 3)
-    assert (summary.identical_tokens, summary.compared_tokens) == (6, 8)
     assert math.isnan(summary.block_efficiency)
     assert rollout.summarise(PLAIN, runs, 0.0).identical_rows is None
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import checks, kernels, part, shapes, summary
+from benchmarks.gpu import checks, part, rounds, shapes, summary
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ def test_without_a_gpu_cuda_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit):
-        kernels.main(["--output", str(tmp_path)])
+        rounds.main(["--output", str(tmp_path)])
     assert "--tiny" in capsys.readouterr().err
 
 
@@ -196,7 +196,7 @@ def test_without_time_the_script_says_so_for_every_part_and_each_can_be_run(
     ran = script(tmp_path, *PHASES, GPU_BENCH_SECONDS="0")
     assert ran.returncode == 0, ran.stderr
     result = json.loads((tmp_path / summary.SUMMARY).read_text())
-    assert len(result["parts"]) == 12
+    assert len(result["parts"]) == 11
     assert result["parts"]["grpo"]["status"] == "skipped: no time left"
     assert figure_in(tmp_path, "none over generate, batch 1")["measured"] == 3.5  # what an earlier run measured stays
     assert "none over generate, batch 1" in ran.stdout

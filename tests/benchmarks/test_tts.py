@@ -9,7 +9,7 @@ from benchmarks import tts
 from benchmarks.measure import read_result
 from benchmarks.tts_drafters import FROZEN, NONE, TTS
 from benchmarks.tts_report import (
-    BINS,
+    THIRDS,
     Record,
     acceptance_length,
     by_depth,
@@ -17,36 +17,29 @@ from benchmarks.tts_report import (
     last_quarter,
     speed_ratio,
     summarise,
-    third,
 )
 from spec_trl.drafter_training.untrained import write_eagle3
 from tests.conftest import STORY_MODEL
 
 
 def record(blocks: int, committed: int, seconds: float = 1.0, where: int = 0) -> Record:
-    counts = [[0] * BINS, [0] * BINS]
+    counts = [[0] * len(THIRDS), [0] * len(THIRDS)]
     counts[0][where], counts[1][where] = blocks, committed
-    facts = {"differ": 0, "same": committed, "tokens": committed, "is_batch": False, "drafted": 9 * blocks}
-    return {"blocks": counts[0], "committed": counts[1], "seconds": seconds, "accepted": committed - blocks} | facts
+    facts = {"differ": 0, "same": committed, "tokens": committed, "is_batch": False}
+    return {"blocks": counts[0], "committed": counts[1], "seconds": seconds} | facts
 
 
 def test_rounds_are_counted_where_they_began() -> None:
     rounds = [2, 1, 5, 2, 9, 1]  # begin at 1, 3, 4, 9, 11, 20
-    blocks, committed = by_depth(rounds, 21)
-    assert {i: count for i, count in enumerate(blocks) if count} == {1: 1, 3: 1, 4: 1, 9: 1, 11: 1}
-    assert {i: count for i, count in enumerate(committed) if count} == {1: 2, 3: 1, 4: 5, 9: 2, 11: 9}
-    blocks, committed = by_depth(rounds, 420)
-    assert (blocks[0], committed[0], blocks[1], committed[1]) == (5, 19, 1, 1)  # bins of 20, and room after 20
-    assert sum(by_depth([1] * 41, 42)[0]) == 40  # the last token alone is no block
+    assert by_depth(rounds, 21) == ([3, 2, 0], [8, 11, 0])  # the last token alone is no block
+    assert by_depth(rounds, 36) == ([5, 1, 0], [19, 1, 0])
+    assert sum(by_depth([1] * 41, 42)[0]) == 40
 
 
 def test_acceptance_length_is_pooled() -> None:
-    records = [record(1, 4), record(3, 4), record(1, 9, where=20)]
+    records = [record(1, 4), record(3, 4), record(1, 9, where=2)]
     assert acceptance_length(records) == 17 / 5
-    assert acceptance_length(records, third(0)) == 2.0
-    assert acceptance_length(records, third(2)) == 9.0
-    assert acceptance_length(records, third(1)) is None
-    assert [third(i) for i in range(3)] == [slice(0, 7), slice(7, 14), slice(14, 21)]
+    assert [acceptance_length(records, slice(i, i + 1)) for i in range(3)] == [2.0, None, 9.0]
 
 
 def test_gain_and_speed_are_compared_within_requests() -> None:
@@ -68,7 +61,6 @@ def test_the_last_quarter_of_a_run() -> None:
     assert (row["requests"], row["updates"], row["last"]) == (8, 56, 2)
     assert (row["frozen"], row["tau"]) == (2.0, 2.65)
     assert row["gain"] == pytest.approx(0.325) and row["speed_ratio"] == 1.0
-    assert row["quarters"] == [[2.0] * 4, [2.05, 2.25, 2.45, 2.65]]
 
 
 def test_requests_of_a_batch_are_resampled_one_by_one() -> None:

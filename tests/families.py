@@ -3,8 +3,8 @@
 A tiny random model of each decodes three unequal prompts under every strategy, in float64, and is compared with
 transformers' own greedy `generate` of each prompt by itself.
 
-    nice python -m benchmarks.families                          # all of them, into docs/families.md
-    python -m benchmarks.families --families llama bart qwen2_vl  # some, on the terminal alone
+    nice python -m tests.families                          # all of them, into docs/families.md
+    python -m tests.families --families llama bart qwen2_vl  # some, on the terminal alone
 """
 
 import argparse
@@ -23,10 +23,9 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import spec_trl  # noqa: F401
+from benchmarks.tiny_families import VISION, make
 from spec_trl.generation.engine.requirements import check_model
 from spec_trl.generation.engine.statistics import SpeculationStatistics
-
-from .tiny_families import VISION, make
 
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "families.md"
@@ -180,7 +179,7 @@ def document(outcomes: Sequence[Outcome]) -> str:
     return f"""# Model families
 
 ```
-python -m benchmarks.families --families llama qwen2_vl     # tries some; without names all, and writes this page
+python -m tests.families --families llama qwen2_vl     # tries some; without names all, and writes this page
 ```
 
 Made with transformers {transformers.__version__}; a test marked `slow` checks it. Tried was every entry of
