@@ -67,7 +67,7 @@ def way(model: PreTrainedModel, strategy: str, config: SpeculativeConfig, **opti
 
 def sampling(work: Workload) -> dict[str, object]:
     """Keywords of plain temperature sampling; transformers' default would add top_k=50."""
-    options = {"do_sample": True, "temperature": work.temperature, "top_k": 0}
+    options: dict[str, object] = {"do_sample": True, "temperature": work.temperature, "top_k": 0}
     return options | {"max_new_tokens": work.max_new_tokens, "pad_token_id": work.pad_token_id}
 
 

@@ -6,6 +6,7 @@ Both run in turns on the same random queries, keys and values; a ratio is of the
 import itertools
 import time
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from spec_trl.generation.engine.attention import MaskPlan, ragged_attention
 
-from .measure import Finding, Options, begin, shown, spread, write_result
+from .measure import Finding, Options, begin, shown, spread, times_in_turns, write_result
 from .models import DTYPES
 
 
@@ -33,13 +34,13 @@ def measure(
     key, value = cache[..., : -(-columns // 32) * 32, :]  # [B, kv_heads, columns, d] each
     positions = torch.arange(columns - count, columns).expand(rows, -1)  # [B, q]
     masks: dict[str, Any] = {"SDPA": PLAN.build(positions, key.shape[2], dtype), "ours": PLAN.spans(positions)}
-    found: dict[str, list[float]] = {name: [] for name in masks}
-    for _ in range(turns + 1):  # the first warms up
-        for name, mask in masks.items():
-            started = time.perf_counter()
-            ragged_attention(nn.Module(), query, key, value, mask)
-            found[name].append(1e3 * (time.perf_counter() - started))
-    milliseconds = {name: median(times[1:]) for name, times in found.items()}
+
+    def work(mask: Any) -> float:
+        started = time.perf_counter()
+        ragged_attention(nn.Module(), query, key, value, mask)
+        return 1e3 * (time.perf_counter() - started)
+
+    milliseconds = times_in_turns({name: partial(work, mask) for name, mask in masks.items()}, turns)
     sizes = dict(tokens=count, columns=columns, head_size=size, heads=heads, kv_heads=kv_heads, rows=rows)
     return sizes | {"dtype": str(dtype).removeprefix("torch."), "milliseconds": milliseconds}
 

@@ -8,6 +8,7 @@ the medians.
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from spec_trl import cpu_products
 from spec_trl.dense_linear import multiply_by_onednn
 
-from .measure import Finding, Options, begin, shown, spread, write_result
+from .measure import Finding, Options, begin, shown, spread, times_in_turns, write_result
 
 
 MOST_COPIES = 64
@@ -48,11 +49,8 @@ def measure(shape: tuple[int, int], rows: int, dtype: torch.dtype, turns: int) -
         ),
         "ours": lambda: cpu_products.multiply(cpu_products.dense_matrix(next(copies), None), x),
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(turns + 1):  # the first warms up
-        for name, multiply in ways.items():
-            found[name].append(seconds(multiply))
-    microseconds = {name: 1e6 * median(times[1:]) for name, times in found.items()}
+    works = {name: partial(seconds, multiply) for name, multiply in ways.items()}
+    microseconds = {name: 1e6 * each for name, each in times_in_turns(works, turns).items()}
     return {"shape": list(shape), "rows": rows, "dtype": str(dtype), "microseconds": microseconds}
 
 

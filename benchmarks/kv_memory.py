@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from .measure import Finding, Options, begin, peak_memory, shown, write_result
+from .measure import Finding, Options, begin, shown, write_result
 
 
 PROMPT = 16  # tokens, which tell rows apart
@@ -64,19 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, count in (("all rows start together", options.rows), ("rows are refilled", options.requests)):
         prompts = torch.randint(512, (count, PROMPT), device=device)
         lengths = drawn_lengths(count, options.limit, options.sigma, options.seed)
-        with peak_memory(device) as peak:
-            found = model.generate(
-                prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=options.limit,
-                pad_token_id=0, stopping_criteria=StoppingCriteriaList([EndsAt(prompts, lengths)]),
-                assistant_strategy="none", return_dict_in_generate=True,
-                speculative_config={"seed": options.seed, "max_batch_size": options.rows},
-            )  # fmt: skip
+        found = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=options.limit,
+            pad_token_id=0, stopping_criteria=StoppingCriteriaList([EndsAt(prompts, lengths)]),
+            assistant_strategy="none", return_dict_in_generate=True,
+            speculative_config={"seed": options.seed, "max_batch_size": options.rows},
+        )  # fmt: skip
         if found.lengths.tolist() != lengths:
             raise RuntimeError("rows did not end where they had to")
         used = found.statistics.cache_bytes
         findings.append(Finding(f"K/V when there was most of it, {name}", used / at_once, "×", "rows × limit"))
         findings.append(Finding(f"the same in MiB, of {at_once / 2**20:.0f}", used / 2**20, "MiB"))
-        details[name] = {"lengths": sorted(lengths), "peak of the process": peak.value}
+        details[name] = sorted(lengths)
     write_result(
         options.output, "rollouts", "Memory of K/V",
         f"{options.rows} rows in flight of up to {options.limit} new tokens, an eighth of it on average (log-normal, "

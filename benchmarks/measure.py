@@ -1,29 +1,25 @@
-"""What every benchmark needs: options, clock, peak memory, forward counts, the machine, and the file of the result."""
+"""What every benchmark needs: options, clock, the machine, and the file of the result."""
 
 import argparse
-import ctypes
 import datetime
-import gc
 import os
 import platform
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import transformers
-from torch import nn
 
 from spec_trl.json_files import read_json, write_json
 from spec_trl.measuring.fill_profile import processor_name
@@ -35,7 +31,7 @@ TINY_RESULTS = Path("bench_output/tiny")
 
 @dataclass
 class Gauge:
-    """Filled in when the `with` block that gave it ends: seconds, bytes, or a count."""
+    """Seconds, filled in when the `with` block that gave it ends."""
 
     value: float = 0.0
 
@@ -53,52 +49,10 @@ def stopwatch(device: torch.device) -> Iterator[Gauge]:
     gauge.value = time.perf_counter() - started
 
 
-@contextmanager
-def peak_memory(device: torch.device) -> Iterator[Gauge]:
-    """Peak bytes above the block's start: of the CUDA allocator, or on a CPU of the resident set, sampled."""
-    gauge = Gauge()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield gauge
-        gauge.value = torch.cuda.max_memory_allocated(device) - before
-        return
-    if sys.platform == "linux":
-        # Freed memory that malloc kept would hide what the block allocates out of it.
-        ctypes.CDLL(None).malloc_trim(0)
-    process = psutil.Process()
-    peak = before = process.memory_info().rss
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.005):
-            peak = max(peak, process.memory_info().rss)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield gauge
-    finally:
-        done.set()
-        watcher.join()
-    gauge.value = max(peak, process.memory_info().rss) - before
-
-
-@contextmanager
-def count_forwards(model: nn.Module) -> Iterator[Gauge]:
-    """How often `model` is called inside the block."""
-    gauge = Gauge()
-
-    def count(*_: object) -> None:
-        gauge.value += 1
-
-    handle = model.register_forward_pre_hook(count)
-    try:
-        yield gauge
-    finally:
-        handle.remove()
+def times_in_turns(works: Mapping[str, Callable[[], float]], turns: int) -> dict[str, float]:
+    """Medians of what `works` return, run in turns after one that warms up."""
+    found = [{name: work() for name, work in works.items()} for _ in range(turns + 1)][1:]
+    return {name: statistics.median(turn[name] for turn in found) for name in works}
 
 
 def describe_machine(device: torch.device) -> dict[str, object]:
@@ -131,6 +85,15 @@ def machine_line(machine: Mapping[str, object]) -> str:
 # ---- the command line ----------------------------------------------------------------------------------------------
 
 
+def add_machine_arguments(parser: argparse.ArgumentParser, result: str) -> None:
+    """The options of every benchmark: device, threads, seed, and the file of the result."""
+    add, device = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=device, choices=["cpu", "cuda"], help="of the model")
+    add("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+    add("--seed", type=int, default=0, help="of weights, prompts and sampling")
+    add("--output", type=Path, default=RESULTS / f"{result}.json", help="file of the result")
+
+
 class Options(argparse.ArgumentParser):
     """The command line of a benchmark: what each has, and what it adds with `add_argument`.
 
@@ -143,12 +106,8 @@ class Options(argparse.ArgumentParser):
     def __init__(self, description: str | None, result: str, tiny: str) -> None:
         super().__init__(description=description, formatter_class=_Help)
         self._result, self._tiny = result, tiny
-        add, device = self.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
-        add("--device", default=device, choices=["cpu", "cuda"], help="of the model")
-        add("--threads", type=int, default=torch.get_num_threads(), help="of torch")
-        add("--seed", type=int, default=0, help="of weights, prompts and sampling")
-        add("--output", type=Path, default=RESULTS / f"{result}.json", help="file of the result")
-        add("--tiny", action="store_true", help=f"try it out: {tiny}")
+        add_machine_arguments(self, result)
+        self.add_argument("--tiny", action="store_true", help=f"try it out: {tiny}")
 
     def read(self, arguments: Sequence[str] | None, *counts: str) -> argparse.Namespace:
         """The options; `arguments` None: the process's. Those called `counts`, numbers or lists, must be 1 or more."""

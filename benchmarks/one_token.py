@@ -32,21 +32,15 @@ VOCABULARY = 512  # tokens of random prompts, fewer than any checkpoint's
 def tiny_llama(layers: int, seed: int) -> LlamaForCausalLM:
     """A random float32 Llama, 64 wide."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=2,
-        )
-    ).eval()  # fmt: skip
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=layers)
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()
 
 
 def seconds(model: PreTrainedModel, prompt: Tensor, way: str) -> float:
     """Processor seconds of a call, all threads together; `prompt` `[1, length]` int64."""
     options: dict[str, Any] = {} if way == PLAIN else {"assistant_strategy": way}
     mask, started = torch.ones_like(prompt), time.process_time()
-    model.generate(
-        input_ids=prompt, attention_mask=mask, do_sample=False, max_new_tokens=1, pad_token_id=0, **options
-    )
+    model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=1, pad_token_id=0, **options)
     return time.process_time() - started
 
 

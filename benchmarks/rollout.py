@@ -1,7 +1,7 @@
 """Rollout speed: transformers' ways to generate against ours, same prompts, lengths and temperature, in one process.
 
 Methods run in alternation (A B C A B C ...), so that a slow minute of the machine hits all of them; the first pass
-has prompts of its own, warms up and measures memory, and is not timed. Ratios are medians over passes of the ratio
+has prompts of its own, warms up, and is not timed. Ratios are medians over passes of the ratio
 within a pass. At temperature 1 the methods draw different texts (only ours share their noise, so only they can be
 identical): compare tokens/s, not seconds, unless --ignore-eos makes all rows equally long.
 
@@ -35,9 +35,7 @@ from .measure import (
     Finding,
     Options,
     begin,
-    count_forwards,
     fresh_cache,
-    peak_memory,
     shown,
     spread,
     stopwatch,
@@ -61,7 +59,6 @@ class Run:
     """One method, one batch, once. `seconds` is filled in by the caller."""
 
     completions: list[list[int]]
-    target_forwards: int
     block_efficiency: float = math.nan
     acceptance_rate: float = math.nan
     phase_seconds: dict[str, float] = field(default_factory=dict)
@@ -88,10 +85,8 @@ def transformers_generate(model: PreTrainedModel) -> Method:
     def run(work: Workload, seed: int) -> Run:
         inputs = work.padded(model.device)
         torch.manual_seed(seed)
-        with count_forwards(model) as forwards:
-            sequences = model.generate(**inputs, **sampling(work))  # [batch, longest + new]
-        new = sequences[:, inputs["input_ids"].shape[1] :].tolist()
-        return Run([work.trimmed(row) for row in new], int(forwards.value))
+        sequences = model.generate(**inputs, **sampling(work))  # [batch, longest + new]
+        return Run([work.trimmed(row) for row in sequences[:, inputs["input_ids"].shape[1] :].tolist()])
 
     return run
 
@@ -111,15 +106,12 @@ def transformers_continuous(model: PreTrainedModel) -> Method:
             options.num_blocks = sum(pages) + 2
             options.max_batch_tokens = max(256, sum(map(len, work.prompts)))
         generation = GenerationConfig(**sampling(work), eos_token_id=list(work.eos_token_ids) or None)
-        with count_forwards(model) as forwards:
-            outputs = model.generate_batch(
-                work.prompts, generation_config=generation, continuous_batching_config=options
-            )
+        outputs = model.generate_batch(work.prompts, generation_config=generation, continuous_batching_config=options)
         # Requests are named req_0, req_1, ... in the order of the prompts and come back in the order they end.
         ordered = sorted(outputs.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
         if len(ordered) != len(work.prompts) or any(output.error for output in ordered):
             raise RuntimeError(f"generate_batch failed: {[output.error for output in ordered]}")
-        return Run([work.trimmed(list(output.generated_tokens)) for output in ordered], int(forwards.value))
+        return Run([work.trimmed(list(output.generated_tokens)) for output in ordered])
 
     return run
 
@@ -133,15 +125,12 @@ def transformers_assisted(model: PreTrainedModel, assistant: PreTrainedModel, dr
     def run(work: Workload, seed: int) -> Run:
         torch.manual_seed(seed)
         completions = []
-        with count_forwards(model) as forwards:
-            for prompt in work.prompts:
-                ids = torch.tensor([prompt], device=model.device)  # [1, prompt]
-                sequence = model.generate(
-                    ids, attention_mask=torch.ones_like(ids), assistant_model=assistant, **sampling(work)
-                )  # [1, prompt + new]
-                completions.append(work.trimmed(sequence[0, len(prompt) :].tolist()))
-        tokens = sum(map(len, completions))
-        return Run(completions, int(forwards.value), block_efficiency=tokens / forwards.value)
+        for prompt in work.prompts:
+            ids = torch.tensor([prompt], device=model.device)  # [1, prompt]
+            mask = torch.ones_like(ids)
+            sequence = model.generate(ids, attention_mask=mask, assistant_model=assistant, **sampling(work))
+            completions.append(work.trimmed(sequence[0, len(prompt) :].tolist()))  # of [1, prompt + new]
+        return Run(completions)
 
     return run
 
@@ -157,8 +146,8 @@ def ours(
         made = call(work, seed)
         facts = made.statistics
         return Run(
-            made.completions, facts.target_forwards, facts.block_efficiency, facts.acceptance_rate,
-            dict(facts.phase_seconds), facts.total, facts.rounds, facts.drafted_rounds,
+            made.completions, facts.block_efficiency, facts.acceptance_rate, dict(facts.phase_seconds), facts.total,
+            facts.rounds, facts.drafted_rounds,
         )  # fmt: skip
 
     return run
@@ -186,12 +175,10 @@ class Summary:
     method: str
     tokens_per_second: float
     tokens: float
-    target_forwards_per_token: float
     block_efficiency: float
     acceptance_rate: float
     rounds: int
     drafted_rounds: int
-    peak_memory_mb: float
     identical_rows: int | None
     rows: int
     ratio_to: dict[str, float]
@@ -208,12 +195,9 @@ def compare(
     Pass i draws with seed + i, and `advance` is called after each run. The warm-up has `warm_up_tokens` per row, but
     of `auto`, whose first call is as long as the next ones.
     """
-    memory = {}
     for name, method in methods.items():
         tokens = works[0].max_new_tokens if warm_up_tokens is None or name == AUTO else warm_up_tokens
-        with peak_memory(device) as peak:
-            method(replace(works[0], max_new_tokens=tokens), seed)
-        memory[name] = peak.value / 1e6
+        method(replace(works[0], max_new_tokens=tokens), seed)
         advance()
     runs: dict[str, list[Run]] = {name: [] for name in methods}
     for index, work in enumerate(works[1:], 1):
@@ -223,10 +207,10 @@ def compare(
             run.seconds = watch.value
             runs[name].append(run)
             advance()
-    return [summarise(name, runs, memory[name]) for name in methods]
+    return [summarise(name, runs) for name in methods]
 
 
-def summarise(name: str, runs: dict[str, list[Run]], memory_mb: float) -> Summary:
+def summarise(name: str, runs: dict[str, list[Run]]) -> Summary:
     """Medians of `name`'s runs, and their ratios to and agreement with the other methods' runs of the same pass."""
     own = runs[name]
     compared = name != PLAIN and name.startswith("ours") and PLAIN in runs
@@ -236,12 +220,10 @@ def summarise(name: str, runs: dict[str, list[Run]], memory_mb: float) -> Summar
         method=name,
         tokens_per_second=median([run.tokens_per_second for run in own]),
         tokens=median([run.tokens for run in own]),
-        target_forwards_per_token=median([run.target_forwards / run.tokens for run in own]),
         block_efficiency=median([run.block_efficiency for run in own]),
         acceptance_rate=median([run.acceptance_rate for run in own]),
         rounds=sum(run.rounds for run in own),
         drafted_rounds=sum(run.drafted_rounds for run in own),
-        peak_memory_mb=memory_mb,
         identical_rows=sum(same) if compared else None,
         rows=sum(len(run.completions) for run in own),
         ratio_to={
@@ -370,9 +352,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         methods[CONTINUOUS] = transformers_continuous(model)
     if "assisted" in options.baselines and assistant is not None:
         methods[ASSISTED] = transformers_assisted(model, assistant, options.draft_length)
+    quantization = SYNTHETIC_COPY if "agreement" in loaded.facts else "auto"
     config = spec_trl.SpeculativeConfig(
-        draft_quantization=SYNTHETIC_COPY if "agreement" in loaded.facts else "auto",
-        draft_kernel=options.draft_kernel, draft_lm_head=options.draft_lm_head, verification=options.verification, runner=options.runner,
+        draft_quantization=quantization, draft_kernel=options.draft_kernel, draft_lm_head=options.draft_lm_head,
+        verification=options.verification, runner=options.runner,
     )  # fmt: skip
     always = replace(config, sd_toggle="always", draft_length=options.draft_length)
     for strategy in options.strategies:

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import spec_trl  # noqa: F401
-from benchmarks.tiny_families import VISION, make
 from spec_trl.generation.engine.requirements import check_model
 from spec_trl.generation.engine.statistics import SpeculationStatistics
+from tests.tiny_families import VISION, make
 
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "families.md"

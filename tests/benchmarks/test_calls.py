@@ -1,14 +1,12 @@
 """Ratios, shares and identity of timed calls: mistakes here would falsify every figure. No test looks at a time."""
 
 import math
-import time
 from dataclasses import asdict
 
 import torch
 
 from benchmarks import control_machine, rollout
 from benchmarks.calls import Call, rotated
-from benchmarks.measure import peak_memory
 from benchmarks.rollout import PLAIN, Run
 from benchmarks.workload import Workload
 from spec_trl.generation.engine.statistics import DraftCounts, RoundPoint, SpeculationStatistics
@@ -54,26 +52,26 @@ def test_starts_are_paired_call_by_call() -> None:
 
 def test_rollouts_are_compared_pass_by_pass_and_for_identity() -> None:
     def run(rows: list[list[int]], seconds: float) -> Run:
-        return Run(rows, target_forwards=2, seconds=seconds)
+        return Run(rows, seconds=seconds)
 
     runs = {
         PLAIN: [run([[1, 2, 3, 4]], 4.0), run([[1, 2]], 1.0), run([[7, 8]], 1.0)],
         "ours self": [run([[1, 2, 9, 4]], 1.0), run([[1, 2]], 1.0), run([[7, 8]], 2.0)],
     }
-    summary = rollout.summarise("ours self", runs, 0.0)
+    summary = rollout.summarise("ours self", runs)
     assert summary.ratio_to == {PLAIN: 1.0}  # of 4, 1 and 0.5
     assert (summary.identical_rows, summary.rows) == (2, 3)
     assert math.isnan(summary.block_efficiency)
-    assert rollout.summarise(PLAIN, runs, 0.0).identical_rows is None
+    assert rollout.summarise(PLAIN, runs).identical_rows is None
 
 
 def test_auto_is_compared_with_the_best_of_the_other_ways_of_ours() -> None:
     speeds = {rollout.GENERATE: [9.0, 9.0], PLAIN: [2.0, 4.0], "ours self": [4.0, 4.0], rollout.AUTO: [6.0, 4.0]}
     runs = {
-        name: [Run([[1]], 1, seconds=1 / speed, rounds=4, drafted_rounds=name != PLAIN) for speed in each]
+        name: [Run([[1]], seconds=1 / speed, rounds=4, drafted_rounds=name != PLAIN) for speed in each]
         for name, each in speeds.items()
     }
-    summaries = [asdict(rollout.summarise(name, runs, 0.0)) for name in runs]
+    summaries = [asdict(rollout.summarise(name, runs)) for name in runs]
     result = {"target": {"model": "m", "dtype": "d"}, "batches": {"4": summaries}}
     found = {(each.what, each.baseline): each for each in rollout.findings(result)}
     against = found["m, d, batch 4: ours auto", "the best of the others: ours self"]
@@ -91,18 +89,10 @@ def test_rows_are_copies_of_a_prompt_where_groups_fill_the_batch() -> None:
 def test_a_warm_up_has_work_of_its_own() -> None:
     """Else a history would have seen what the first timed pass writes."""
     seen: list[tuple[Workload, int]] = []
-    method = lambda work, seed: (seen.append((work, seed)), Run([[1]], 1))[1]  # noqa: E731
+    method = lambda work, seed: (seen.append((work, seed)), Run([[1]]))[1]  # noqa: E731
     works = [Workload([[n]], 9, 1.0, (), 0) for n in range(3)]
     rollout.compare({"a": method}, works, torch.device("cpu"), 5, int)
     assert seen == [(works[0], 5), (works[1], 6), (works[2], 7)]
     seen.clear()
     rollout.compare({"a": method, rollout.AUTO: method}, works, torch.device("cpu"), 5, int, warm_up_tokens=3)
     assert [work.max_new_tokens for work, _ in seen] == [3, 9, 9, 9, 9, 9]  # the first call of auto is a whole one
-
-
-def test_peak_memory_sees_a_large_allocation() -> None:
-    with peak_memory(torch.device("cpu")) as peak:
-        block = torch.ones(64 << 20, dtype=torch.uint8)
-        time.sleep(0.1)  # the resident set is sampled
-        del block  # freed before the block ends
-    assert 60e6 < peak.value < 200e6

@@ -49,7 +49,7 @@ def test_a_benchmark_runs_on_the_smallest_input(
     text = output.read_text()
     assert str(tmp_path) not in text and str(ROOT) not in text
     result = read_result(output)
-    assert result.findings and all(each.what and (each.unit or each.baseline) for each in result.findings)
+    assert result.findings and all(each.what for each in result.findings)
     assert re.search(r"\d", capsys.readouterr().out)
 
 

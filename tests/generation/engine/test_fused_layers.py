@@ -35,6 +35,7 @@ from spec_trl.native_code import compiler
 from spec_trl.quantization import quantize_projections
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.generation.engine.kernels_per_layer import per_layer
 
 
 pytest.importorskip("triton", reason="Triton is not installed")
