@@ -66,7 +66,8 @@ failed=0
 finish() {
     "$python" -m benchmarks.gpu.summary "$folder"
     # What "auto" measured of the 4-bit kernels, by layer and number of rows.
-    [ -d "$SPEC_TRL_CACHE/spec_trl/kernels" ] && cp -r "$SPEC_TRL_CACHE/spec_trl/kernels" "$folder"
+    mkdir -p "$folder/kernels"
+    find "$SPEC_TRL_CACHE" -path '*/kernels/*.json' -exec cp {} "$folder/kernels" \;
     tar -czf "$OUT/results.tar.gz" -C "$folder" --exclude ./cache --exclude ./results.tar.gz .
     [ "$OUT" -ef "$folder" ] || cp "$folder/summary.json" "$OUT"
     exit $failed

@@ -1,14 +1,19 @@
 """Ratios, shares and identity of timed calls: mistakes here would falsify every figure. No test looks at a time."""
 
 import math
+import os
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from benchmarks import control_machine, rollout
 from benchmarks.calls import Call, rotated
 from benchmarks.rollout import PLAIN, Run
 from benchmarks.workload import Workload
+from spec_trl.generation import kept
 from spec_trl.generation.engine.statistics import DraftCounts, RoundPoint, SpeculationStatistics
 
 
@@ -96,3 +101,52 @@ def test_a_warm_up_has_work_of_its_own() -> None:
     seen.clear()
     rollout.compare({"a": method, rollout.AUTO: method}, works, torch.device("cpu"), 5, int, warm_up_tokens=3)
     assert [work.max_new_tokens for work, _ in seen] == [3, 9, 9, 9, 9, 9]  # the first call of auto is a whole one
+
+
+def test_auto_starts_from_nothing_for_each_batch_and_no_method_has_a_history(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is known of rounds is kept with the model and in files, and other methods have written the same texts."""
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
+    calls: list[str] = []
+    real_way, real_forget = rollout.way, rollout.forget
+
+    def way(model: Any, strategy: str, config: Any, **options: Any) -> Any:
+        call = real_way(model, strategy, config, **options)
+        assert config.sd_toggle == ("measured" if strategy == "auto" else "always")
+        assert config.draft_quantization == "rtn-w4-g128", "the overlap of synthetic weights is that of 4 bits"
+
+        def watched(work: Any, seed: int) -> Any:
+            assert kept.look(model, "history") is None
+            calls.append(f"{strategy} {len(set(map(tuple, work.prompts)))}x{len(work.prompts)} {seed}")
+            return call(work, seed)
+
+        return watched
+
+    def forget(model: Any) -> None:
+        real_forget(model)
+        folder = Path(os.environ["SPEC_TRL_CACHE"])
+        assert folder != tmp_path and not folder.exists()
+        calls.append("forget")
+
+    monkeypatch.setattr(rollout, "way", way)
+    monkeypatch.setattr(rollout, "forget", forget)
+    output = str(tmp_path / "result.json")
+    rollout.main(["--tiny", "--strategies", "history", "auto", "--baselines", "--output", output, "--threads", "1"])
+    assert calls == [
+        "forget", "history 1x1 0", "auto 1x1 0", "history 1x1 1", "auto 1x1 1",
+        "forget", "history 1x2 0", "auto 1x2 0", "history 1x2 1", "auto 1x2 1",
+    ]  # fmt: skip
+    assert os.environ["SPEC_TRL_CACHE"] == str(tmp_path)
+
+
+def test_each_way_starts_with_nothing_kept_and_a_differing_row_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    released: list[object] = []
+    forget = control_machine.forget
+    monkeypatch.setattr(control_machine, "forget", lambda model: (released.append(model), forget(model)))
+    monkeypatch.setattr(control_machine, "identical_rows", lambda ours, theirs: (0, 1))
+    with pytest.raises(SystemExit, match="2 completions differ"):
+        control_machine.main(["--tiny", "--repeats", "2", "--output", str(tmp_path / "result.json"), "--threads", "1"])
+    assert len(released) == 2 * 3 + 1  # repeats x ways, and at the end

@@ -1,8 +1,10 @@
 """Each benchmark once with `--tiny`: it runs, and writes a result with findings. No time is looked at."""
 
 import re
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,10 +34,29 @@ GPU = {
     "rounds": {"roofline", "head packed", "head dense", "believed over taken, second"},
     "speculation": {
         "policy", "identity, float32", "self, measured, first call, B 1", "self, measured, B 1", "self, always, B 1",
-        "self, roofline, B 2",
     },
 }  # fmt: skip
 QUICK = ("decode --group default", "decode --group exact", "rounds")
+
+
+TOKENS_ARE_THE_SAME: dict[str, Callable[[Any], bool]] = {
+    "control_machine": lambda found: all(
+        cell["identical_rows"] == cell["rows"] > 0 for model in found["models"] for cell in model["cells"]
+    ),
+    "end_to_end": lambda found: all(
+        own["identical_steps"] == own["steps"] == 2 for name, own in found["methods"].items() if name != "trl"
+    ),
+    "identity": lambda found: all(
+        own["unexplained"] == own["near_ties"] == 0 and own["tokens_compared"] >= 100
+        for study in found["studies"] for own in study["strategies"].values()
+    ),
+    "identity_grid": lambda found: all(cell["identical"] == cell["rows"] > 0 for cell in found["cells"].values()),
+    "rollout": lambda found: all(
+        own["identical_rows"] in (None, own["rows"]) for each in found["batches"].values() for own in each
+    ),
+    "tts": lambda found: 0 < found["identity"]["tokens"] == found["identity"]["same"] and found["target_unchanged"],
+}  # fmt: skip
+"""In float64, by what a result says of it."""
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_RESULT])
@@ -51,6 +72,7 @@ def test_a_benchmark_runs_on_the_smallest_input(
     result = read_result(output)
     assert result.findings and all(each.what for each in result.findings)
     assert re.search(r"\d", capsys.readouterr().out)
+    assert name not in TOKENS_ARE_THE_SAME or TOKENS_ARE_THE_SAME[name](result.details)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from benchmarks.gpu.kernels_per_layer import per_layer
 from spec_trl import cpu_products
 from spec_trl.generation.engine import compiled, cpu_decoder, cpu_layer, fused_layers
 from spec_trl.generation.engine.cache import RaggedCache, TailCache
@@ -35,7 +36,6 @@ from spec_trl.native_code import compiler
 from spec_trl.quantization import quantize_projections
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
-from tests.generation.engine.kernels_per_layer import per_layer
 
 
 pytest.importorskip("triton", reason="Triton is not installed")
