@@ -165,7 +165,7 @@ def _without_folder(value: Any) -> Any:
         return [_without_folder(each) for each in value]
     if isinstance(value, Path):
         return value.name
-    path = re.fullmatch("(wide:|shape:)?/.+", value) if isinstance(value, str) else None
+    path = re.fullmatch("(shape:)?/.+", value) if isinstance(value, str) else None
     return value if path is None else (path[1] or "") + Path(value).name
 
 

@@ -73,14 +73,14 @@ def test_docs_name_what_exists(page: Path) -> None:
 def test_a_result_is_written_and_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["/here/benchmarks/paper/rollout.py", "--models", "/there/a", "wide:/there/b*2"])
+    monkeypatch.setattr("sys.argv", ["/here/benchmarks/paper/rollout.py", "--models", "/there/a", "shape:/there/b"])
     monkeypatch.setattr(measure, "commit", lambda: "abc1234")
     machine = {"cpu": "a CPU", "cores": 2, "threads": 1, "accelerator": None, "torch": "2", "transformers": "5"}
     machine |= {"load_average_1min": 0.5, "date": "2026-01-02T03:04:05+00:00"}
     found = [Finding("a, batch 1", 1.5, "×", "b", (1.25, 2.0)), Finding("c", None, "s")]
     write_result(tmp_path / "x.json", "tts", "A title", "So it was.", machine, found, {"of": {1: float("nan")}})
     wanted = Result(
-        "tts", "A title", "So it was.", "python -m benchmarks.paper.rollout --models a 'wide:b*2'", "abc1234",
+        "tts", "A title", "So it was.", "python -m benchmarks.paper.rollout --models a shape:b", "abc1234",
         machine, found, {"of": {"1": None}},
     )  # fmt: skip
     assert read_result(tmp_path / "x.json") == wanted
