@@ -107,7 +107,7 @@ class Options(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=_Help)
         self._result, self._tiny = result, tiny
         add_machine_arguments(self, result)
-        self.add_argument("--tiny", action="store_true", help=f"try it out: {tiny}")
+        self.add_argument("--tiny", action="store_true", help=f"try it out: {tiny.replace('%', '%%')}")
 
     def read(self, arguments: Sequence[str] | None, *counts: str) -> argparse.Namespace:
         """The options; `arguments` None: the process's. Those called `counts`, numbers or lists, must be 1 or more."""

@@ -89,3 +89,11 @@ def test_a_part_of_the_gpu_benchmark_runs_on_the_tiny_shape(
     assert import_module(f"benchmarks.gpu.{name}").main(["--tiny", "--output", str(tmp_path), *more]) == 0
     found, result = parts[0].found, next(tmp_path.glob("*.json")).read_text()
     assert GPU[command] <= found.keys() and '"errors": {}' in result and '"accelerator": null' in result
+
+
+def test_each_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = [f"gpu.{name.split()[0]}" for name in GPU]
+    for name in dict.fromkeys([*(name for name in NAMES if name != "results_page"), *parts]):
+        with pytest.raises(SystemExit) as ended:
+            import_module(f"benchmarks.{name}").main(["--help"])
+        assert ended.value.code == 0 and "--output" in capsys.readouterr().out, name
