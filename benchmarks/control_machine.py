@@ -165,7 +165,8 @@ def findings(result: dict[str, Any]) -> list[Finding]:
 
 def setup(result: dict[str, Any]) -> str:
     """How it was measured, and in how many cells it is as it should be."""
-    options, count = result["options"], len(cells := all_cells(result))
+    cells = [cell for model in result["models"] for cell in model["cells"]]
+    options, count = result["options"], len(cells)
     slower = [cell["to_none"][AUTO]["all"] < AGAINST_NONE for cell in cells]
     better = sum(cell["to_better"] >= AGAINST_BETTER for cell in cells)
     shares, micros = ([cell[f"control_{name}"] for cell in cells] for name in ("share", "microseconds"))
@@ -182,11 +183,6 @@ def setup(result: dict[str, Any]) -> str:
         "microseconds a round."
         + "".join(weights_line(model) for model in result["models"])
     )
-
-
-def all_cells(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of all models."""
-    return [cell for model in result["models"] for cell in model["cells"]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -210,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = {"options": shown(options), "models": models, "seconds": time.perf_counter() - started}
     title = "The default control on this machine"
     write_result(options.output, "never_slower", title, setup(result), machine, findings(result), result)
-    if differing := sum(cell["rows"] - cell["identical_rows"] for cell in all_cells(result)):
+    if differing := sum(cell["rows"] - cell["identical_rows"] for model in models for cell in model["cells"]):
         raise SystemExit(f'{differing} completions differ from those of "none"')
 
 

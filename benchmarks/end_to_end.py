@@ -293,9 +293,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         kind, drafter = options.learned
         if kind not in ("eagle3", "dflash") or not Path(drafter).is_dir():
             parser.error(f"--learned {kind} {drafter}: give eagle3 or dflash, and the folder of a drafter")
-    for name in ("learning_rate", "drafter_learning_rate"):
-        if (rate := getattr(options, name)) is not None and rate <= 0:
-            parser.error(f"--{name.replace('_', '-')} {rate} must be above 0")
+    if min(options.drafter_learning_rate, options.learning_rate or 1) <= 0:
+        parser.error("--learning-rate and --drafter-learning-rate must be above 0")
     if size.steps < 2:
         parser.error(f"--steps {size.steps}: the first step is not timed; give 2 or more")
     if size.group < 2 or size.rows % size.group:

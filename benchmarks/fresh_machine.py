@@ -85,10 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         each = ratios(none, auto)
         gain = statistics.median(none) / statistics.median(auto)
         found.append(Finding(f"{name} call: auto", gain, "×", "none", spread(each)))
-        found += [
-            Finding(f"{name} call: seconds of {way}", statistics.median(own), "s", "", spread(own))
-            for way, own in (("none", none), ("auto", auto))
-        ]
+        for way, own in (("none", none), ("auto", auto)):
+            found.append(Finding(f"{name} call: seconds of {way}", statistics.median(own), "s", "", spread(own)))
         share = [run[which]["drafted"] / run[which]["rounds"] for run in runs["auto"]]
         what = f"{name} call: rounds of auto that drafted"
         found.append(Finding(what, statistics.median(share), "%", "", spread(share)))

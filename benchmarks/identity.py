@@ -81,11 +81,9 @@ def study(loaded: LoadedModel, assistant: PreTrainedModel | None, options: argpa
     )
     none = ours(model, "none", None, config)
     exact_methods = {strategy: ours(model, strategy, assistant, config) for strategy in options.strategies}
-    rejection_methods = {
-        strategy: ours(model, strategy, assistant, replace(config, verification="rejection"))
-        for strategy in options.strategies
-        if strategy != "ngram"  # has no draft probabilities
-    }
+    rejecting = replace(config, verification="rejection")
+    others = [strategy for strategy in options.strategies if strategy != "ngram"]  # which has no draft probabilities
+    rejection_methods = {strategy: ours(model, strategy, assistant, rejecting) for strategy in others}
     tallies = {strategy: Tally() for strategy in exact_methods}
     exact = {strategy: DraftCounts() for strategy in rejection_methods}
     rejection = {strategy: DraftCounts() for strategy in rejection_methods}

@@ -85,15 +85,6 @@ def machine_line(machine: Mapping[str, object]) -> str:
 # ---- the command line ----------------------------------------------------------------------------------------------
 
 
-def add_machine_arguments(parser: argparse.ArgumentParser, result: str) -> None:
-    """The options of every benchmark: device, threads, seed, and the file of the result."""
-    add, device = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=device, choices=["cpu", "cuda"], help="of the model")
-    add("--threads", type=int, default=torch.get_num_threads(), help="of torch")
-    add("--seed", type=int, default=0, help="of weights, prompts and sampling")
-    add("--output", type=Path, default=RESULTS / f"{result}.json", help="file of the result")
-
-
 class Options(argparse.ArgumentParser):
     """The command line of a benchmark: what each has, and what it adds with `add_argument`.
 
@@ -106,8 +97,12 @@ class Options(argparse.ArgumentParser):
     def __init__(self, description: str | None, result: str, tiny: str) -> None:
         super().__init__(description=description, formatter_class=_Help)
         self._result, self._tiny = result, tiny
-        add_machine_arguments(self, result)
-        self.add_argument("--tiny", action="store_true", help=f"try it out: {tiny.replace('%', '%%')}")
+        add, device = self.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
+        add("--device", default=device, choices=["cpu", "cuda"], help="of the model")
+        add("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+        add("--seed", type=int, default=0, help="of weights, prompts and sampling")
+        add("--output", type=Path, default=RESULTS / f"{result}.json", help="file of the result")
+        add("--tiny", action="store_true", help=f"try it out: {tiny.replace('%', '%%')}")
 
     def read(self, arguments: Sequence[str] | None, *counts: str) -> argparse.Namespace:
         """The options; `arguments` None: the process's. Those called `counts`, numbers or lists, must be 1 or more."""

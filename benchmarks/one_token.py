@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from spec_trl.generation.configuration import STRATEGIES
+from spec_trl.generation.registry import strategies
 
 from .calls import rotated
 from .measure import Finding, Options, begin, fresh_cache, shown, write_result
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--layers", type=int, nargs="*", default=[2, 28], help="of random Llamas, 64 wide")
     add("--models", nargs="*", default=[], metavar="MODEL", help="in float32: folder or shape:NAME")
-    add("--strategies", nargs="+", default=["none", "self", "auto"], choices=STRATEGIES)
+    add("--strategies", nargs="+", default=["none", "self", "auto"], choices=strategies())
     add("--calls", type=int, default=100, help="of each way")
     add("--prompt-tokens", type=int, default=16)
     options = parser.read(arguments, "layers", "prompt_tokens")

@@ -25,10 +25,10 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 import spec_trl
 from spec_trl.generation import kept
-from spec_trl.generation.configuration import STRATEGIES
-from spec_trl.generation.drafters.self_copy import self_drafter_of
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import keep_drafters
 from spec_trl.generation.engine.statistics import DraftCounts
+from spec_trl.generation.registry import strategies
 
 from .calls import forget, ratios, sampling, way
 from .measure import (
@@ -155,7 +155,7 @@ def ours(
 
 def max_packed_rows(model: PreTrainedModel, config: spec_trl.SpeculativeConfig) -> int:
     """Rows up to which the self-drafter drafts."""
-    drafter = self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
+    drafter = SelfDrafter.make(model, None, config)
     keep_drafters(model, [drafter])  # the run's own calls will ask for it
     return drafter.max_rows
 
@@ -217,13 +217,9 @@ def summarise(name: str, runs: dict[str, list[Run]]) -> Summary:
     pairs = zip(own, runs[PLAIN] if compared else (), strict=compared)
     same = [a == b for run, plain in pairs for a, b in zip(run.completions, plain.completions, strict=True)]
     return Summary(
-        method=name,
-        tokens_per_second=median([run.tokens_per_second for run in own]),
-        tokens=median([run.tokens for run in own]),
-        block_efficiency=median([run.block_efficiency for run in own]),
-        acceptance_rate=median([run.acceptance_rate for run in own]),
-        rounds=sum(run.rounds for run in own),
-        drafted_rounds=sum(run.drafted_rounds for run in own),
+        name, median([run.tokens_per_second for run in own]), median([run.tokens for run in own]),
+        median([run.block_efficiency for run in own]), median([run.acceptance_rate for run in own]),
+        sum(run.rounds for run in own), sum(run.drafted_rounds for run in own),
         identical_rows=sum(same) if compared else None,
         rows=sum(len(run.completions) for run in own),
         ratio_to={
@@ -233,7 +229,7 @@ def summarise(name: str, runs: dict[str, list[Run]]) -> Summary:
         },
         phase_seconds={phase: median([run.phase_seconds[phase] for run in own]) for phase in own[0].phase_seconds},
         tokens_per_second_by_pass=[run.tokens_per_second for run in own],
-    )
+    )  # fmt: skip
 
 
 def median(values: list[float]) -> float:
@@ -312,7 +308,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model", default="shape:qwen2.5-0.5b", help="folder, or shape:NAME: synthetic weights")
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
     add("--assistant", help="folder of a small model, for strategy model and assisted")
-    add("--strategies", nargs="+", default=["none", "self"], choices=STRATEGIES)
+    add("--strategies", nargs="+", default=["none", "self"], choices=strategies())
     add("--baselines", nargs="*", default=baselines, choices=baselines, help="assisted runs with --assistant only")
     add("--batch", type=int, nargs="+", default=[1, 4], help="rows per batch; each is measured")
     add("--max-new-tokens", type=int, default=48, help="per row")

@@ -138,10 +138,8 @@ class Training:
     @property
     def rollout_seconds(self) -> list[float]:
         """Generating without the preparation, by step."""
-        return [
-            step.phases["rollout"] - preparation
-            for step, preparation in zip(self.steps, self.preparation_seconds, strict=True)
-        ]
+        pairs = zip(self.steps, self.preparation_seconds, strict=True)
+        return [step.phases["rollout"] - preparation for step, preparation in pairs]
 
 
 class TimedGRPOTrainer(GRPOTrainer):

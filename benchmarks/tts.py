@@ -7,8 +7,6 @@ Parts, each with a result file of its own:
 
     drafters       acceptance length by drafter, temperature and output depth (Tab. 1, 2; Fig. 1, 2, 5)
     strides        S and adaptive, synchronous and asynchronous: acceptance length and throughput (Tab. 3, 7, 8)
-    steps          K (Fig. 6a)
-    anchors        λ with anchors q_t and q_0
     rates          learning rates
     run            scope "run" over many requests
     batch          several requests at a time: per request, per rollout
@@ -70,20 +68,9 @@ def strides_ways(kind: Kind, options: argparse.Namespace) -> Ways:
     return ways
 
 
-def anchors_ways(kind: Kind, options: argparse.Namespace) -> Ways:
-    """λ and its anchor: q_t acts for K > 1 only, q_0 at K = 1 as well."""
-    ways: Ways = {"K=1, λ=0": kind.how(), "K=2, λ=0": kind.how(steps=2)}
-    for weight in options.anchor_weights:
-        ways[f"K=2, λ={weight:g}, q_t"] = kind.how(steps=2, anchor_weight=weight)
-        ways[f"K=1, λ={weight:g}, q_0"] = kind.how(anchor_weight=weight, anchor="initial")
-    return ways
-
-
 WAYS: dict[str, Callable[[Kind, argparse.Namespace], Ways]] = {
     "drafters": lambda kind, options: {TTS: kind.how()},
     "strides": strides_ways,
-    "steps": lambda kind, options: {f"K={steps}": kind.how(steps=steps) for steps in options.steps},
-    "anchors": anchors_ways,
     "rates": lambda kind, options: {f"η={rate:g}": kind.how(learning_rate=rate) for rate in options.learning_rates},
     # Requests of one batch that learn apart, low-rank corrections, or together, all weights.
     "batch": lambda kind, options: {
@@ -294,8 +281,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=24, help="of each request")
     add("--stories", type=Path, default=STORIES, help="JSON list of strings (default: examples/data/stories.json)")
     add("--strides", type=int, nargs="+", default=STRIDES, help="strides: S")
-    add("--steps", type=int, nargs="+", default=[1, 2, 4], help="steps: K")
-    add("--anchor-weights", type=float, nargs="+", default=[0.1, 1.0], help="anchors: λ but 0")
     add("--learning-rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4, 3e-4, 1e-3], help="rates: η")
     add("--updates", type=int, default=2000, help="run: at least this many")
     add("--run-stride", type=int, default=1, help="run: S")
@@ -305,15 +290,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="float32", choices=list(DTYPES), help="float64 must be identical")
     parser.set_defaults(output=RESULTS)  # a folder: files are tts_PART....json
     add("--suffix", default="", help="added to the files' names, for other settings, such as _float64")
-    counts = "requests", "updates", "batch", "run_stride", "strides", "steps"
+    counts = "requests", "updates", "batch", "run_stride", "strides"
     options = parser.read(arguments, *counts)
     parser.at_least(2, options, "prompt_tokens", "block_size")
     parser.at_least(21, options, "new_tokens")
     options.output = TINY_RESULTS if options.tiny else options.output  # a folder: files are tts_PART....json
     if min(options.temperatures) < 0:
         parser.error(f"--temperatures {options.temperatures} must be 0 or more")
-    if min(*options.anchor_weights, *options.learning_rates, options.learning_rate or 1) <= 0:
-        parser.error("--anchor-weights, --learning-rates and --learning-rate must be above 0")
+    if min(*options.learning_rates, options.learning_rate or 1) <= 0:
+        parser.error("--learning-rates and --learning-rate must be above 0")
     check_targets(parser, [f"{options.target},{options.dtype}"])
     return options
 
@@ -344,14 +329,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         summary = summarise(cells, options.seed)
     result: dict[str, Any] = {
-        "part": options.part,
-        "settings": settings,
-        "options": shown(options, "target", "drafters", "stories"),
-        "drafters": {kind.name: kind.facts() for kind in kinds},
-        "identity": identity(flat),
-        "target_unchanged": fingerprint(loaded.model) == before,
-        "summary": summary,
-    }
+        "part": options.part, "settings": settings, "options": shown(options, "target", "drafters", "stories"),
+        "drafters": {kind.name: kind.facts() for kind in kinds}, "identity": identity(flat),
+        "target_unchanged": fingerprint(loaded.model) == before, "summary": summary,
+    }  # fmt: skip
     title = PART_TITLES[options.part]
     write_result(options.output / name, "tts", title, setup(result), machine, findings(result), result)
     if result["identity"]["differ"] or not result["target_unchanged"]:

@@ -66,8 +66,7 @@ class Kind:
 
     def drafter(self, target: PreTrainedModel, how: Distillation | None) -> Drafter:
         """It drafts, and learns as `how` says; None: frozen."""
-        student = self.student(target)
-        return student if how is None else DistilledDrafter(student, how)
+        return self.student(target) if how is None else DistilledDrafter(self.student(target), how)
 
     def facts(self) -> dict[str, object]:
         """What a result must state about it. The digest is of the weights."""

@@ -156,8 +156,6 @@ def last_quarter(cells: Sequence[Cell], seed: int) -> Row:
 PART_TITLES = {
     "drafters": "Acceptance length, frozen against learning after every round (TTS Tab. 1, 2; Fig. 1, 2, 5)",
     "strides": "Update strides (TTS Tab. 3, 7, 8)",
-    "steps": "Optimizer steps per update (TTS Fig. 6a)",
-    "anchors": "The second loss term: λ and its anchor",
     "rates": "Learning rates",
     "run": "Learning that is kept over many requests",
     "batch": "Several requests at a time",

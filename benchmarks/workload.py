@@ -43,10 +43,8 @@ class Workload:
 
     def trimmed(self, completion: list[int]) -> list[int]:
         """`completion` up to its end of sequence, which counts, without the padding after it, which does not."""
-        for place, token in enumerate(completion):
-            if token in self.eos_token_ids:
-                return completion[: place + 1]
-        return completion
+        ends = (place + 1 for place, token in enumerate(completion) if token in self.eos_token_ids)
+        return completion[: next(ends, None)]
 
 
 def prompt_source(
@@ -98,24 +96,17 @@ def end_tokens(loaded: LoadedModel, ignore_eos: bool) -> tuple[int, ...]:
 
 def common_prefix(a: list[int], b: list[int]) -> int:
     """Tokens that `a` and `b` share from the start."""
-    for place, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return place
-    return min(len(a), len(b))
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 # ---- completions that repeat their prompt -------------------------------------------------------------------------
 
 
 class Copying(LogitsProcessor):
-    """Where the last `context` tokens stood in the row before, but for one of them, the token that followed them there
-    is likely again: a token in another's place does not end the copying, as in an edit.
-
-    Args:
-        context: tokens of which all but one must agree, at least 2. Of ordinary text next to none should, so that it
-            goes on as it would.
-        probability: of the copied token, at temperature 1.
-    """
+    """Where the last `context` tokens (at least 2) stood in the row before, but for one of them, the token that
+    followed them there has `probability` at temperature 1: a token in another's place does not end the copying, as in an edit.
+    Ordinary text, of which next to none should agree, goes on as it would."""
 
     prefix_only = True
 

@@ -24,7 +24,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("cpu_products",),
     ("dense_linear",),
     ("scheduling", "quantization"),
-    ("generation.value_checks",),
+    ("generation.value_checks", "generation.registry"),
     ("generation.kept", "generation.configuration"),
     ("generation.engine",),
     ("generation.drafters",),

@@ -165,11 +165,8 @@ def engine(
         return Call(median(rounds.seconds) if rounds else mean, mean, watch.value, tokens, {
             "block_efficiency": facts.block_efficiency,
             "speculative_rounds": sum(point.rounds for point in facts.points if point.draft_length),
-            "rounds": facts.rounds,
-            "round_seconds": (facts.seconds - facts.phase_seconds["prefill"]) / facts.rounds,
-            "phase_seconds": dict(facts.phase_seconds),
-            "graphs": facts.graphs,
-            "graph_bytes": facts.graph_bytes,
+            "rounds": facts.rounds, "round_seconds": mean * new / facts.rounds, "graphs": facts.graphs,
+            "phase_seconds": dict(facts.phase_seconds), "graph_bytes": facts.graph_bytes,
             "entropy": -facts.logprob_sum / facts.tokens,
         })  # fmt: skip
 

@@ -48,6 +48,7 @@ SMOKE_SIZE = Size(steps=2, rows=4, group=2, max_completion_length=8)
 TRL, TRL_BATCHED, TRL_README = "TRL", "TRL, continuous batching", "TRL, float32 under autocast"
 README, DEFAULT, KEPT = "float32 under autocast", "bfloat16", "bfloat16, graphs kept"
 PLAIN = "none, graphs kept"
+RECORDED = ("block_efficiency", "sd_on_fraction", "refresh_seconds")
 COMPARED = {README: (TRL_README,), KEPT: (TRL, TRL_BATCHED, PLAIN, DEFAULT)}
 """Ours, and what it is compared with."""
 
@@ -146,9 +147,7 @@ def summarise(run: Training) -> dict[str, Any]:
         "by_step": {"rollout": rollouts, "step": [step.seconds for step in run.steps[1:]], "tokens": tokens},
         "tokens_per_second": median(count / seconds for count, seconds in zip(tokens, rollouts, strict=True)),
         "first_rollout_seconds": run.steps[0].phases["rollout"],
-        "block_efficiency": [record.block_efficiency for record in run.rollouts],
-        "sd_on_fraction": [record.sd_on_fraction for record in run.rollouts],
-        "refresh_seconds": [record.refresh_seconds for record in run.rollouts],
+        **{name: [vars(record)[name] for record in run.rollouts] for name in RECORDED},
         "phase_seconds": run.rollouts[-1].phase_seconds if run.rollouts else {},
     }
 

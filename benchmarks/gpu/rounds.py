@@ -75,9 +75,9 @@ def time_cells(
 def sampling_share(bench: _Bench, batch: int, length: int) -> float:
     """Of noise and acceptance in a round of `batch` rows. The phase of acceptance ends when the host has read the
     round's tokens, so it is an upper bound."""
-    before = bench._rollout.phase_seconds()
+    before = bench._rollout.record.phase_seconds()
     list(bench.rounds(batch, length, 0, SECONDS, warm_ups=0))
-    phases = {name: value - before.get(name, 0.0) for name, value in bench._rollout.phase_seconds().items()}
+    phases = {name: value - before.get(name, 0.0) for name, value in bench._rollout.record.phase_seconds().items()}
     return sum(phases.get(name, 0.0) for name in SAMPLING_PHASES) / sum(phases.values())
 
 
@@ -115,7 +115,7 @@ def with_head(
         "refresh_seconds": refreshing.value,
         "draft_max_rows": drafter.max_rows,
         "kernels": sorted({layer.packed.name for layer in layers if isinstance(layer, QuantizedLinear)}),
-        "graphs": bench._rollout._target.captured,
+        "graphs": bench._rollout.target.captured,
         "ratios": {
             batch: {
                 "T_q / T_p": cells["draft"][batch] / target if batch in cells.get("draft", {}) else None,

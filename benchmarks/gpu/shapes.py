@@ -31,15 +31,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         vocab_size=151936, tie_word_embeddings=True,
     ),
     "qwen3-8b": _QWEN3 | dict(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
-    "llama-3.1-8b": dict(
-        model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5,
-        rope_theta=500000.0, tie_word_embeddings=False,
-        rope_scaling=dict(
-            rope_type="llama3", factor=8.0, high_freq_factor=4.0, low_freq_factor=1.0,
-            original_max_position_embeddings=8192,
-        ),
-    ),
     TINY: _QWEN25 | dict(
         hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=512, max_position_embeddings=2048,

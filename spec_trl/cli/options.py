@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..generation.configuration import NEED_ASSISTANT, OPTIONS, SpeculativeConfig
+from ..generation.configuration import OPTIONS, SpeculativeConfig
+from ..generation.registry import needing_assistant
 from ..scheduling.draft_length import expected_block_efficiency
 
 
@@ -64,8 +65,8 @@ def whole_numbers(text: str) -> list[int]:
 def named_assistant(text: str) -> tuple[str, str]:
     """ "model=path/or/hub-id" as (strategy, path)."""
     kind, _, path = text.partition("=")
-    if kind not in NEED_ASSISTANT or not path:
-        kinds = ", ".join(NEED_ASSISTANT)
+    if kind not in needing_assistant() or not path:
+        kinds = ", ".join(needing_assistant())
         raise argparse.ArgumentTypeError(f"{text!r} is not KIND=MODEL with one of the kinds {kinds}")
     return kind, path
 

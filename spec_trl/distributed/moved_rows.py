@@ -15,7 +15,7 @@ from .link import Link
 
 
 class Sending:
-    """Begins to send rows, as :meth:`Rollout.hand_over` returns them, to `rank`, which reads in `note` what comes."""
+    """Begins to send rows, as :func:`hand_over` returns them, to `rank`, which reads in `note` what comes."""
 
     def __init__(self, moved: Sequence[Request], link: Link, rank: int, note: str) -> None:
         progress = [request.progress for request in moved if request.progress is not None]

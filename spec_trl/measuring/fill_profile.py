@@ -279,9 +279,9 @@ class _Bench(RoundBench):
             rows = self._rows
             rows.active, rows.indices = batch, list(range(batch))
             rows.commit(np.full(batch, length), None)
-            before = self._rollout.phase_seconds().get("draft", 0.0)
+            before = self._rollout.record.phase_seconds().get("draft", 0.0)
             whole = self.round([Chain(0 if drafts else 1, gamma)] if gamma else [])
-            draft = self._rollout.phase_seconds()["draft"] - before
+            draft = self._rollout.record.phase_seconds()["draft"] - before
             if warm_ups:
                 warm_ups -= 1
             else:

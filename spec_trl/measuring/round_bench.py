@@ -68,8 +68,8 @@ class RoundBench:
         started = time.perf_counter()
         self._rollout.decode_round(plan)
         seconds = time.perf_counter() - started
-        if self._rollout.drafter_failure is not None:
-            raise RuntimeError(f"the drafter failed while it was timed: {self._rollout.drafter_failure}")
+        if self._rollout.drafters.failure is not None:
+            raise RuntimeError(f"the drafter failed while it was timed: {self._rollout.drafters.failure}")
         return seconds
 
     def close(self) -> None:

@@ -10,10 +10,7 @@ from trl import GRPOConfig
 
 from ..drafter_training.adaptation import ADAPTABLE
 from ..generation.configuration import (
-    DECOUPLED,
-    NEED_ASSISTANT,
     OPTIONS,
-    TAKE_ASSISTANT,
     SpeculativeConfig,
     check_combination,
     check_decoupled,
@@ -21,6 +18,7 @@ from ..generation.configuration import (
     document,
 )
 from ..generation.option_use import check_use
+from ..generation.registry import DRAFTERS, drafting_ahead, needing_assistant, taking_assistant
 from ..generation.value_checks import (
     did_you_mean,
     require_bool,
@@ -173,7 +171,8 @@ class SpecGRPOConfig(GRPOConfig):
         check_strategy(self.assistant_strategy)
         require_choice("rollout_sharing", self.rollout_sharing, ("pool", "own"))
         self._check_assistant()
-        if self.assistant_strategy in ("ngram", "history") and self.verification == "rejection":
+        drafts = getattr(DRAFTERS.get(self.assistant_strategy), "has_probabilities", True)
+        if self.verification == "rejection" and not drafts:
             raise ValueError(
                 'verification="rejection" needs draft probabilities, which '
                 f'assistant_strategy={self.assistant_strategy!r} has none of. Use verification="exact".'
@@ -226,13 +225,13 @@ class SpecGRPOConfig(GRPOConfig):
         if drafter == "tts":
             drafter, setting = self.tts_drafter, f"{setting}, tts_drafter={self.tts_drafter!r}"
         if self.assistant_model is None:
-            is_wrong = drafter in NEED_ASSISTANT
+            is_wrong = drafter in needing_assistant()
         else:
-            is_wrong = drafter not in TAKE_ASSISTANT
+            is_wrong = drafter not in taking_assistant()
         if is_wrong:
             raise ValueError(
                 f"{setting} with assistant_model={self.assistant_model!r}: assistant_model belongs to one of "
-                f"{list(NEED_ASSISTANT)}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
+                f"{list(needing_assistant())}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
             )
         require_folder_or_id("assistant_model", self.assistant_model)
 
@@ -251,7 +250,7 @@ class SpecGRPOConfig(GRPOConfig):
         if not self.draft_ranks:
             return
         needed = {
-            "assistant_strategy": DECOUPLED, "rollout_sharing": ("pool",), "verification": ("exact",),
+            "assistant_strategy": drafting_ahead(), "rollout_sharing": ("pool",), "verification": ("exact",),
             "decoupled_execution": ("never", "auto"), "sd_toggle": ("always", "measured", "roofline"),
         }  # fmt: skip
         for name, choices in needed.items():

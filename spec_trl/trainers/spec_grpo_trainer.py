@@ -19,12 +19,12 @@ from ..distributed.lost_ranks import naming_the_remedy
 from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
 from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
-from ..generation.configuration import CHOOSING
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.requirements import policy_in
 from ..generation.engine.shadow import structure
+from ..generation.registry import CHOOSING
 from ..generation.strategies import check_assistants, copy_again, make_control, make_drafters, policy_copies
 from ..measuring.fill_profile import hardware_name
 from ..measuring.known_rounds import KnownRounds, find_known_rounds

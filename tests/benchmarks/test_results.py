@@ -110,7 +110,7 @@ def test_numbers_and_tables() -> None:
         ("end_to_end --steps 1", "the first step is not timed"),
         ("end_to_end --questions q.jsonl", "--questions q.jsonl: name a .jsonl"),
         ("end_to_end --learned ngram .", "--learned ngram .: give eagle3 or dflash"),
-        ("tts drafters --anchor-weights 0", "must be above 0"),
+        ("tts drafters --learning-rates 0", "must be above 0"),
     ],
 )
 def test_wrong_options_are_named(command_line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

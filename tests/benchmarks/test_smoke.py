@@ -14,7 +14,8 @@ from benchmarks.measure import read_result
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-NO_RESULT = {  # programs without a result
+NO_RESULT = {  # what is not run here
+    "between_commits": "takes a git checkout, and compiles in two processes",
     "results_page": "test_results runs it",
     "paper.published": "converts files; paper/test_published runs it",
 }

@@ -78,7 +78,6 @@ def test_requests_of_a_batch_are_resampled_one_by_one() -> None:
     ("arguments", "expected"),
     [
         ("strides --strides 1 10 --temperatures 1", "S=10 async"),
-        ("anchors --anchor-weights 0.5 --temperatures 0", "K=2, λ=0.5, q_t"),
         ("run --updates 9 --run-stride 2 --run-asynchronous --temperatures 1", "last 1 of"),
         ("defaults --batch 2 --temperatures 1 --scope run", "0 updates in 1 calls"),
         ("batch --batch 2 --temperatures 1", "TTS, per rollout"),

@@ -4,8 +4,7 @@ import math
 import random
 from pathlib import Path
 
-from spec_trl.generation.engine.statistics import DraftCounts
-from spec_trl.generation.engine.timeline import PlanChange, RequestTimeline
+from spec_trl.generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline
 from spec_trl.scheduling.profile import Profile, ProfileKey
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.sweep import Sample

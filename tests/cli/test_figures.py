@@ -16,8 +16,7 @@ from spec_trl.cli.figures import PALE, Drawing, drafter_colour, verdict_of_run
 from spec_trl.cli.ladder_figure import draft_ladder
 from spec_trl.cli.plan_figure import plans_over_rounds
 from spec_trl.cli.timeline_figure import timeline, timeline_of_run
-from spec_trl.generation.engine.statistics import DraftCounts
-from spec_trl.generation.engine.timeline import PlanChange, RequestTimeline
+from spec_trl.generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline
 from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.trainers.run_log import TIMELINES, RolloutRecord, RoundPoint, Run
 from spec_trl.trainers.verdict import verdict_of

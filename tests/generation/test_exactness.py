@@ -19,8 +19,8 @@ pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
     pytest.mark.filterwarnings("ignore:.*of the drafter stay dense"),
 ]
-ROWS = random_rows([5, 11, 1, 7, 3])
-ROWS += [ROWS[1]] * 3  # copies, of which some come when others are under way
+ROWS = random_rows([5, 21, 1, 17, 3])  # some short, some read as prompts are
+ROWS += [ROWS[1]] * 3 + [ROWS[0]] * 3  # copies, of which some come when others are under way
 DTYPES = [torch.float32, torch.bfloat16]
 FAMILIES = [
     "llama, biased and tied", "qwen2", "qwen3", "mistral with window", "gemma2", "gemma3_text", "gpt2", "phi",
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], slice]] = {
 
 
 def run(model: PreTrainedModel, strategy: str, config: dict[str, Any], rows: slice, **options: Any) -> Any:
-    prompts, ids = pad_left(ROWS, 14), list(range(len(ROWS)))[rows]
+    prompts, ids = pad_left(ROWS, 24), list(range(len(ROWS)))[rows]
     own = {name: value[rows] for name, value in prompts.items()}
     return generate(model, own, strategy, config, request_ids=ids, max_new_tokens=20, **options)
 
