@@ -105,8 +105,8 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 
 class Copying(LogitsProcessor):
     """Where the last `context` tokens (at least 2) stood in the row before, but for one of them, the token that
-    followed them there has `probability` at temperature 1: a token in another's place does not end the copying, as in an edit.
-    Ordinary text, of which next to none should agree, goes on as it would."""
+    followed them there has `probability` at temperature 1: a token in another's place does not end the copying, as in
+    an edit. Ordinary text, of which next to none should agree, goes on as it would."""
 
     prefix_only = True
 
