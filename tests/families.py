@@ -3,8 +3,8 @@
 A tiny random model of each decodes three unequal prompts under every strategy, in float64, and is compared with
 transformers' own greedy `generate` of each prompt by itself.
 
-    nice python -m benchmarks.families                          # all of them, into docs/families.md
-    python -m benchmarks.families --families llama bart qwen2_vl  # some, on the terminal alone
+    nice python -m tests.families                          # all of them, into docs/families.md
+    python -m tests.families --families llama bart qwen2_vl  # some, on the terminal alone
 """
 
 import argparse
@@ -25,8 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import spec_trl  # noqa: F401
 from spec_trl.generation.engine.requirements import check_model
 from spec_trl.generation.engine.statistics import SpeculationStatistics
-
-from .tiny_families import VISION, make
+from tests.tiny_families import VISION, make
 
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "families.md"
@@ -180,7 +179,7 @@ def document(outcomes: Sequence[Outcome]) -> str:
     return f"""# Model families
 
 ```
-python -m benchmarks.families --families llama qwen2_vl     # tries some; without names all, and writes this page
+python -m tests.families --families llama qwen2_vl     # tries some; without names all, and writes this page
 ```
 
 Made with transformers {transformers.__version__}; a test marked `slow` checks it. Tried was every entry of
@@ -216,11 +215,12 @@ def run(names: Iterable[str]) -> list[Outcome]:
     return outcomes
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_const", const=["llama"], dest="families", help="llama alone")
     parser.add_argument("--families", nargs="+", choices=families(), metavar="NAME", help="only these; writes nothing")
-    chosen = parser.parse_args().families
+    chosen = parser.parse_args(arguments).families
     transformers.logging.set_verbosity_error()
     outcomes = run(chosen or families())
     if chosen is None:

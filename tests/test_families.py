@@ -11,13 +11,13 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks import families
-from benchmarks.families import CRASH, DOCUMENT, REFUSED, SERVED, UNTRIED, WRONG, Outcome, documented, examine
-from benchmarks.tiny_families import OPTIONAL, SETTINGS, SIZES, make, tiny_settings
 from spec_trl.generation.engine import runner
 from spec_trl.generation.engine.attention import MaskPlan
 from spec_trl.generation.engine.requirements import check_model, position_limit
+from tests import families
 from tests.conftest import TRANSFORMERS
+from tests.families import CRASH, DOCUMENT, REFUSED, SERVED, UNTRIED, WRONG, Outcome, documented, examine
+from tests.tiny_families import OPTIONAL, SETTINGS, SIZES, make, tiny_settings
 
 
 TABLE = documented(DOCUMENT.read_text(encoding="utf-8"))
