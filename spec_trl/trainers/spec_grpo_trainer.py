@@ -25,7 +25,7 @@ from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.requirements import policy_in
 from ..generation.engine.shadow import structure
-from ..generation.strategies import check_assistants, copy_again, make_control, make_drafters, policy_copies
+from ..generation.strategies import copy_again, make_control, make_drafters, policy_copies
 from ..measuring.fill_profile import hardware_name
 from ..measuring.known_rounds import KnownRounds, find_known_rounds
 from ..quantization.awq import ActivationStatistics
@@ -37,7 +37,7 @@ from .checkpoint import DraftLengthState, RankState, RolloutState, find_checkpoi
 from .collapse_alarm import CollapseAlarm
 from .kept_graphs import KeptGraphs
 from .known_signatures import check_attributes, check_methods
-from .rollout_checks import check_dataset, check_drawn, check_generation, check_text
+from .rollout_checks import check_drawn, check_rollouts, check_text
 from .rollout_totals import RolloutTotals, metrics
 from .run_log import LOG_FILE, Mode, Record, RunHeader, RunLog, StepRecord
 from .sampler_mismatch import SamplerMismatch
@@ -84,14 +84,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         if args.drafter_adaptation and set(members) & set(ADAPTABLE):
             check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage, self._dist.is_fsdp)
         self._speculative_config = args.speculative_config()
-        processors = None
-        if self.rollout_func is None:
-            policy, config = policy_in(self.model), self._speculative_config
-            device = self.accelerator.device
-            processors = check_generation(policy, config, self.generation_config, self._tokenizer, device)
-            check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
-            for name in ("train_dataset", "eval_dataset"):
-                check_dataset(policy, self.generation_config, name, vars(self)[name], self._tokenize_prompts)
+        processors = None if self.rollout_func is not None else check_rollouts(self, self._speculative_config)
         if args.roofline_profile is not None and Path(args.roofline_profile).exists():
             Profile.load(args.roofline_profile)  # a broken file is refused before any work
         self._drafters: list[Drafter] | None = None
