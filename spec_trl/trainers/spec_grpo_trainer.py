@@ -35,6 +35,7 @@ from ..scheduling.planner import Planner
 from ..scheduling.profile import Profile
 from .checkpoint import DraftLengthState, RankState, RolloutState, find_checkpoint, only_for_speed
 from .collapse_alarm import CollapseAlarm
+from .exact_logprobs import ExactLogprobs
 from .kept_graphs import KeptGraphs
 from .known_signatures import check_attributes, check_methods
 from .rollout_checks import check_drawn, check_rollouts, check_text
@@ -115,6 +116,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._verdict = Verdict()
         self._calibration_seconds = 0.0  # not yet logged
         self._mismatch = SamplerMismatch(self.accelerator, args, processors)
+        self._exact = ExactLogprobs(self, self._speculative_config, processors) if args.exact_logprobs else None
         self._clock = StepClock(self.accelerator.device, self._log_step)
         self.add_callback(self._clock)
 
@@ -171,8 +173,9 @@ class SpecGRPOTrainer(GRPOTrainer):
             return super()._calculate_rewards(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        score = super()._get_per_token_logps_and_entropies
         with self._clock.phase("logprobs") if not torch.is_grad_enabled() else nullcontext():
-            found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            found = score(*args, **kwargs) if self._exact is None else self._exact(score, *args, **kwargs)
         self._mismatch.forward = found[0].detach()
         return found
 
