@@ -16,21 +16,15 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
 from trl import GRPOTrainer
 
-from ..cpu_products import DTYPES, reading_prompts
+from ..cpu_products import DTYPES
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.cache import autocast_dtype
-from ..generation.engine.hidden_states import keep_states
-from ..generation.engine.kept_runner import exactness, keep_shadow, runner_for
-from ..generation.engine.noise import token_logprobs
-from ..generation.engine.processors import widen
+from ..generation.engine.given_completions import read_completions
+from ..generation.engine.kept_runner import exactness, runner_for
 from ..generation.engine.requirements import policy_in
 from ..generation.engine.shadow import decoder_layers
 from ..native_code import compiler
 from .sampler_mismatch import is_comparable
-
-
-_LOGITS = 1 << 25
-"""Logits that are computed at a time: 128 MiB in float32."""
 
 
 class ExactLogprobs:
@@ -80,58 +74,20 @@ class ExactLogprobs:
         return torch.cat([own for own, _ in parts]), torch.cat(entropies) if entropies else None, None
 
     def _read(self, policy: PreTrainedModel, ids: Tensor, mask: Tensor, width: int) -> tuple[Tensor, list[Tensor]]:
-        """Log-probabilities `[B, width]`, and what the decoder layers after the first are fed, `[B, T, hidden]` each.
-        Padding and the last column have any values."""
-        leaders, followers, sources = _by_prompt(ids, mask, width)
-        order = torch.tensor(leaders + followers)  # of rows in the cache
-        ids, mask = ids[order], mask[order]
-        (rows, total), lengths = ids.shape, mask[:, :-width].sum(1, keepdim=True)  # [B, 1], of prompts
-        longest, starts = int(lengths.max()), total - width - lengths  # [B, 1], the columns where prompts begin
-        tokens = ids.gather(1, (starts + torch.arange(longest + width)).clamp(max=total - 1))
-        runner = runner_for(policy, rows, longest + width, self._config, exact=self._config.exact is True)
-        newest: dict[int, Tensor] = {}  # what layers are fed in the newest forward
-        states: list[Tensor] = []
+        """Log-probabilities `[B, width]`, and what the decoder layers after the first are fed, `[B, T, hidden]` each;
+        padding has any values."""
+        prompts = [row[own.bool()] for row, own in zip(ids[:, :-width], mask[:, :-width], strict=True)]
+        columns, exact = max(map(len, prompts)) + width, self._config.exact is True
+        runner = runner_for(policy, len(ids), columns, self._config, exact=exact)
+        layers = range(1, len(decoder_layers(policy)))
+        logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
+        positions = _positions(mask)[..., None]  # [B, T, 1]
+        return logprobs, [state.take_along_dim(positions, dim=1) for state in states]
 
-        def keep(positions: Tensor) -> None:
-            if not states:
-                states.extend(state.new_zeros(rows, total, state.shape[2]) for state in newest.values())
-            columns = starts[: len(positions)] + positions  # [b, q]
-            row, at = (columns < total).nonzero(as_tuple=True)
-            for state, new in zip(states, newest.values(), strict=True):
-                state[order[row], columns[row, at]] = new[row, at]
-
-        hooks = keep_states(runner.network, range(1, len(decoder_layers(runner.network))), newest)
-        try:
-            positions = torch.arange(longest).expand(len(leaders), -1)
-            ends = [(row, int(length) - 1) for row, length in enumerate(lengths[: len(leaders)])]
-            with reading_prompts():
-                logits = runner.prefill(tokens[: len(leaders), :longest], positions, longest, 0, ends)
-            assert logits is not None
-            keep(positions)
-            runner.cache.copy_rows(sources, list(range(len(leaders), rows)), lengths[len(leaders) :, 0].tolist())
-            for state in states:
-                state[followers] = state[[leaders[source] for source in sources]]
-            found = [self._logprobs(logits[[*range(len(leaders)), *sources]], tokens.gather(1, lengths))]
-            step = max(_LOGITS // (rows * logits.shape[2]), 1)
-            for first in range(0, width - 1, step):
-                positions = lengths + torch.arange(first, min(first + step, width - 1))  # [B, q]
-                logits = runner.forward(tokens.gather(1, positions), positions, longest + first + step)
-                found.append(self._logprobs(logits, tokens.gather(1, positions + 1)))
-                keep(positions)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        keep_shadow(policy, runner.network)
-        logprobs = torch.empty(rows, width)
-        logprobs[order] = torch.cat(found, 1)
-        return logprobs, states
-
-    def _logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """`[b, q, V]` and `[b, q]` → `[b, q]` float32, as the sampler has them."""
-        scores = widen(logits).flatten(0, 1)
+    def _process(self, scores: Tensor) -> Tensor:
         for processor in self._processors:
-            scores = processor(tokens.view(-1, 1), scores)
-        return token_logprobs(scores.view(logits.shape), tokens).float()
+            scores = processor(torch.empty(len(scores), 0, dtype=torch.long), scores)
+        return scores
 
 
 def _check(
@@ -143,9 +99,6 @@ def _check(
     reasons = {
         f"the policy is on {device}, not on a CPU": device.type != "cpu",
         "there is no C++ compiler": compiler() is None,
-        "hooks on the policy's decoder layers would act twice": any(
-            layer._forward_hooks or layer._forward_pre_hooks for layer in decoder_layers(policy)
-        ),
         f"the policy is in {policy.dtype}, not in one of {list(DTYPES)}": policy.dtype not in DTYPES,
         "a rollout_func generates": processors is None,
         "tools take turns, which are read as prompts": bool(trainer.tools),
@@ -170,24 +123,18 @@ def _refusal(reason: str) -> ValueError:
     return ValueError(f"exact_logprobs=True is not served: {reason}. Set exact_logprobs=False.")
 
 
-def _by_prompt(ids: Tensor, mask: Tensor, width: int) -> tuple[list[int], list[int], list[int]]:
-    """The first row of each prompt, all other rows, and for each of these the place of its prompt among the first."""
-    first: dict[tuple[int, ...], int] = {}
-    texts = [tuple(row[own.bool()].tolist()) for row, own in zip(ids[:, :-width], mask[:, :-width], strict=True)]
-    of_row = [first.setdefault(text, row) for row, text in enumerate(texts)]
-    leaders = [*first.values()]
-    followers = [row for row, other in enumerate(of_row) if row != other]
-    return leaders, followers, [leaders.index(of_row[row]) for row in followers]
+def _positions(mask: Tensor) -> Tensor:
+    """`[B, T]` int64, counted from the first token; those of padding exist."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 @contextmanager
 def _at_positions(policy: PreTrainedModel, mask: Tensor) -> Iterator[None]:
     """Within it forwards of the decoder count positions from the prompt's first token, as rollouts do. TRL names none,
     and learned positions would count the padding."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # [B, T]
 
     def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, kwargs | {"position_ids": positions}
+        return args, kwargs | {"position_ids": _positions(mask)}
 
     handle = policy.get_decoder().register_forward_pre_hook(add, with_kwargs=True)
     try:
