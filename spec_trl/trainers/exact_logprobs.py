@@ -1,9 +1,9 @@
 """Log-probabilities of training forwards that equal the sampler's, bit for bit, on a CPU.
 
 The sampler's engine reads a micro-batch as it was generated, without gradient, and leaves what each decoder layer is
-fed. In TRL's forward the layers, but for the last, return that and compute nothing, and the engine's log-probabilities
-take the place of TRL's. In the backward pass a layer runs as usual on what it is fed, as under gradient checkpointing,
-and has its ordinary gradient.
+fed. In the policy's forward the layers, but for the last, return that and compute nothing, and the engine's
+log-probabilities take the place of the head's. In the backward pass a layer runs as usual on what it is fed, as under
+gradient checkpointing, and has its ordinary gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,26 +52,32 @@ class ExactLogprobs:
 
     def __call__(
         self,
-        score: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]],
         model: nn.Module,
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,
         batch_size: int | None = None,
-        **more: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As `score`, TRL's `_get_per_token_logps_and_entropies`, for `input_ids` and `attention_mask` `[B, T]`:
-        left-padded prompts, and right-padded completions of `logits_to_keep` columns."""
+        compute_entropy: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """In the place of TRL's `_get_per_token_logps_and_entropies`: log-probabilities in nats, and entropies where
+        these are asked for, `[B, n]` each, of the last n = `logits_to_keep` columns of `input_ids` `[B, T]`."""
         policy, size, parts = policy_in(self._accelerator.unwrap_model(model)), batch_size or len(input_ids), []
         for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
-            with torch.no_grad(), self._accelerator.autocast():
+            with self._accelerator.autocast():
                 logprobs, states = self._read(policy, ids, mask, logits_to_keep)
-            with _at_positions(policy, mask), _returning(decoder_layers(policy), states):
-                found = score(model, ids, mask, logits_to_keep, **more)
-            counts = mask[:, -logits_to_keep:].bool()  # [B, n]
-            parts.append((_Value.apply(found[0], logprobs.masked_fill(~counts, 0)), found[1]))
-        entropies = [entropy for _, entropy in parts if entropy is not None]
-        return torch.cat([own for own, _ in parts]), torch.cat(entropies) if entropies else None, None
+                labels = ids.masked_fill(mask == 0, -100)[:, -logits_to_keep:]  # [B, n]
+                logprobs, entropies = logprobs.masked_fill(labels == -100, 0), None
+                if torch.is_grad_enabled() or compute_entropy:
+                    with _returning(decoder_layers(policy), states), _before_completions(policy, logits_to_keep):
+                        output = model(
+                            input_ids=ids, attention_mask=mask, position_ids=_positions(mask), shift_labels=labels,
+                            fused_lm_head=True,
+                        )  # fmt: skip
+                    logprobs, entropies = _Value.apply(output.log_probs, logprobs), output.entropy
+            parts.append((logprobs, entropies))
+        found = [torch.cat(part) for part in zip(*parts, strict=True) if part[0] is not None]
+        return found[0], found[1] if compute_entropy else None, None
 
     def _read(self, policy: PreTrainedModel, ids: Tensor, mask: Tensor, width: int) -> tuple[Tensor, list[Tensor]]:
         """Log-probabilities `[B, width]`, and what the decoder layers after the first are fed, `[B, T, hidden]` each;
@@ -129,14 +135,13 @@ def _positions(mask: Tensor) -> Tensor:
 
 
 @contextmanager
-def _at_positions(policy: PreTrainedModel, mask: Tensor) -> Iterator[None]:
-    """Within it forwards of the decoder count positions from the prompt's first token, as rollouts do. TRL names none,
-    and learned positions would count the padding."""
+def _before_completions(policy: PreTrainedModel, width: int) -> Iterator[None]:
+    """Within it the decoder gives the head the states that tell tokens of completions, of `width` tokens, alone."""
 
-    def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, kwargs | {"position_ids": _positions(mask)}
+    def cut(_: nn.Module, __: Any, output: Any) -> None:
+        output.last_hidden_state = output.last_hidden_state[:, -width - 1 : -1]  # [B, width, hidden]
 
-    handle = policy.get_decoder().register_forward_pre_hook(add, with_kwargs=True)
+    handle = policy.get_decoder().register_forward_hook(cut)
     try:
         yield
     finally:

@@ -173,9 +173,9 @@ class SpecGRPOTrainer(GRPOTrainer):
             return super()._calculate_rewards(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        score = super()._get_per_token_logps_and_entropies
+        score = self._exact or super()._get_per_token_logps_and_entropies
         with self._clock.phase("logprobs") if not torch.is_grad_enabled() else nullcontext():
-            found = score(*args, **kwargs) if self._exact is None else self._exact(score, *args, **kwargs)
+            found = score(*args, **kwargs)
         self._mismatch.forward = found[0].detach()
         return found
 
