@@ -1,6 +1,7 @@
 """Each benchmark's command, once, on its smallest input: what it writes is checked, no time is looked at."""
 
 import json
+import math
 import os
 import sys
 from dataclasses import replace
@@ -11,8 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import admission, configurations, control_machine, end_to_end, identity_grid, rollout, roofline_fit
+from benchmarks import (
+    admission,
+    configurations,
+    control_machine,
+    end_to_end,
+    identity_grid,
+    rollout,
+    roofline_fit,
+    sampler_mismatch,
+)
 from benchmarks.training_task import demo_task
 from spec_trl.drafter_training.untrained import write_eagle3
 from spec_trl.generation import kept
@@ -42,6 +53,29 @@ def test_rollout(command: Command) -> None:
 def test_cpu_attention(command: Command) -> None:
     result = command("cpu_attention", "--turns 1 --rows 1 --head-sizes 16 --threads 1")
     assert len(result.details["cells"]) == 16 and all(finding.value > 0 for finding in result.findings)
+
+
+def test_sampler_mismatch(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every training forward of every kind, and no distance where there is none."""
+    model, questions = AutoModelForCausalLM.from_pretrained(STORY_MODEL), tmp_path / "questions.jsonl"
+    tokenizer = AutoTokenizer.from_pretrained(STORY_MODEL)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "story")
+    questions.write_text("".join(json.dumps({"question": text}) + "\n" for text in ("One day", "Tim and Sue went")))
+    result = command(
+        "sampler_mismatch", f"--model {tmp_path / 'story'} --prompts {questions} --rows 2 --new-tokens 6 --seed 1"
+    )
+    cells = result.details["cells"]
+    assert list(cells) == ["float32", "bfloat16", "float32 weights, autocast"]
+    for kind, forwards in cells.items():
+        assert len(forwards) == 6
+        for found in forwards.values():
+            assert 0 < found["mean"] <= found["largest"] < (1e-4 if kind == "float32" else 0.5), kind
+            assert 0 <= found["k3"] < found["largest"]
+    same = torch.zeros(3)
+    assert sampler_mismatch.distances(same, same) == {"mean": 0, "largest": 0, "k3": 0}
+    assert sampler_mismatch.distances(same + math.log(2), same)["k3"] == pytest.approx(1 - math.log(2))
 
 
 def test_auto_starts_from_nothing_for_each_batch_and_no_method_has_a_history(
