@@ -55,18 +55,21 @@ def test_cpu_attention(command: Command) -> None:
     assert len(result.details["cells"]) == 16 and all(finding.value > 0 for finding in result.findings)
 
 
-def test_sampler_mismatch(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every training forward of every kind, and no distance where there is none."""
-    model, questions = AutoModelForCausalLM.from_pretrained(STORY_MODEL), tmp_path / "questions.jsonl"
+@pytest.fixture
+def chat(tmp_path: Path) -> str:
+    """Arguments that name a chat model, and a file of two questions."""
     tokenizer = AutoTokenizer.from_pretrained(STORY_MODEL)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    for part in (model, tokenizer):
+    for part in (AutoModelForCausalLM.from_pretrained(STORY_MODEL), tokenizer):
         part.save_pretrained(tmp_path / "story")
+    questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(json.dumps({"question": text}) + "\n" for text in ("One day", "Tim and Sue went")))
-    result = command(
-        "sampler_mismatch", f"--model {tmp_path / 'story'} --prompts {questions} --rows 2 --new-tokens 6 --seed 1"
-    )
-    cells = result.details["cells"]
+    return f"--model {tmp_path / 'story'} --prompts {questions} --rows 2 --new-tokens 6"
+
+
+def test_sampler_mismatch(command: Command, chat: str) -> None:
+    """Every training forward of every kind, and no distance where there is none."""
+    cells = command("sampler_mismatch", chat).details["cells"]
     assert list(cells) == ["float32", "bfloat16", "float32 weights, autocast"]
     for kind, forwards in cells.items():
         assert len(forwards) == 6
@@ -76,6 +79,13 @@ def test_sampler_mismatch(command: Command, monkeypatch: pytest.MonkeyPatch, tmp
     same = torch.zeros(3)
     assert sampler_mismatch.distances(same, same) == {"mean": 0, "largest": 0, "k3": 0}
     assert sampler_mismatch.distances(same + math.log(2), same)["k3"] == pytest.approx(1 - math.log(2))
+
+
+def test_exact_logprobs(command: Command, chat: str) -> None:
+    cells = command("exact_logprobs", f"{chat} --turns 1").details["cells"]
+    for kind, (plain, exact) in ((kind, ways.values()) for kind, ways in cells.items()):
+        assert exact["distance"] == 0 < plain["distance"], kind
+        assert min(plain["forward"], plain["backward"], exact["forward"], exact["backward"]) > 0
 
 
 def test_auto_starts_from_nothing_for_each_batch_and_no_method_has_a_history(
