@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from spec_trl.native_code import compiler
+from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.test_families import build
 from tests.trainers.harness import Run, make_run, roll_out, tiny_policy, train
 from tests.trainers.tool_task import add, make_chat_tokenizer
@@ -69,12 +70,12 @@ class Gradients(TrainerCallback):
         self.vector = torch.cat([parameter.grad.flatten().float() for parameter in learned])
 
 
-def difference_of_gradients(folder: Path, make: Callable[[], PreTrainedModel], **options: Any) -> float:
+def difference_of_gradients(folder: Path, make: Callable[[bool], PreTrainedModel], **options: Any) -> float:
     """Of a step with the option from a step without, in parts of the gradient's length."""
     found: list[Tensor] = []
     for exact in (False, True):
         run, gradients = (
-            make_run(folder / str(exact), "ngram", make(), max_steps=1, exact_logprobs=exact, **options),
+            make_run(folder / str(exact), "ngram", make(exact), max_steps=1, exact_logprobs=exact, **options),
             Gradients(),
         )
         run.trainer.add_callback(gradients)
@@ -90,25 +91,35 @@ def difference_of_gradients(folder: Path, make: Callable[[], PreTrainedModel], *
     ids=["all weights", "checkpointing", "LoRA", "entropies"],
 )  # fmt: skip
 def test_gradients_are_the_ordinary_ones(tmp_path: Path, options: dict[str, Any]) -> None:
-    assert 0 < difference_of_gradients(tmp_path, lambda: policy_of("float32"), **options) < 1e-4
+    assert 0 < difference_of_gradients(tmp_path, lambda _: policy_of("float32"), **options) < 1e-4
 
 
 def test_gradients_under_autocast(tmp_path: Path) -> None:
     """Rounding alone makes this difference: TRL's eager attention is as far from SDPA."""
-    assert 0 < difference_of_gradients(tmp_path, lambda: policy_of("float32"), bf16=True) < 0.1
+    computed_in = set()
+
+    def make(_: bool) -> PreTrainedModel:
+        policy = policy_of("float32")
+        policy.model.layers[0].mlp.register_forward_pre_hook(
+            lambda *_: computed_in.add(torch.is_autocast_enabled("cpu") if torch.is_grad_enabled() else None)
+        )
+        return policy
+
+    assert 0 < difference_of_gradients(tmp_path, make, bf16=True) < 0.1
+    assert computed_in == {None, True}  # rollouts, and what has a gradient
 
 
 def test_learned_positions_count_from_the_prompt(tmp_path: Path) -> None:
     """TRL's count the padding, unless somebody says them."""
 
-    def make() -> PreTrainedModel:
+    def add(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        mask = kwargs["attention_mask"]
+        return args, kwargs | ({"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if mask.dim() == 2 else {})
+
+    def make(exact: bool) -> PreTrainedModel:
         policy = build("gpt2", vocab_size=48, num_hidden_layers=3).float()
-
-        def add(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-            mask = kwargs["attention_mask"]
-            return args, {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} | kwargs if mask.dim() == 2 else kwargs
-
-        policy.transformer.register_forward_pre_hook(add, with_kwargs=True)
+        if not exact:
+            policy.transformer.register_forward_pre_hook(add, with_kwargs=True)
         return policy
 
     assert 0 < difference_of_gradients(tmp_path, make) < 1e-4
@@ -119,6 +130,19 @@ def test_families(tmp_path: Path, family: str) -> None:
     options = {"router_aux_loss_coef": 0.0} if family == "gpt_oss" else {}
     policy = build(family, vocab_size=48).to(torch.bfloat16)
     assert_equal_bits(train(tmp_path, "ngram", policy=policy, exact_logprobs=True, max_steps=1, **options), 1)
+
+
+def test_a_drafter_that_learns_along(tmp_path: Path) -> None:
+    """It sees the hidden states of the loss's forward."""
+    losses = []
+    for exact in (True, False):
+        drafter = make_checkpoint(tmp_path / "drafter", "eagle3", 48)
+        options = dict(assistant_model=drafter, policy=tiny_policy().float(), exact_logprobs=exact)
+        run = train(tmp_path / str(exact), "eagle3", max_steps=2, **options)
+        losses.append(run.metric("drafter/loss"))
+        if exact:
+            assert_equal_bits(run, 2)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) == 2
 
 
 def test_evaluation(tmp_path: Path) -> None:
