@@ -110,6 +110,12 @@ class SpecGRPOConfig(GRPOConfig):
     verification: str = shared("verification")
     decoupled_execution: str = shared("decoupled_execution")
     exact: str = shared("exact")  # or a bool; a text for the command line
+    exact_logprobs: bool = option(
+        False,
+        "The loss's log-probabilities are the sampler's, bit for bit, while the policy is the one that sampled, on a "
+        "CPU: the sampler's engine computes them, and layers run again in the backward pass, as under "
+        "gradient_checkpointing. False: TRL's forward, which sums in another order.",
+    )
     draft_quantization: str = shared("draft_quantization")
     draft_kernel: str = shared("draft_kernel")
     draft_lm_head: str = shared("draft_lm_head")
@@ -178,6 +184,7 @@ class SpecGRPOConfig(GRPOConfig):
         self._check_generation()
         check_strategy(self.assistant_strategy)
         require_choice("rollout_sharing", self.rollout_sharing, ("pool", "own"))
+        require_bool("exact_logprobs", self.exact_logprobs)
         self._check_assistant()
         drafts = getattr(DRAFTERS.get(self.assistant_strategy), "has_probabilities", True)
         if self.verification == "rejection" and not drafts:

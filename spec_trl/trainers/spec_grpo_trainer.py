@@ -25,7 +25,7 @@ from ..generation.engine.drafter import Drafter
 from ..generation.engine.requirements import policy_in
 from ..generation.engine.shadow import structure
 from ..generation.registry import CHOOSING
-from ..generation.strategies import check_assistants, copy_again, make_control, make_drafters, policy_copies
+from ..generation.strategies import copy_again, make_control, make_drafters, policy_copies
 from ..measuring.known_rounds import KnownRounds, find_known_rounds
 from ..measuring.machine import hardware_name
 from ..quantization.awq import ActivationStatistics
@@ -33,9 +33,10 @@ from ..scheduling.control import Control
 from ..scheduling.planner import Planner
 from .checkpoint import DraftLengthState, RankState, RolloutState, find_checkpoint, only_for_speed
 from .collapse_alarm import CollapseAlarm
+from .exact_logprobs import ExactLogprobs
 from .kept_graphs import KeptGraphs
 from .known_signatures import check_attributes, check_methods
-from .rollout_checks import check_dataset, check_drawn, check_generation, check_text
+from .rollout_checks import check_drawn, check_rollouts, check_text
 from .rollout_totals import RolloutTotals, metrics
 from .run_log import LOG_FILE, Mode, Record, RunHeader, RunLog, StepRecord
 from .sampler_mismatch import SamplerMismatch
@@ -87,14 +88,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         if args.drafter_adaptation and set(members) & set(ADAPTABLE):
             check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage, self._dist.is_fsdp)
         self._speculative_config = args.speculative_config()
-        processors = None
-        if self.rollout_func is None:
-            policy, config = policy_in(self.model), self._speculative_config
-            device = self.accelerator.device
-            processors = check_generation(policy, config, self.generation_config, self._tokenizer, device)
-            check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
-            for name in ("train_dataset", "eval_dataset"):
-                check_dataset(policy, self.generation_config, name, vars(self)[name], self._tokenize_prompts)
+        processors = None if self.rollout_func is not None else check_rollouts(self, self._speculative_config)
         check_profile(args)
         self._drafters: list[Drafter] | None = None
         self._drafted_step = -1
@@ -124,6 +118,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._verdict = Verdict()
         self._calibration_seconds = 0.0  # not yet logged
         self._mismatch = SamplerMismatch(self.accelerator, args, processors)
+        self._exact = ExactLogprobs(self, self._speculative_config, processors) if args.exact_logprobs else None
         self._clock = StepClock(self.accelerator.device, self._log_step)
         self.add_callback(self._clock)
 
@@ -180,8 +175,9 @@ class SpecGRPOTrainer(GRPOTrainer):
             return super()._calculate_rewards(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        score = self._exact or super()._get_per_token_logps_and_entropies
         with self._clock.phase("logprobs") if not torch.is_grad_enabled() else nullcontext():
-            found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            found = score(*args, **kwargs)
         self._mismatch.forward = found[0].detach()
         return found
 

@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], slice]] = {
 def run(model: PreTrainedModel, strategy: str, config: dict[str, Any], rows: slice, **options: Any) -> Any:
     prompts, ids = pad_left(ROWS, 24), list(range(len(ROWS)))[rows]
     own = {name: value[rows] for name, value in prompts.items()}
-    return generate(model, own, strategy, config, request_ids=ids, max_new_tokens=20, **options)
+    return generate(model, own, strategy, config, request_ids=ids, **dict(max_new_tokens=20) | options)
 
 
 def check(model: PreTrainedModel, sampling: dict[str, Any]) -> None:
@@ -106,3 +106,12 @@ def test_a_trial_is_kept_for_the_machine(tmp_path: Any, monkeypatch: pytest.Monk
             assert run(model, "none", {}, slice(None)).statistics.exact is True
     torch.set_num_threads(1)
     assert len(tried) == 2
+
+
+def test_bits_under_autocast(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generations read copies of the weights there, and so does the trial."""
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
+    model = tiny_llama(hidden_size=576, intermediate_size=1536).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        alone, drafted = (run(model, name, {}, slice(0, 3), max_new_tokens=6) for name in ("none", "ngram"))
+    assert alone.statistics.exact is True and torch.equal(alone.logprobs, drafted.logprobs)

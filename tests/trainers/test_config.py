@@ -169,7 +169,7 @@ OWN: dict[str, Any] = {
     "assistant_strategy": "best_of_n", "assistant_model": "some/drafter", "draft_lengths": [3, 7],
     "initial_draft_length": 7, "draft_length_up": 0.9, "draft_length_down": 0.8, "draft_length_patience": 3,
     "rollout_batch_size": 4, "rollout_sharing": "own", "drafter_adaptation": False, "drafter_learning_rate": 2e-6,
-    "drafter_hidden_weight": 0.5, "drafter_token_weight": 0.2, "draft_ranks": 0,
+    "drafter_hidden_weight": 0.5, "drafter_token_weight": 0.2, "draft_ranks": 0, "exact_logprobs": True,
 }  # fmt: skip
 """The same for the trainer's own options; others of "draft_ranks" do not go with these."""
 

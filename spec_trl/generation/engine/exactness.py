@@ -16,10 +16,12 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ... import dense_linear
 from ...cpu_products import reading_prompts
 from ...json_files import write_atomically
 from ...native_code import cache_directory
 from .cache import RaggedCache, autocast_dtype
+from .narrow_weights import make_copies
 from .runner import EagerRunner
 from .shadow import decoder_layers, make_shadow
 from .snapshot import while_unchanged
@@ -70,7 +72,7 @@ def _inexact_parts(
 def _describe(model: PreTrainedModel, settings: str) -> str:
     """Everything that decides which kernels run."""
     package = Path(__file__).parents[2]
-    sources = sorted([*package.rglob("*.cpp"), *package.rglob("*.h")])
+    sources = sorted([*package.rglob("*.cpp"), *package.rglob("*.h"), *map(Path, (dense_linear.__file__, __file__))])
     ours = hashlib.sha256(b"".join(map(Path.read_bytes, sources))).hexdigest()
     layers = [
         f"{type(module).__name__} {[(tuple(tensor.shape), str(tensor.dtype)) for tensor in module.parameters(False)]}"
@@ -92,6 +94,7 @@ def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
     inside = ["".join(type(module).__name__ for module in layer.modules()) for layer in layers]
     kinds = list(zip(types, inside, strict=False))
     del layers[max(2, 1 + max(map(kinds.index, kinds), default=0)) :]
+    make_copies(shadow)  # as generations do under autocast
     return shadow
 
 
