@@ -22,6 +22,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("json_files",),
     ("native_code",),
     ("cpu_products",),
+    ("elementwise",),
     ("dense_linear",),
     ("scheduling", "quantization"),
     ("generation.value_checks",),

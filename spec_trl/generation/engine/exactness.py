@@ -70,7 +70,7 @@ def _inexact_parts(
 def _describe(model: PreTrainedModel, settings: str) -> str:
     """Everything that decides which kernels run."""
     package = Path(__file__).parents[2]
-    sources = sorted([*package.rglob("*.cpp"), *package.rglob("*.h")])
+    sources = sorted(path for suffix in ("py", "cpp", "h") for path in package.rglob(f"*.{suffix}"))
     ours = hashlib.sha256(b"".join(map(Path.read_bytes, sources))).hexdigest()
     layers = [
         f"{type(module).__name__} {[(tuple(tensor.shape), str(tensor.dtype)) for tensor in module.parameters(False)]}"
