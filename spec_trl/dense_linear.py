@@ -77,7 +77,7 @@ class _Products(TorchFunctionMode):
             return multiply(args[0], args[1], args[2] if len(args) > 2 else None)
         if function in _MATMULS and len(args) == 2 and args[1].dim() == 2 and is_plain(args[0], args[1].T):
             return multiply(args[0], args[1].T, None)
-        if function is torch.bmm and len(args) == 2 and is_plain(*args, transposed=True):
+        if function is torch.bmm and len(args) == 2 and is_plain(args[0], args[1], transposed=True):
             return torch.stack([multiply(x, weight.T, None) for x, weight in zip(*args, strict=True)])
         if function in _SIGMOIDS and len(args) == 1:
             return by_registers(function, args[0])

@@ -178,8 +178,9 @@ def reads_spans(network: PreTrainedModel) -> bool:
 def calls_attention(network: PreTrainedModel) -> bool:
     """Whether all attention of a network's shadow is :func:`ragged_attention`. Many families call what their config
     names, and do not declare it."""
-    parts = {attention_class(type(module)) for module in network.modules() if hasattr(module, "is_causal")}
-    return network._supports_attention_backend or (bool(parts) and all(map(_calls_attention, parts)))
+    kinds: set[Any] = {type(module) for module in network.modules() if hasattr(module, "is_causal")}
+    all_do = bool(kinds) and all(_calls_attention(attention_class(kind)) for kind in kinds)
+    return network._supports_attention_backend or all_do
 
 
 @functools.cache
@@ -193,9 +194,10 @@ def _calls_attention(kind: Any) -> bool:
 def attention_class(kind: Any) -> Any:
     """The class that a shadow should have for a module of class `kind`: one whose attention is
     :func:`ragged_attention` where transformers wrote other code into it and we know where, else `kind`."""
-    mixin = _OWN_ATTENTION.get(kind.__name__)
-    is_known = mixin is not None and kind.__module__.startswith("transformers.")
-    return type(f"Ragged{kind.__name__}", (mixin, kind), {}) if is_known else kind
+    mixin: Any = _OWN_ATTENTION.get(kind.__name__)
+    if mixin is None or not kind.__module__.startswith("transformers."):
+        return kind
+    return type(f"Ragged{kind.__name__}", (mixin, kind), {})
 
 
 def attends_exactly(network: PreTrainedModel) -> bool:
@@ -328,9 +330,12 @@ class _OwnAttention(nn.Module):
 class _Method(_OwnAttention):
     """The code is a method."""
 
+    config: PreTrainedConfig
+
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor) -> tuple[Tensor, None]:
         scale = 1 / float(getattr(self, "scale_attn", 1))
-        output, _ = ragged_attention(self, query, key, value, attention_mask, scale)  # [B, q, heads, d]
+        attention = ATTENTIONS[self.config._attn_implementation]
+        output, _ = attention(self, query, key, value, attention_mask, scale)  # [B, q, heads, d]
         return output.transpose(1, 2), None
 
 
@@ -346,12 +351,13 @@ class _RaggedCalls(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not F.scaled_dot_product_attention:
             return function(*args, **(kwargs or {}))
-        output, _ = ragged_attention(nn.Identity(), *args, kwargs["attn_mask"])  # [B, q, heads, d]
+        query, key, value = args
+        output, _ = ragged_attention(nn.Identity(), query, key, value, kwargs["attn_mask"])  # [B, q, heads, d]
         return output.transpose(1, 2)
 
 
 _OWN_ATTENTION = {
-    "GPTNeoSelfAttention": _Method, "GPTJAttention": _Method, "CodeGenAttention": _Method, "FalconAttention": _Call,
+    "GPTNeoSelfAttention": _Method, "GPTJAttention": _Method, "FalconAttention": _Call,
 }  # fmt: skip
 
 

@@ -49,13 +49,14 @@ def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel
     shadow = _cloned(policy, configs, exact)
     attention = (EXACT_ATTENTION if exact else RAGGED_ATTENTION) if calls_attention(policy) else "eager"
     if policy.config.model_type == "falcon":
-        attention = "sdpa"
+        attention = "sdpa"  # the call that :func:`attention_class` makes ours
     for config in configs.values():
         if isinstance(config, PreTrainedConfig):
             config._attn_implementation_internal = attention
     if policy.device.type == "cpu":
         for module in shadow.modules():
-            module.__class__ = activation_class(type(module))
+            kind: Any = type(module)
+            module.__class__ = activation_class(kind)
     adapt(shadow)
     return shadow
 
@@ -163,7 +164,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     module = unwrapped(module)
     if id(module) in clones:  # a module registered twice stays one module
         return clones[id(module)]
-    kind = type(module)
+    kind: Any = type(module)
     if kind.__bases__[0].__name__ == "FSDPModule":  # FSDP2 puts a class of its own before the module's
         kind = kind.__bases__[1]
     kind = exact_kind(kind) if exact else dense_class(kind, module)
