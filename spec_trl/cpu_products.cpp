@@ -1,9 +1,8 @@
 // Matrix products of a few rows, over float32, bfloat16, 8-bit or 4-bit weights; x and y in float32 or bfloat16.
 //
 // An element of the result is summed in one order, whatever the number of rows or threads: in float32, as the sums of
-// every eighth or sixteenth product, and these pairwise; on AMX in the order of its tiles. So a verification of several
-// tokens computes for a token what a step of one token does, bit for bit. The compiler must not reorder (no
-// -ffast-math).
+// every eighth or sixteenth product, and these pairwise; on AMX in the order of its tiles. The compiler must not reorder
+// (no -ffast-math).
 
 #include <algorithm>
 #include <cstdint>
@@ -172,10 +171,11 @@ static void by_row(const Matrix& w, const float* x, int64_t x_stride, int64_t fi
     }
   }
   for (int o = 0; o < OUT; ++o)
-    for (int m = 0; m < ROWS; ++m)
-      sums[o][m] = k == w.in ? totals[o][m]
-                             : totals[o][m] + rest(weights + o * w.in + k, w.in - k) *
-                                                  rest(x + m * x_stride + k, w.in - k);
+    for (int m = 0; m < ROWS; ++m) sums[o][m] = totals[o][m];
+  for (int l = 0; k < w.in; ++k, ++l)
+    for (int o = 0; o < OUT; ++o)
+      for (int m = 0; m < ROWS; ++m)  // fma: for some numbers of rows the compiler would round products
+        sums[o][m][l] = __builtin_fmaf(weights[o * w.in + k], x[m * x_stride + k], sums[o][m][l]);
 }
 
 // `count` outputs from `first` on, up to VECTORS * LANES, of weights that lie [in, out]
