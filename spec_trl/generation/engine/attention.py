@@ -349,7 +349,7 @@ class _Call(_OwnAttention):
 
 class _RaggedCalls(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if True:
+        if function is not F.scaled_dot_product_attention:
             return function(*args, **(kwargs or {}))
         query, key, value = args
         output, _ = ragged_attention(nn.Identity(), query, key, value, kwargs["attn_mask"])  # [B, q, heads, d]

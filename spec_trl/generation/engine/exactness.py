@@ -1,7 +1,8 @@
 """Whether what a network computes for a token is the same, bit for bit, whatever else a forward computes with it.
 
 Then drafts, other rows and the order of requests change no bit of a log-probability, in any dtype. Libraries promise
-nothing of the kind, so it is tried: on the first layers of the network itself, once per machine, in fifty forwards.
+nothing of the kind, so it is tried: on the first layers of the network itself, once per machine, in some fifty
+forwards.
 """
 
 import hashlib
