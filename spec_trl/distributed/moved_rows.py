@@ -15,7 +15,7 @@ from .link import Link
 
 
 class Sending:
-    """Begins to send rows, as :meth:`Rollout.hand_over` returns them, to `rank`, which reads in `note` what comes."""
+    """Begins to send rows, as :func:`hand_over` returns them, to `rank`, which reads in `note` what comes."""
 
     def __init__(self, moved: Sequence[Request], link: Link, rank: int, note: str) -> None:
         progress = [request.progress for request in moved if request.progress is not None]
@@ -90,7 +90,8 @@ class MovedRows:
             self.requests.append(replace(requests[index], progress=progress))
 
     def _tail(self, place: int) -> RowStates:
-        """The K/V of the row at `place`, once all have come; given away, since the pool outlives the rollout."""
+        """Waits for the K/V of the row at `place` and returns it. The pool outlives the rollout, so it drops its
+        reference."""
         if self._works:
             self._synchronize()
             computed = time.perf_counter()

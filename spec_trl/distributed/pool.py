@@ -4,6 +4,7 @@ left, a rank without rows takes over rows of the rank that has most, or races fo
 import time
 from collections.abc import Sequence
 
+from ..generation.engine.leaving import expected_tokens, hand_over, rounds_by_batch, seconds_per_prompt_token
 from ..generation.engine.request_queue import RequestQueue
 from ..generation.engine.rollout import Rollout
 from ..generation.engine.rows import Request
@@ -14,8 +15,8 @@ from .moved_rows import MovedRows, Sending
 
 
 POLL_SHARE = 0.01
-"""Share of a rank's time that it spends on looking whether another rank has nothing to do; more where answers are so
-slow that others would take its silence for its end."""
+"""Share of a rank's time that it spends on polling the other ranks. It rises when the store is slow, so that others do
+not assume that this rank is dead."""
 _NOTHING = "nothing"
 
 
@@ -95,7 +96,8 @@ class SharedPool(RequestQueue):
         started = time.perf_counter()
         if started < self._next_look:
             return
-        lost = [row for row, index in enumerate(rollout.in_flight) if index in self._raced and self._has_ended(index)]
+        raced = [(row, index) for row, index in enumerate(rollout.rows.indices) if index in self._raced]
+        lost = [row for row, index in raced if self._has_ended(index)]
         if lost:
             rollout.drop(lost)
         asked = self._link.count("asked")
@@ -116,7 +118,7 @@ class SharedPool(RequestQueue):
 
     def _rows_of_its_own(self, rollout: Rollout) -> int:
         """Rows that this rank does not just race for."""
-        return sum(index not in self._copied for index in rollout.in_flight)
+        return sum(index not in self._copied for index in rollout.rows.indices)
 
     def _has_ended(self, index: int) -> bool:
         """Whether another rank has won the race for a request."""
@@ -124,24 +126,24 @@ class SharedPool(RequestQueue):
 
     def _help(self, rollout: Rollout) -> bool:
         """Hands rows over to the rank that has waited longest, or has it race for some; False: neither pays."""
-        free = [row for row, index in enumerate(rollout.in_flight) if index not in self._raced]
-        lengths = rollout.lengths()
+        free = [row for row, index in enumerate(rollout.rows.indices) if index not in self._raced]
+        lengths: list[int] = rollout.rows.host_lengths.tolist()
         free.sort(key=lengths.__getitem__)
-        step = step_seconds(rollout.rounds_by_batch())
-        costs = MoveCosts(min(rollout.seconds_per_prompt_token(), step(1)), self.send_seconds)
+        step = step_seconds(rounds_by_batch(rollout))
+        costs = MoveCosts(min(seconds_per_prompt_token(rollout), step(1)), self.send_seconds)
         own = [lengths[row] for row in free]
-        rows, method = free[: rows_to_give(own, rollout.expected_tokens(), step, costs)], None
+        rows, method = free[: rows_to_give(own, expected_tokens(rollout), step, costs)], None
         if not rows:
-            assigned = rollout.control.further_method(rollout.in_flight, self._methods)
+            assigned = rollout.control.further_method(list(rollout.rows.indices), self._methods)
             if assigned is None:
                 return False
             method, requests = assigned
-            rows = [row for row, index in enumerate(rollout.in_flight) if index in requests]
+            rows = [row for row, index in enumerate(rollout.rows.indices) if index in requests]
         number = self._open.pop(0)
         if self._link.claim(f"helper/{number}"):
             self._link.count(IDLE, -1)
             (helper,) = self._link.read([f"asker/{number}"])
-            moved = rollout.hand_over(sorted(rows), costs.head_share, method)
+            moved = hand_over(rollout, sorted(rows), costs.head_share, method)
             if method is not None:
                 self._raced.update(request.index for request in moved)
                 self._methods |= {(request.index, method): number for request in moved}

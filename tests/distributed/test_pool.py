@@ -235,7 +235,8 @@ def test_a_slow_answer_silences_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(pool_module, "time", SimpleNamespace(perf_counter=lambda: now))
     end = links(2)[0]
-    pool, rollout = SharedPool(moved_rows.requests([1]), [[0]], 1, end, None), SimpleNamespace(in_flight=[0])
+    pool = SharedPool(moved_rows.requests([1]), [[0]], 1, end, None)
+    rollout = SimpleNamespace(rows=SimpleNamespace(indices=[0]))
     count = end.count
 
     def slowly(counter: str) -> int:

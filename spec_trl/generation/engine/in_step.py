@@ -28,8 +28,8 @@ class RolloutInStep(Rollout):
         self._padding = padding
 
     def _commit(self, outcome: Outcome) -> tuple[list[int], int]:
-        rows, verdict = self._rows, outcome.verdict
-        ended = [self._completions[index] is not None for index in rows.indices]
+        rows, verdict = self.rows, outcome.verdict
+        ended = [self.record.completions[index] is not None for index in rows.indices]
         tokens, gone = outcome.tokens, np.array(ended)[:, None]  # [B, 1] each
         if self._padding is not None:
             tokens = np.where(gone, self._padding, tokens)
@@ -41,8 +41,8 @@ class RolloutInStep(Rollout):
     def _retire(self, finished: list[int]) -> None:
         if finished:
             self._complete(finished)
-        if all(completion is not None for completion in self._completions):
-            self._free(list(range(self._rows.active)))
+        if all(completion is not None for completion in self.record.completions):
+            self._free(list(range(self.rows.active)))
 
 
 def must_run_in_step(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import groupby
 from threading import get_ident
 
 import torch
@@ -31,6 +32,9 @@ COLUMN_BUCKET = 32
 # Tokens and columns of one prefill forward, padding included: they bound the memory of activations and masks.
 TOKENS_PER_FORWARD = 8192
 _QUERIES_PER_FORWARD = 2048
+# Tokens of a prompt that a CPU reads as it computes generated tokens: a decoder layer of few tokens is one call there
+# (`cpu_decoder.py`). The prompt's length alone decides, so that its sums do not depend on other rows.
+_SHORT_PROMPT = 16
 # Logits of one prefill forward of a network that names no head: half a GiB in float32.
 _LOGITS_PER_FORWARD = 2**27
 _READ = "what a runner reads of it"
@@ -49,6 +53,10 @@ def _facts_of(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool
         )  # fmt: skip
         kept.keep(network, _READ, found)
     return found
+
+
+def _is_short(rows: Rows, row: int) -> bool:
+    return rows.tokens.device.type == "cpu" and int(rows.host_prompt_lengths[row]) <= _SHORT_PROMPT
 
 
 def _pieces(start: int, end: int, most: int) -> list[tuple[int, int]]:
@@ -168,18 +176,23 @@ class EagerRunner:
         found = [own for own in logits if own is not None]
         return sum(lengths[: admission.leaders]), torch.cat(found) if found else None
 
-    @reading_prompts()
     def _read_ends(self, rows: Rows, admission: Admission) -> Tensor | None:
         """Reads the last prompt tokens of copies of rows that were in flight before, for the logits `[n, 1, vocab]`
         after them: as all prompts are read, for a step would sum in another order."""
         late = [row for row in admission.followers if admission.begun[row] == row]
-        if not late:
-            return None
-        first, last = late[0], late[-1] + 1
-        positions = rows.lengths[first:last, None] - 1  # [n, 1]
-        longest = max(admission.lengths[first - admission.first : last - admission.first])
-        tokens = rows.tokens[first:last].gather(1, positions)  # [n, 1]
-        return self.prefill(tokens, positions, longest, first, [(row - first, 0) for row in late])
+        logits = list[Tensor | None]()
+        span = range(late[0], late[-1] + 1) if late else ()
+        for is_short, group in groupby(span, partial(_is_short, rows)):
+            between = list(group)
+            first, last = between[0], between[-1] + 1
+            positions = rows.lengths[first:last, None] - 1  # [n, 1]
+            longest = max(admission.lengths[first - admission.first : last - admission.first])
+            tokens = rows.tokens[first:last].gather(1, positions)  # [n, 1]
+            places = [(row - first, 0) for row in between if row in late]
+            with nullcontext() if is_short else reading_prompts():
+                logits.append(self.prefill(tokens, positions, longest, first, places))
+        found = [own for own in logits if own is not None]
+        return torch.cat(found) if found else None
 
     def read_texts(self, rows: Rows, admission: Admission) -> None:
         """Writes the K/V of newly admitted texts without their last tokens, for a drafter, whose first draft feeds
@@ -197,8 +210,10 @@ class EagerRunner:
         while start < admission.leaders:
             end, longest, first = start + 1, lengths[start], admission.first + start
             is_moved = first in admission.moved
+            is_short = _is_short(rows, first)
             while end < admission.leaders and not is_moved and admission.first + end not in admission.moved:
-                if max(longest, lengths[end]) * (end + 1 - start) > most:
+                too_many = max(longest, lengths[end]) * (end + 1 - start) > most
+                if too_many or _is_short(rows, admission.first + end) != is_short:
                     break
                 end, longest = end + 1, max(longest, lengths[end])
             last = admission.first + end
@@ -209,7 +224,7 @@ class EagerRunner:
                 # Shorter rows feed scratch tokens after their text: masked now, overwritten later.
                 lasts = [(row, length - 1 - column) for row, length in enumerate(lengths[start:end])]
                 places = [(row, at) for row, at in lasts if first + row in ends and 0 <= at < stop - column]
-                with reading_prompts() if column < prompt else nullcontext():
+                with reading_prompts() if column < prompt and not is_short else nullcontext():
                     logits.append(self.prefill(rows.tokens[first:last, column:stop], positions, stop, first, places))
             self.cache.trim(first, lengths[start:end])
             start = end

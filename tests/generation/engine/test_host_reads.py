@@ -116,10 +116,10 @@ def test_operations_outside_the_networks(
         return recording._replace(replay=replay)
 
     def counted(self: Rollout, plan: Any) -> None:
-        before = self._target.preparations, len(self.in_flight)
+        before = self.target.preparations, self.rows.active
         with Operations() as operations:
             decode_round(self, plan)
-        if before == (self._target.preparations, len(self.in_flight)):  # nothing was captured, no row retired
+        if before == (self.target.preparations, self.rows.active):  # nothing was captured, no row retired
             rounds.append(([chain.draft_length for chain in plan], operations.found))
 
     monkeypatch.setattr(tape, "record", recorded)
