@@ -95,6 +95,10 @@ WIDE: dict[str, int] = dict(hidden_size=192, num_attention_heads=3, num_key_valu
 64 in blocks of 64 columns, in bfloat16 by AMX."""
 
 
+SHORT_PROMPT = 6
+"""Tokens of a prompt that is read as steps are computed, in tests of bits; their prompts are shorter and longer."""
+
+
 def tiny_llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:
     """A random float64 Llama of two layers with logits sharp enough that drafts are accepted now and then."""
     torch.manual_seed(seed)
@@ -113,11 +117,19 @@ def tiny() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="session", params=[torch.float32, torch.bfloat16], ids=str)
-def narrow(request: pytest.FixtureRequest) -> LlamaForCausalLM:
-    """A target in a dtype in which the order of a sum shows, and wide enough for that. No test may change it."""
+def narrow_model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
+    """The target of `narrow`."""
     if compiler() is None:
         pytest.skip("no C++ compiler: attention reads masks, whose sums depend on the batch")
     return tiny_llama(**WIDE).to(request.param)
+
+
+@pytest.fixture
+def narrow(narrow_model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
+    """A target in a dtype in which the order of a sum shows, and wide enough for that. No test may change it. Of the
+    prompts some are read as steps are computed, and some, beyond `SHORT_PROMPT`, by other products."""
+    monkeypatch.setattr("spec_trl.generation.engine.runner._SHORT_PROMPT", SHORT_PROMPT)
+    return narrow_model
 
 
 @pytest.fixture

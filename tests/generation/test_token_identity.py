@@ -5,7 +5,7 @@ agrees with them."""
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from spec_trl.generation.engine.statistics import DraftCounts, SpeculationStatis
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.native_code import compiler
 from spec_trl.scheduling.control import Chain
-from tests.conftest import WIDE, add_noise, tiny_llama
+from tests.conftest import SHORT_PROMPT, WIDE, add_noise, tiny_llama
 from tests.generation import grammars
 from tests.generation.calls import Alternate, EndByPrefix, generate, outputs, pad_left, plain_decoding, random_rows
 from tests.generation.conftest import Make, maker, write_checkpoints
@@ -224,6 +224,14 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         pages=draw(st.sampled_from([0, 4, 4, 8])),
         fault=fault,
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kinds_of_prompts() -> Iterator[None]:
+    """Some prompts are short, and some are not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_SHORT_PROMPT", SHORT_PROMPT)
+        yield
 
 
 @pytest.fixture(scope="module")
