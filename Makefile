@@ -83,7 +83,6 @@ typecheck: $(READY)
 bench: $(READY)
 	$(RUN) -m benchmarks.rollout --output bench_output/rollout.json
 	$(RUN) -m benchmarks.identity --output bench_output/identity.json
-	$(RUN) -m benchmarks.refresh --output bench_output/refresh.json
 	$(RUN) -m benchmarks.end_to_end --steps 6 --repeats 2 --calibration-seconds 5 --output bench_output/end_to_end.json
 	$(RUN) -m benchmarks.control_machine --repeats 3 --output bench_output/control_machine.json
 

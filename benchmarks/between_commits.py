@@ -18,8 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .calls import rotated
-from .measure import Finding, add_machine_arguments, begin, shown, write_result
+from .calls import ratios, rotated
+from .measure import Finding, Options, begin, shown, spread, write_result
+from .workload import STORY_MODEL
 
 
 ROOT = Path(__file__).parents[1]
@@ -90,14 +91,13 @@ def cells_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     shape = {"draft_length": options.draft_length}
     rollouts = [
         {"what": f"{strategy}, {rows} rows", "strategy": strategy, "rows": rows, "prompt": 16, "new": options.tokens}
-        for strategy in options.strategies
-        for rows in options.rows
-    ]
-    prompts = [
-        {"what": f"prompts of {options.prompt_tokens} tokens, {rows} rows", "strategy": "none", "rows": rows,
-         "prompt": options.prompt_tokens, "new": 1}
-        for rows in options.rows[:2]
+        for strategy in options.strategies for rows in options.rows
     ]  # fmt: skip
+    long = options.prompt_tokens
+    prompts = [
+        {"what": f"prompts of {long} tokens, {rows} rows", "strategy": "none", "rows": rows, "prompt": long, "new": 1}
+        for rows in options.rows[:2]
+    ]
     one = [{"what": "a call for one token", "strategy": "none", "rows": 1, "prompt": 16, "new": 1}]
     return [cell | shape for cell in (*rollouts, *prompts, *one)]
 
@@ -114,46 +114,39 @@ def measure(before: Path, model: str, dtype: str, options: argparse.Namespace) -
                     runs[name].append(seconds(old if name == "before" else new, cell))
             runs = {name: own[WARM_UPS:] for name, own in runs.items()}
             found.append({"model": Path(model).name, "dtype": dtype, "seconds": runs} | cell)
-            print(f"{Path(model).name} {dtype} {cell['what']}: {_ratio(found[-1])[0]:.3f}", flush=True)
+            print(findings(found[-1:])[0], flush=True)
     return found
-
-
-def _ratio(cell: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Median, lowest and highest of before over now, of neighbouring runs."""
-    ratios = [old / new for old, new in zip(cell["seconds"]["before"], cell["seconds"]["now"], strict=True)]
-    return median(ratios), min(ratios), max(ratios)
 
 
 def findings(cells: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Speed of this checkout over the earlier commit's; above 1 is faster."""
+    """Speed of this checkout over the earlier commit's, of neighbouring runs; above 1 is faster."""
     found = []
     for cell in cells:
-        middle, low, high = _ratio(cell)
+        gains = ratios(cell["seconds"]["before"], cell["seconds"]["now"])
         what = f"{cell['model']}, {cell['dtype']}: {cell['what']}"
-        found.append(Finding(what, middle, "×", "before", (low, high)))
+        found.append(Finding(what, median(gains), "×", "before", spread(gains)))
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    tiny = f"HEAD --models {STORY_MODEL} --dtypes float32 --strategies none --rows 1 --tokens 2 --repeats 1"
+    parser = Options(__doc__, "between_commits", tiny)
     add = parser.add_argument
     add("commit", help="the earlier commit")
     add("--models", nargs="+", required=True, metavar="FOLDER", help="checkpoints of transformers")
     add("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float64"])
-    add("--strategies", nargs="+", default=["none", "self"], help="generate: no spec_trl (default: %(default)s)")
-    add("--rows", nargs="+", type=int, default=[1, 4, 16], help="(default: %(default)s)")
-    add("--tokens", type=int, default=32, help="that a row generates (default: %(default)s)")
-    add("--prompt-tokens", type=int, default=1000, help="of long prompts (default: %(default)s)")
-    add("--draft-length", type=int, default=3, help="of strategies that draft (default: %(default)s)")
-    add("--repeats", type=int, default=5, help="of a cell by each version (default: %(default)s)")
-    add_machine_arguments(parser, "between_commits")
-    options = parser.parse_args()
+    add("--strategies", nargs="+", default=["none", "self"], help="generate: no spec_trl")
+    add("--rows", nargs="+", type=int, default=[1, 4, 16])
+    add("--tokens", type=int, default=32, help="that a row generates")
+    add("--prompt-tokens", type=int, default=1000, help="of long prompts")
+    add("--draft-length", type=int, default=3, help="of strategies that draft")
+    add("--repeats", type=int, default=5, help="of a cell by each version")
+    options = parser.read(arguments, "rows", "tokens", "prompt_tokens", "repeats")
     machine = begin(options)
     cells: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(
-            ["git", "-C", str(ROOT), "archive", options.commit, "spec_trl"], capture_output=True, check=False
-        )
+        command = ["git", "-C", str(ROOT), "archive", options.commit, "spec_trl"]
+        archive = subprocess.run(command, capture_output=True, check=False)
         if archive.returncode:
             parser.error(f"commit {options.commit}: {archive.stderr.decode().strip()}")
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)

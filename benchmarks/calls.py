@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 import spec_trl
 from spec_trl import SpeculativeConfig
-from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.statistics import SpeculationStatistics
 
 from .measure import stopwatch
@@ -24,16 +23,6 @@ class Call:
     seconds: float
     completions: list[list[int]]
     statistics: SpeculationStatistics
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the whole call."""
-        return sum(map(len, self.completions)) / self.seconds
-
-    @property
-    def decoding_tokens_per_second(self) -> float:
-        """Without reading the prompts."""
-        return sum(map(len, self.completions)) / (self.seconds - self.statistics.phase_seconds["prefill"])
 
     @property
     def speculative_share(self) -> float:
@@ -52,18 +41,9 @@ def forget(model: PreTrainedModel) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def way(
-    model: PreTrainedModel, strategy: str, config: SpeculativeConfig,
-    drafters: Callable[[], Sequence[Drafter]] = tuple, **options: Any,
-) -> Way:  # fmt: skip
-    """A way to generate with our engine; the seed of a call replaces the config's.
-
-    Args:
-        model: the target.
-        strategy: its `assistant_strategy`.
-        config: for `speculative_config`.
-        drafters: makes those of a call; by default the engine does.
-        options: other arguments of `generate`.
+def way(model: PreTrainedModel, strategy: str, config: SpeculativeConfig, **options: Any) -> Way:
+    """A way to generate with our engine; the seed of a call replaces the config's; `options` are other arguments of
+    `generate`.
 
     Raises:
         RuntimeError: at a call: the drafter failed. The engine goes on without it, a measurement must not.
@@ -71,10 +51,9 @@ def way(
 
     def call(work: Workload, seed: int) -> Call:
         inputs = work.padded(model.device)
-        drafter = list(drafters()) or None
         with stopwatch(model.device) as watch:
             output = model.generate(
-                **inputs, **sampling(work), **options, assistant_strategy=strategy, drafter=drafter,
+                **inputs, **sampling(work), **options, assistant_strategy=strategy,
                 speculative_config=replace(config, seed=seed), return_dict_in_generate=True,
             )  # fmt: skip
         if output.statistics.drafter_failure is not None:
@@ -88,31 +67,13 @@ def way(
 
 def sampling(work: Workload) -> dict[str, object]:
     """Keywords of plain temperature sampling; transformers' default would add top_k=50."""
-    return {
-        "do_sample": True,
-        "temperature": work.temperature,
-        "top_k": 0,
-        "max_new_tokens": work.max_new_tokens,
-        "pad_token_id": work.pad_token_id,
-    }
-
-
-def in_turns(ways: Mapping[str, Way], works: Sequence[Workload], seed: int) -> dict[str, list[Call]]:
-    """Each way once for each workload, with another first way in each turn (A B C, B C A, ...) and seed + i in turn i.
-
-    A slow minute of the machine then hits all ways alike.
-    """
-    calls: dict[str, list[Call]] = {name: [] for name in ways}
-    for turn, work in enumerate(works):
-        for name in rotated(list(ways), turn):
-            calls[name].append(ways[name](work, seed + turn))
-    return calls
+    options: dict[str, object] = {"do_sample": True, "temperature": work.temperature, "top_k": 0}
+    return options | {"max_new_tokens": work.max_new_tokens, "pad_token_id": work.pad_token_id}
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
     """`names`, beginning with number `by`."""
-    shift = by % len(names)
-    return [*names[shift:], *names[:shift]]
+    return [names[(by + place) % len(names)] for place in range(len(names))]
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
@@ -122,7 +83,6 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 def identical_rows(ours: Sequence[Call], theirs: Sequence[Call]) -> tuple[int, int]:
     """Number of equal completions, and of all, in calls of two ways in the same turns."""
-    pairs = [
-        pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a.completions, b.completions, strict=True)
-    ]
-    return sum(mine == other for mine, other in pairs), len(pairs)
+    calls = zip(ours, theirs, strict=True)
+    same = [mine == other for a, b in calls for mine, other in zip(a.completions, b.completions, strict=True)]
+    return sum(same), len(same)

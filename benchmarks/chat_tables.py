@@ -4,7 +4,6 @@ Each stands between two marks of its page. `python -m benchmarks.results_page` w
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from .measure import Result
@@ -15,76 +14,44 @@ ROOT = Path(__file__).parents[1]
 MARK, END = "<!-- made by benchmarks.results_page -->\n", "<!-- end -->"
 MODEL = "SmolLM2-135M-Instruct"
 FLOAT32, BFLOAT16, LONG = "rollout_chat", "rollout_chat_bfloat16", "rollout_chat_256"
-TRAINING, COPIES = "end_to_end_chat", "fresh_machine"
 DTYPES = {FLOAT32: "float32", BFLOAT16: "bfloat16", LONG: "float32"}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of the README's table.
-
-    Args:
-        sentence: what was done.
-        result: whose findings are shown.
-        baseline: for the reader.
-        findings: what and baseline of each finding, in the order of the sentence.
-    """
-
-    sentence: str
-    result: str
-    baseline: str
-    findings: tuple[tuple[str, str], ...]
 
 
-def _rollouts(result: str, method: str, baseline: str, *batches: int) -> tuple[tuple[str, str], ...]:
-    return tuple((f"{MODEL}, {DTYPES[result]}, batch {batch}: {method}", baseline) for batch in batches)
+def _rollouts(result: str, method: str, baseline: str) -> tuple[tuple[str, str], ...]:
+    return tuple((f"{MODEL}, {DTYPES[result]}, batch {batch}: {method}", baseline) for batch in (1, 4, 8, 16))
 
 
-_ALL = (1, 4, 8, 16)
 _ROWS = "1 / 4 / 8 / 16 answers at a time"
-_TRAINED = f"{MODEL}, float32: auto"
-README_ROWS = (
-    Row(
-        f'a chat model answers maths questions, float32, `"auto"` with its defaults, {_ROWS}',
-        FLOAT32, "`generate`", _rollouts(FLOAT32, "ours auto", GENERATE, *_ALL),
-    ),
-    Row(
-        f'the same, `"self"`: the model\'s 8-bit copy guesses three tokens in each round, {_ROWS}',
-        FLOAT32, "`generate`", _rollouts(FLOAT32, "ours self", GENERATE, *_ALL),
-    ),
-    Row(
-        f'the same, `"none"`: our engine without guesses, {_ROWS}',
-        FLOAT32, "`generate`", _rollouts(FLOAT32, PLAIN, GENERATE, *_ALL),
-    ),
-    Row(
-        f'the same, `"none"`, {_ROWS}',
-        FLOAT32, "`generate_batch`", _rollouts(FLOAT32, PLAIN, CONTINUOUS, *_ALL),
-    ),
-    Row(
-        f'the same in bfloat16 and up to 64 tokens, `"auto"`, {_ROWS}',
-        BFLOAT16, "`generate`", _rollouts(BFLOAT16, "ours auto", GENERATE, *_ALL),
-    ),
-    Row(
-        'GRPO on such questions, float32, 8 answers to one question in a step, `"auto"`: writing them / a whole step',
-        TRAINING, "TRL's `GRPOTrainer`",
-        tuple((f"{_TRAINED}, {part}", "trl.GRPOTrainer (transformers generate)")
-              for part in ("rollout tokens/s", "tokens/s of a whole step")),
-    ),
-    Row(
-        'the model repeats a sentence of its prompt, greedily, one thread, `"auto"`, empty cache: first / second call',
-        COPIES, '`"none"`', (("first call: auto", "none"), ("second call: auto", "none")),
-    ),
+_TRAINED, _TRAINER = f"{MODEL}, float32: auto", "trl.GRPOTrainer (transformers generate)"
+README_ROWS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
+    (f'a chat model answers maths questions, float32, `"auto"` with its defaults, {_ROWS}', FLOAT32, "`generate`",
+     _rollouts(FLOAT32, "ours auto", GENERATE)),
+    (f'the same, `"self"`: the model\'s 8-bit copy guesses three tokens in each round, {_ROWS}', FLOAT32, "`generate`",
+     _rollouts(FLOAT32, "ours self", GENERATE)),
+    (f'the same, `"none"`: our engine without guesses, {_ROWS}', FLOAT32, "`generate`",
+     _rollouts(FLOAT32, PLAIN, GENERATE)),
+    (f'the same, `"none"`, {_ROWS}', FLOAT32, "`generate_batch`", _rollouts(FLOAT32, PLAIN, CONTINUOUS)),
+    (f'the same in bfloat16 and up to 64 tokens, `"auto"`, {_ROWS}', BFLOAT16, "`generate`",
+     _rollouts(BFLOAT16, "ours auto", GENERATE)),
+    ('GRPO on such questions, float32, 8 answers to one question in a step, `"auto"`: writing them / a whole step',
+     "end_to_end_chat", "TRL's `GRPOTrainer`",
+     tuple((f"{_TRAINED}, {part}", _TRAINER) for part in ("rollout tokens/s", "tokens/s of a whole step"))),
+    ('the model repeats a sentence of its prompt, greedily, one thread, `"auto"`, empty cache: first / second call',
+     "fresh_machine", '`"none"`', (("first call: auto", "none"), ("second call: auto", "none"))),
 )  # fmt: skip
-"""The README's table: each row a sentence that a user understands."""
+"""The README's table: a sentence that a user understands, the result, the baseline for the reader, and what and
+baseline of each finding in the order of the sentence."""
 
 
 def readme_table(results: Mapping[str, Result]) -> str:
     """Of `README_ROWS`; raises KeyError where a result or a finding is missing."""
     lines = ["| what | result | baseline | factor |", "|---|---|---|---|"]
-    for row in README_ROWS:
-        found = {(each.what, each.baseline): each.value for each in results[row.result].findings}
-        factors = " / ".join(f"{found[name]:.2f}" for name in row.findings)
-        lines.append(f"| {row.sentence} | `{row.result}` | {row.baseline} | {factors} |")
+    for sentence, result, baseline, names in README_ROWS:
+        found = {(each.what, each.baseline): each.value for each in results[result].findings}
+        factors = " / ".join(f"{found[name]:.2f}" for name in names)
+        lines.append(f"| {sentence} | `{result}` | {baseline} | {factors} |")
     return "\n".join(lines) + "\n"
 
 

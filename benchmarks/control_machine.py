@@ -6,9 +6,6 @@ each time. Ways: `"none"`, `"auto"` with its defaults (the planner, without a pr
 always, so that no control costs them time. Ways take turns; ratios are medians over repeats of the ratio within one.
 
     python -m benchmarks.control_machine --prompts ../shared/data/tinystories/tinystories_1000.json
-    python -m benchmarks.copying --model ../shared/models/stories260K --output copier
-    python -m benchmarks.control_machine --models copier,float32 --copiers --kinds copy-heavy \\
-        --output benchmarks/results/control_machine_copier.json
     python -m benchmarks.control_machine --models shape:qwen2.5-0.5b,float32 --tokens 48 --repeats 5 --calls 2 \\
         --single self history --output benchmarks/results/control_machine_05b.json
 
@@ -16,9 +13,7 @@ Rows of a wide float32 model may differ after a near-tie of two tokens: the resu
 """
 
 import argparse
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,16 +25,17 @@ from transformers import LogitsProcessorList
 
 from spec_trl import SpeculativeConfig
 
-from .best_of_n_subject import BEGUN, COPY, PASSAGE, STORY
 from .calls import Call, Way, forget, identical_rows, ratios, rotated, way
-from .copying import Copying, copy_heavy
-from .measure import Finding, add_machine_arguments, begin, shown, write_result
-from .models import DTYPES, LoadedModel, check_model, load_model, model_line, weights_line
-from .workload import STORY_MODEL, Workload, end_tokens, prompt_source
+from .measure import Finding, Options, begin, fresh_cache, shown, spread, write_result
+from .models import LoadedModel, check_targets, load_target, model_line, weights_line
+from .workload import STORY_MODEL, Copying, Workload, copy_heavy, end_tokens, prompt_source
 
 
 NONE, AUTO = "none", "auto"
 SINGLE = ("self", "history", "ngram")
+STORY, COPY = "story", "copy-heavy"
+PASSAGE = 32  # tokens of a prompt; in copy-heavy ones they come over and over
+BEGUN = 4  # tokens of it that such a prompt has begun to repeat
 COPYING = Copying(4, 0.95)  # where the model does not; ordinary text repeats three of four tokens rarely
 AGAINST_NONE, AGAINST_BETTER, MOST_CELLS = 0.98, 0.95, 0.8  # what should be reached; the second in that share of cells
 
@@ -54,36 +50,22 @@ class Start:
 
 @dataclass
 class Cell:
-    """One model at one batch size on one kind of prompts; medians over repeats.
+    """One model at one batch size on one kind of prompts; medians over repeats."""
 
-    Args:
-        kind: of prompts.
-        batch: rows.
-        new_tokens: of each row in a call.
-        seconds, cpu_seconds: of all calls of a start, by way.
-        to_none: tokens/s of each way over `none`'s within a repeat: of all calls of a start, of the first, of the
-            later ones, and of all by CPU time.
-        better: the faster one of `none` and the single methods.
-        to_better: tokens/s of `auto` over its, likewise.
-        to_none_by_repeat: `auto`'s, all calls.
-        speculative_share: of the rounds of `auto`.
-        control_share, control_microseconds: of its decisions, in its seconds and per round.
-        identical_rows, rows: of all other ways' completions, those equal to `none`'s.
-    """
-
-    kind: str
-    batch: int
-    new_tokens: int
-    seconds: dict[str, float]
-    cpu_seconds: dict[str, float]
+    kind: str  # of prompts
+    batch: int  # rows
+    new_tokens: int  # of each row in a call
+    seconds: dict[str, float]  # of all calls of a start, by way
+    # Tokens/s of each way over `none`'s within a repeat: of all calls of a start, of the first, of the later ones, and
+    # of all by CPU time.
     to_none: dict[str, dict[str, float]]
-    better: str
-    to_better: float
-    to_none_by_repeat: list[float]
-    speculative_share: float
-    control_share: float
-    control_microseconds: float
-    identical_rows: int
+    better: str  # the faster one of `none` and the single methods
+    to_better: float  # tokens/s of `auto` over its, likewise
+    to_none_by_repeat: list[float]  # `auto`'s, all calls
+    speculative_share: float  # of the rounds of `auto`
+    control_share: float  # of its decisions, in its seconds
+    control_microseconds: float  # and per round
+    identical_rows: int  # of all other ways' completions, those equal to `none`'s
     rows: int
 
 
@@ -98,15 +80,13 @@ def summarise(kind: str, work: Workload, starts: dict[str, list[Start]]) -> Cell
     }
     if not any(parts["later"][NONE]):
         del parts["later"]
-    seconds, cpu_seconds = (
-        {name: statistics.median(each) for name, each in parts[part].items()} for part in ("all", "cpu")
-    )
+    seconds = {name: statistics.median(each) for name, each in parts["all"].items()}
     better = min((name for name in starts if name != AUTO), key=seconds.__getitem__)
     calls = {name: [call for start in own for call in start.calls] for name, own in starts.items()}
     control = [(call, call.statistics.phase_seconds["control"]) for call in calls[AUTO]]
     same = [identical_rows(made, calls[NONE]) for name, made in calls.items() if name != NONE]
     return Cell(
-        kind, len(work.prompts), work.max_new_tokens, seconds, cpu_seconds,
+        kind, len(work.prompts), work.max_new_tokens, seconds,
         to_none={
             name: {part: statistics.median(ratios(taken[NONE], taken[name])) for part, taken in parts.items()}
             for name in starts if name != NONE
@@ -132,7 +112,7 @@ def measure_cell(loaded: LoadedModel, kind: str, batch: int, options: argparse.N
     pad = model.generation_config.pad_token_id or 0
     works = [Workload(prompts[i : i + batch], options.tokens, 1.0, (), pad) for i in range(0, len(prompts), batch)]
     always = SpeculativeConfig(sd_toggle="always")
-    processors = LogitsProcessorList([COPYING] if kind == COPY and not options.copiers else [])
+    processors = LogitsProcessorList([COPYING] if kind == COPY else [])
     ways = {
         name: way(model, name, SpeculativeConfig() if name == AUTO else always, logits_processor=processors)
         for name in (NONE, AUTO, *options.single)
@@ -161,8 +141,7 @@ def start(own: Way, works: Sequence[Workload], seed: int) -> Start:
 
 def measure(target: str, options: argparse.Namespace) -> dict[str, Any]:
     """All cells of one model."""
-    spec, dtype = target.rsplit(",", 1)
-    loaded = load_model(spec, DTYPES[dtype], options.device, options.agreement, options.seed)
+    loaded = load_target(target, options.device, options.agreement, options.seed)
     end_tokens(loaded, ignore_eos=True)  # rows of one length are the same work in every way
     cells = [asdict(measure_cell(loaded, kind, batch, options)) for batch in options.batches for kind in options.kinds]
     return loaded.facts | {"cells": cells}
@@ -176,7 +155,7 @@ def findings(result: dict[str, Any]) -> list[Finding]:
             what = f"{model_line(model)}, {cell['kind']}, batch {cell['batch']}"
             own, repeats = cell["to_none"][AUTO], cell["to_none_by_repeat"]
             found += [
-                Finding(what, own["all"], "×", NONE, (min(repeats), max(repeats))),
+                Finding(what, own["all"], "×", NONE, spread(repeats)),
                 Finding(f"{what}: first call", own["first"], "×", NONE),
                 Finding(f"{what}: CPU time", own["cpu"], "×", NONE),
                 Finding(what, cell["to_better"], "×", f"the better one: {cell['better']}"),
@@ -186,7 +165,8 @@ def findings(result: dict[str, Any]) -> list[Finding]:
 
 def setup(result: dict[str, Any]) -> str:
     """How it was measured, and in how many cells it is as it should be."""
-    options, count = result["options"], len(cells := all_cells(result))
+    cells = [cell for model in result["models"] for cell in model["cells"]]
+    options, count = result["options"], len(cells)
     slower = [cell["to_none"][AUTO]["all"] < AGAINST_NONE for cell in cells]
     better = sum(cell["to_better"] >= AGAINST_BETTER for cell in cells)
     shares, micros = ([cell[f"control_{name}"] for cell in cells] for name in ("share", "microseconds"))
@@ -201,56 +181,32 @@ def setup(result: dict[str, Any]) -> str:
         f"{MOST_CELLS:.0%}). {same} of {rows} completions are `none`'s. "
         f"Decisions took {min(shares):.2%} to {max(shares):.2%} of a call, {min(micros):.0f} to {max(micros):.0f} "
         "microseconds a round."
-        + (" The models copy by themselves." if options["copiers"] else "")
         + "".join(weights_line(model) for model in result["models"])
     )
 
 
-def all_cells(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of all models."""
-    return [cell for model in result["models"] for cell in model["cells"]]
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    tiny = "--models shape:tiny,float64 --batches 2 --kinds copy-heavy --single history --repeats 1 --calls 2"
+    parser = Options(__doc__, "control_machine", f"{tiny} --tokens 4")
     add = parser.add_argument
-    add("--models", nargs="+", default=[f"{STORY_MODEL},float32"], metavar="MODEL,DTYPE",
-        help="folder, wide:FOLDER*k, shape:NAME; dtype (default: the stories260K of examples/data)")  # fmt: skip
-    add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy (%(default)s)")
-    add("--batches", type=int, nargs="+", default=[1, 4, 16], help="rows (default: %(default)s)")
-    add("--kinds", nargs="+", choices=[STORY, COPY], default=[STORY, COPY], help="of prompts (default: both)")
-    add("--single", nargs="*", choices=SINGLE, default=SINGLE, help="methods to compare with (default: all)")
-    add("--copiers", action="store_true",
-        help="the models copy by themselves, as benchmarks.copying teaches; else a processor does it")  # fmt: skip
-    add("--tokens", type=int, default=192, help="new ones per row and call (default: %(default)s)")
-    add("--calls", type=int, default=3, help="in a row from a fresh start (default: %(default)s)")
-    add("--repeats", type=int, default=10, help="of each cell (default: %(default)s)")
-    add("--prompts", type=Path, help="JSON list of strings (default: examples/data/stories.json)")
-    add_machine_arguments(parser, "control_machine")
-    options = parser.parse_args()
-    for model in options.models:
-        spec, _, dtype = model.rpartition(",")
-        if not spec or dtype not in DTYPES:
-            parser.error(f"--models {model}: name a dtype after a comma, one of {', '.join(DTYPES)}")
-        try:
-            check_model(spec)
-        except ValueError as error:
-            parser.error(f"--models {error}")
-    if min(*options.batches, options.repeats, options.tokens, options.calls) < 1:
-        parser.error(f"--batches {options.batches}, --repeats, --tokens and --calls must be 1 or more")
-    return options
-
-
-def main() -> None:
-    options = parse_arguments()
+    add("--models", nargs="+", default=[f"{STORY_MODEL},float32"], metavar="MODEL,DTYPE", help="folder or shape:NAME")
+    add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
+    add("--batches", type=int, nargs="+", default=[1, 4, 16], help="rows")
+    add("--kinds", nargs="+", choices=[STORY, COPY], default=[STORY, COPY], help="of prompts")
+    add("--single", nargs="*", choices=SINGLE, default=SINGLE, help="methods to compare with")
+    add("--tokens", type=int, default=192, help="new ones per row and call")
+    add("--calls", type=int, default=3, help="in a row from a fresh start")
+    add("--repeats", type=int, default=10, help="of each cell")
+    add("--prompts", type=Path, help="JSON list of strings; default: examples/data/stories.json")
+    options = parser.read(arguments, "batches", "repeats", "tokens", "calls")
+    check_targets(parser, options.models)
     machine, started = begin(options), time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["SPEC_TRL_CACHE"] = folder  # no profile and no ladder of an earlier run
+    with fresh_cache():  # no profile and no ladder of an earlier run
         models = [measure(target, options) for target in options.models]
     result = {"options": shown(options), "models": models, "seconds": time.perf_counter() - started}
     title = "The default control on this machine"
     write_result(options.output, "never_slower", title, setup(result), machine, findings(result), result)
-    if differing := sum(cell["rows"] - cell["identical_rows"] for cell in all_cells(result)):
+    if differing := sum(cell["rows"] - cell["identical_rows"] for model in models for cell in model["cells"]):
         raise SystemExit(f'{differing} completions differ from those of "none"')
 
 

@@ -10,7 +10,6 @@ Where the planner is told wrongly (`--probes`), rollouts follow until plain deco
     python -m benchmarks.control_regret --log output_dir     # on what a training run recorded
 """
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from spec_trl.scheduling.ledger import Drafts, Times
 from spec_trl.scheduling.planner import Planner
 
 from .control_worlds import CELLS, NOISES, PROBES, Bounds, Cell, Clock, Decoder, World, decode, noise_named
-from .measure import Finding, add_machine_arguments, begin, findings_table, shown, write_result
+from .measure import Finding, Options, begin, findings_table, shown, write_result
 from .recorded_world import RecordedWorld
 
 
@@ -116,18 +115,17 @@ def findings(noise: str, found: Summary, alone: bool) -> list[Finding]:
     ][: 6 if alone else 5]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", type=int, default=3, help="of each cell, from --seed on (default: %(default)s)")
-    parser.add_argument("--noises", nargs="+", default=NOISES, choices=NOISES)
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 64], help="rows (default: %(default)s)")
-    parser.add_argument("--probes", nargs="+", default=["right"], choices=[*PROBES, "all"],
-        help="what the planner is told of rounds (default: right within a few per cent)")  # fmt: skip
-    parser.add_argument("--log", type=Path, help="output_dir of a run, whose rollouts are replayed; writes no result")
-    parser.add_argument("--planning", type=float, default=0.0,
-        help="autoregressive rounds that making a plan seems to take (default: %(default)s)")  # fmt: skip
-    add_machine_arguments(parser, "control_regret")
-    options = parser.parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__, "control_regret", "--worlds 1 --noises 0% --batches 1")
+    add = parser.add_argument
+    add("--worlds", type=int, default=3, help="of each cell, from --seed on")
+    add("--noises", nargs="+", default=NOISES, choices=NOISES)
+    add("--batches", nargs="+", type=int, default=[1, 4, 16, 64], help="rows")
+    add("--probes", nargs="+", default=["right"], choices=[*PROBES, "all"], help="what the planner is told of rounds; "
+        "right: right within a few per cent")  # fmt: skip
+    add("--log", type=Path, help="output_dir of a run, whose rollouts are replayed; writes no result")
+    add("--planning", type=float, default=0.0, help="autoregressive rounds that making a plan seems to take")
+    options = parser.read(arguments, "worlds")
     machine, seeds = begin(options), range(options.seed, options.seed + options.worlds)
     cells = [cell for cell in CELLS if cell.batch in options.batches]
     options.probes = list(PROBES) if "all" in options.probes else options.probes

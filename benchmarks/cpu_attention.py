@@ -3,9 +3,10 @@
 Both run in turns on the same random queries, keys and values; a ratio is of the medians.
 """
 
-import argparse
 import itertools
 import time
+from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from spec_trl.generation.engine.attention import MaskPlan, ragged_attention
 
-from .measure import Finding, add_machine_arguments, begin, shown, write_result
+from .measure import Finding, Options, begin, shown, spread, times_in_turns, write_result
 from .models import DTYPES
 
 
@@ -33,24 +34,23 @@ def measure(
     key, value = cache[..., : -(-columns // 32) * 32, :]  # [B, kv_heads, columns, d] each
     positions = torch.arange(columns - count, columns).expand(rows, -1)  # [B, q]
     masks: dict[str, Any] = {"SDPA": PLAN.build(positions, key.shape[2], dtype), "ours": PLAN.spans(positions)}
-    found: dict[str, list[float]] = {name: [] for name in masks}
-    for _ in range(turns + 1):  # the first warms up
-        for name, mask in masks.items():
-            started = time.perf_counter()
-            ragged_attention(nn.Module(), query, key, value, mask)
-            found[name].append(1e3 * (time.perf_counter() - started))
-    milliseconds = {name: median(times[1:]) for name, times in found.items()}
+
+    def work(mask: Any) -> float:
+        started = time.perf_counter()
+        ragged_attention(nn.Module(), query, key, value, mask)
+        return 1e3 * (time.perf_counter() - started)
+
+    milliseconds = times_in_turns({name: partial(work, mask) for name, mask in masks.items()}, turns)
     sizes = dict(tokens=count, columns=columns, head_size=size, heads=heads, kv_heads=kv_heads, rows=rows)
     return sizes | {"dtype": str(dtype).removeprefix("torch."), "milliseconds": milliseconds}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=7, help="of each way (default: %(default)s)")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__, "cpu_attention", "--turns 1 --rows 1 --head-sizes 16 --threads 1")
+    parser.add_argument("--turns", type=int, default=7, help="of each way")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--head-sizes", type=int, nargs="+", default=[64, 128])
-    add_machine_arguments(parser, "cpu_attention")
-    options = parser.parse_args(arguments)
+    options = parser.read(arguments, "turns", "rows")
     machine = begin(options)
     cells: list[dict[str, Any]] = []
     grid = itertools.product(sorted({1, torch.get_num_threads()}), LENGTHS, options.head_sizes, HEADS, options.rows)
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
         own = [cell["milliseconds"] for cell in cells if (cell["dtype"], cell["tokens"]) == (name, count)]
         gains = [cell["SDPA"] / cell["ours"] for cell in own]
         what = f"speed of ours in {name}, {count} tokens over {columns} columns"
-        findings.append(Finding(what, median(gains), "×", "SDPA", (min(gains), max(gains))))
+        findings.append(Finding(what, median(gains), "×", "SDPA", spread(gains)))
     write_result(
         options.output, "rollouts", "Attention on a CPU by our C++",
         f"Heads {HEADS} (of queries, of keys) of sizes {options.head_sizes}, {options.rows} rows, with one thread and "

@@ -5,10 +5,10 @@ They run in turns on the same weights, copies of them one after the other, so th
 the medians.
 """
 
-import argparse
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from spec_trl import cpu_products
 from spec_trl.dense_linear import multiply_by_onednn
 
-from .measure import Finding, add_machine_arguments, begin, shown, write_result
+from .measure import Finding, Options, begin, shown, spread, times_in_turns, write_result
 
 
 MOST_COPIES = 64
@@ -49,32 +49,32 @@ def measure(shape: tuple[int, int], rows: int, dtype: torch.dtype, turns: int) -
         ),
         "ours": lambda: cpu_products.multiply(cpu_products.dense_matrix(next(copies), None), x),
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(turns + 1):  # the first warms up
-        for name, multiply in ways.items():
-            found[name].append(seconds(multiply))
-    microseconds = {name: 1e6 * median(times[1:]) for name, times in found.items()}
+    works = {name: partial(seconds, multiply) for name, multiply in ways.items()}
+    microseconds = {name: 1e6 * each for name, each in times_in_turns(works, turns).items()}
     return {"shape": list(shape), "rows": rows, "dtype": str(dtype), "microseconds": microseconds}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=5, help="of each way (default: %(default)s)")
-    add_machine_arguments(parser, "dense_linear")
-    options = parser.parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__, "dense_linear", "--turns 1 --rows 1 4 --largest 65536")
+    parser.add_argument("--turns", type=int, default=5, help="of each way")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--largest", type=int, default=1 << 30, help="weights of a layer")
+    options = parser.read(arguments, "turns")
     machine = begin(options)
     with torch.inference_mode():
-        grid = itertools.product(SHAPES, ROWS, DTYPES)
+        shapes = [shape for shape in SHAPES if shape[0] * shape[1] <= options.largest]
+        grid = itertools.product(shapes, options.rows, DTYPES)
         cells = [measure(shape, rows, dtype, options.turns) for shape, rows, dtype in grid]
     findings = []
-    for dtype, rows in itertools.product(DTYPES, ROWS):
+    for dtype, rows in itertools.product(DTYPES, options.rows):
         own = [cell["microseconds"] for cell in cells if (cell["rows"], cell["dtype"]) == (rows, str(dtype))]
         gains = [cell["torch"] / cell["ours"] for cell in own]
         name = f"speed of ours, {str(dtype).removeprefix('torch.')}, rows: {rows}"
-        findings.append(Finding(name, median(gains), "×", "torch", (min(gains), max(gains))))
+        findings.append(Finding(name, median(gains), "×", "torch", spread(gains)))
     write_result(
         options.output, "rollouts", "Dense layers by our C++ and by torch",
-        f"{len(SHAPES)} shapes from 64 × 64 to 32000 × 288, {ROWS} rows; medians of {options.turns} turns. Median "
+        f"{len(shapes)} shapes from 64 × 64 to {shapes[-1][0]} × {shapes[-1][1]}, {tuple(options.rows)} rows; "
+        f"medians of {options.turns} turns. Median "
         "over shapes, with the lowest and the highest.",
         machine, findings, {"options": shown(options), "cells": cells},
     )  # fmt: skip

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from tqdm import tqdm
 
 import spec_trl  # noqa: F401  (teaches `generate` the keyword)
 
-from .measure import Finding, add_machine_arguments, begin, shown, stopwatch, write_result
+from .calls import ratios
+from .measure import Finding, Options, begin, shown, spread, stopwatch, write_result
 from .models import load_model, weights_line
+from .workload import STORY_MODEL
 
 
 SENTENCE = "The quick brown fox jumps over the lazy dog near the quiet river bank. "
@@ -33,10 +36,8 @@ def calls(options: argparse.Namespace, strategy: str) -> list[dict[str, Any]]:
     """Two calls in this process: seconds, rounds, rounds that drafted, tokens, and the reason. The text may not end
     before it has been copied."""
     loaded = load_model(str(options.model), torch.float32, options.device)
-    model, tokenizer = loaded.model, loaded.tokenizer
-    if tokenizer is None:
-        raise SystemExit(f"--model {options.model} has no tokenizer: name the folder of a checkpoint")
-    inputs = tokenizer(SENTENCE * 4, return_tensors="pt").to(options.device)
+    assert loaded.tokenizer is not None
+    model, inputs = loaded.model, loaded.tokenizer(SENTENCE * 4, return_tensors="pt").to(options.device)
     found = []
     for _ in range(2):
         with stopwatch(model.device) as watch:
@@ -44,34 +45,30 @@ def calls(options: argparse.Namespace, strategy: str) -> list[dict[str, Any]]:
                 **inputs, do_sample=False, max_new_tokens=options.new_tokens, min_new_tokens=options.new_tokens,
                 assistant_strategy=strategy, return_dict_in_generate=True,
             )  # fmt: skip
-        said = out.statistics
-        found.append(
-            {"seconds": watch.value, "rounds": said.rounds, "drafted": said.drafted_rounds, "reason": said.reason,
-             "tokens": out.sequences[0].tolist(), "phases": said.phase_seconds}
-        )  # fmt: skip
+        said, tokens = out.statistics, out.sequences[0].tolist()
+        facts = {"seconds": watch.value, "rounds": said.rounds, "drafted": said.drafted_rounds, "tokens": tokens}
+        found.append(facts | {"reason": said.reason, "phases": said.phase_seconds})
     return found
 
 
 def fresh(options: argparse.Namespace, strategy: str) -> list[dict[str, Any]]:
     """The same in a new process with an empty cache."""
     command = [sys.executable, "-m", "benchmarks.fresh_machine", "--model", str(options.model), "--child", strategy]
-    command += ["--new-tokens", str(options.new_tokens), "--threads", str(options.threads)]
+    command += ["--new-tokens", str(options.new_tokens), "--threads", str(options.threads), "--device", options.device]
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"SPEC_TRL_CACHE": f"{folder}/own", "XDG_CACHE_HOME": f"{folder}/user"}
-        command += ["--device", options.device]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__, "fresh_machine", f"--model {STORY_MODEL} --repeats 1 --new-tokens 8")
     parser.add_argument("--model", type=Path, required=True, help="folder of a model with its tokenizer")
-    parser.add_argument("--new-tokens", type=int, default=120, help="(default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="processes of each strategy (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=120, help="of each call")
+    parser.add_argument("--repeats", type=int, default=3, help="processes of each strategy")
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
-    add_machine_arguments(parser, "fresh_machine")
-    options = parser.parse_args()
+    options = parser.read(arguments, "new_tokens", "repeats")
     machine = begin(options)
     if options.child:
         print(json.dumps(calls(options, options.child)))
@@ -79,22 +76,20 @@ def main() -> None:
     runs: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in WAYS}
     for _ in tqdm(range(options.repeats), "repeats"):
         for name in WAYS:
-            runs[name].append(fresh(options, name))
+            runs[name].append((calls if options.tiny else fresh)(options, name))  # tiny: in this process, as it is
     if len({str(call.pop("tokens")) for own in runs.values() for run in own for call in run}) > 1:
         raise SystemExit("auto and none decoded different tokens")
     found = []
     for which, name in enumerate(("first", "second")):
         none, auto = ([run[which]["seconds"] for run in runs[way]] for way in WAYS)
-        each = sorted(one / other for one, other in zip(none, auto, strict=True))
+        each = ratios(none, auto)
         gain = statistics.median(none) / statistics.median(auto)
-        found.append(Finding(f"{name} call: auto", gain, "×", "none", (each[0], each[-1])))
-        found += [
-            Finding(f"{name} call: seconds of {way}", statistics.median(own), "s", "", (min(own), max(own)))
-            for way, own in (("none", none), ("auto", auto))
-        ]
+        found.append(Finding(f"{name} call: auto", gain, "×", "none", spread(each)))
+        for way, own in (("none", none), ("auto", auto)):
+            found.append(Finding(f"{name} call: seconds of {way}", statistics.median(own), "s", "", spread(own)))
         share = [run[which]["drafted"] / run[which]["rounds"] for run in runs["auto"]]
-        found.append(Finding(f"{name} call: rounds of auto that drafted", statistics.median(share), "%", "",
-                             (min(share), max(share))))  # fmt: skip
+        what = f"{name} call: rounds of auto that drafted"
+        found.append(Finding(what, statistics.median(share), "%", "", spread(share)))
     write_result(
         options.output, "never_slower", "A fresh machine",
         f"{options.model.name}, float32, a prompt that repeats a sentence four times, {options.new_tokens} greedy "

@@ -12,6 +12,7 @@ Also: block efficiency of exact against rejection verification with the same dra
 import argparse
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import spec_trl
 from spec_trl.cli.near_ties import LogitNoise, distance, measure_logit_noise, reference_scores
 from spec_trl.generation.engine.statistics import DraftCounts
 
-from .measure import Finding, add_machine_arguments, begin, shown, write_result
+from .measure import Finding, Options, begin, shown, write_result
 from .models import DTYPES, LoadedModel, load_model, model_line
 from .rollout import max_packed_rows, ours, packed_rows_line
 from .workload import Workload, common_prefix, end_tokens, prompt_source
@@ -59,9 +60,8 @@ def compare(
             continue
         gap = math.inf  # of a row that only ends early: there is no token to tie with
         if same < min(len(a), len(b)):
-            scores = reference_scores(
-                model, work.prompts[row] + a[:same], work.temperature, seed, row, same
-            )  # [vocab]
+            prefix = work.prompts[row] + a[:same]
+            scores = reference_scores(model, prefix, work.temperature, seed, row, same)  # [vocab]
             gap = distance(scores, (a[same], b[same]))
         if gap < noise.largest / work.temperature:
             tally.near_ties += 1
@@ -81,11 +81,9 @@ def study(loaded: LoadedModel, assistant: PreTrainedModel | None, options: argpa
     )
     none = ours(model, "none", None, config)
     exact_methods = {strategy: ours(model, strategy, assistant, config) for strategy in options.strategies}
-    rejection_methods = {
-        strategy: ours(model, strategy, assistant, replace(config, verification="rejection"))
-        for strategy in options.strategies
-        if strategy != "ngram"  # has no draft probabilities
-    }
+    rejecting = replace(config, verification="rejection")
+    others = [strategy for strategy in options.strategies if strategy != "ngram"]  # which has no draft probabilities
+    rejection_methods = {strategy: ours(model, strategy, assistant, rejecting) for strategy in others}
     tallies = {strategy: Tally() for strategy in exact_methods}
     exact = {strategy: DraftCounts() for strategy in rejection_methods}
     rejection = {strategy: DraftCounts() for strategy in rejection_methods}
@@ -94,18 +92,14 @@ def study(loaded: LoadedModel, assistant: PreTrainedModel | None, options: argpa
     with tqdm(total=options.tokens, desc=f"tokens compared, {loaded.facts['dtype']}") as bar:
         while (done := min(tally.tokens_compared for tally in tallies.values())) < options.tokens:
             start = batch % PROMPT_BATCHES * options.batch
-            work = Workload(
-                prompts[start : start + options.batch], options.max_new_tokens, options.temperature, eos, pad
-            )
+            own = prompts[start : start + options.batch]
+            work = Workload(own, options.max_new_tokens, options.temperature, eos, pad)
             seed = options.seed + batch
             plain = none(work, seed).completions
             if noise is None:
                 texts = [p + c for p, c in zip(work.prompts, plain, strict=True) if len(p + c) >= NOISE_LENGTH]
                 if not texts:
-                    raise ValueError(
-                        f"max_new_tokens={options.max_new_tokens}: no text has the {NOISE_LENGTH} tokens that "
-                        "measuring the logit noise takes; choose a larger one"
-                    )
+                    raise ValueError(f"max_new_tokens={options.max_new_tokens} gives no text of {NOISE_LENGTH} tokens")
                 cut = torch.tensor([text[:NOISE_LENGTH] for text in texts], device=model.device)  # [batch, n]
                 noise = measure_logit_noise(model, cut, options.draft_length)
             for strategy, method in exact_methods.items():
@@ -122,7 +116,6 @@ def study(loaded: LoadedModel, assistant: PreTrainedModel | None, options: argpa
         "logit_noise": asdict(noise) if noise is not None else None,
         "strategies": {
             name: asdict(tally)
-            | {"flips_per_token": tally.near_ties / tally.tokens_compared}
             | (verification_facts(exact[name], rejection[name]) if name in rejection else {})
             for name, tally in tallies.items()
         },
@@ -130,14 +123,9 @@ def study(loaded: LoadedModel, assistant: PreTrainedModel | None, options: argpa
 
 
 def verification_facts(exact: DraftCounts, rejection: DraftCounts) -> dict[str, float]:
-    """Block efficiency and acceptance of both verifications, on the same batches."""
-    return {
-        "block_efficiency_exact": exact.block_efficiency,
-        "block_efficiency_rejection": rejection.block_efficiency,
-        "exact_over_rejection": exact.block_efficiency / rejection.block_efficiency,
-        "acceptance_exact": exact.acceptance_rate,
-        "acceptance_rejection": rejection.acceptance_rate,
-    }
+    """Block efficiency of both verifications, on the same batches."""
+    one, other = exact.block_efficiency, rejection.block_efficiency
+    return {"block_efficiency_exact": one, "block_efficiency_rejection": other, "exact_over_rejection": one / other}
 
 
 def findings(result: dict[str, Any]) -> list[Finding]:
@@ -172,31 +160,32 @@ def setup(result: dict[str, Any]) -> str:
     )
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default="shape:tiny", help="folder, wide:FOLDER*k, shape:NAME or shape:CONFIG.json")
-    parser.add_argument("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
-    parser.add_argument("--assistant", help="folder of a small model for strategy model")
-    parser.add_argument("--strategies", nargs="+", default=["self", "ngram"], choices=["self", "model", "ngram"])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=list(DTYPES))
-    parser.add_argument("--tokens", type=int, default=5_000, help="to compare, for each strategy and dtype")
-    parser.add_argument("--batch", type=int, default=4, help="rows per batch")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="per row")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling")
-    parser.add_argument("--draft-length", type=int, default=5, help="draft tokens per round")
-    parser.add_argument("--draft-kernel", default="auto", help="of the self-drafter; a fast one serves few rows only")
-    parser.add_argument("--rejection-batches", type=int, default=4, help="batches run with rejection too")
-    parser.add_argument("--ignore-eos", action="store_true", help="every row gets max-new-tokens")
-    parser.add_argument("--prompts", type=Path, help="JSON list of strings; default: examples/data/stories.json")
-    add_machine_arguments(parser, "identity")
-    options = parser.parse_args()
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    tiny = "--dtypes float64 --tokens 100 --batch 2 --max-new-tokens 64 --rejection-batches 1"
+    parser = Options(__doc__, "identity", tiny)
+    add = parser.add_argument
+    add("--model", default="shape:tiny", help="folder or shape:NAME")
+    add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
+    add("--assistant", help="folder of a small model for strategy model")
+    add("--strategies", nargs="+", default=["self", "ngram"], choices=["self", "model", "ngram"])
+    add("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=list(DTYPES))
+    add("--tokens", type=int, default=5_000, help="to compare, for each strategy and dtype")
+    add("--batch", type=int, default=4, help="rows per batch")
+    add("--max-new-tokens", type=int, default=128, help="per row")
+    add("--temperature", type=float, default=1.0, help="of the sampling")
+    add("--draft-length", type=int, default=5, help="draft tokens per round")
+    add("--draft-kernel", default="auto", help="of the self-drafter; a fast one serves few rows only")
+    add("--rejection-batches", type=int, default=4, help="batches run with rejection too")
+    add("--ignore-eos", action="store_true", help="every row gets max-new-tokens")
+    add("--prompts", type=Path, help="JSON list of strings; default: examples/data/stories.json")
+    options = parser.read(arguments, "tokens", "batch", "max_new_tokens")
     if "model" in options.strategies and options.assistant is None:
         parser.error("strategy model needs --assistant: pass the folder of a small model")
     return options
 
 
-def main() -> None:
-    options = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
     machine = begin(options)
     studies = []
     for name in options.dtypes:

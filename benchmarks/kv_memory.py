@@ -5,7 +5,7 @@ a log-normal distribution. Once all rows start together, and once waiting reques
 ended. K/V of one layer is like that of another, so a share of the whole holds for any number of layers.
 """
 
-import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from .measure import Finding, add_machine_arguments, begin, peak_memory, shown, write_result
+from .measure import Finding, Options, begin, shown, write_result
 
 
 PROMPT = 16  # tokens, which tell rows apart
@@ -42,15 +42,15 @@ def drawn_lengths(count: int, limit: int, sigma: float, seed: int) -> list[int]:
     return np.clip(drawn * scale, 1, limit).round().astype(int).tolist()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=64, help="(default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=256, help="where rows are refilled (default: %(default)s)")
-    parser.add_argument("--limit", type=int, default=2048, help="most new tokens of a row (default: %(default)s)")
-    parser.add_argument("--sigma", type=float, default=1.0, help="of the log-normal lengths (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="of the model (default: %(default)s)")
-    add_machine_arguments(parser, "kv_memory")
-    options = parser.parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__, "kv_memory", "--rows 2 --requests 3 --limit 16 --layers 1")
+    add = parser.add_argument
+    add("--rows", type=int, default=64)
+    add("--requests", type=int, default=256, help="where rows are refilled")
+    add("--limit", type=int, default=2048, help="most new tokens of a row")
+    add("--sigma", type=float, default=1.0, help="of the log-normal lengths")
+    add("--layers", type=int, default=2, help="of the model")
+    options = parser.read(arguments, "rows", "requests", "limit", "layers")
     machine, device = begin(options), torch.device(options.device)
     torch.manual_seed(options.seed)
     config = Qwen2Config(
@@ -64,19 +64,18 @@ def main(arguments: list[str] | None = None) -> None:
     for name, count in (("all rows start together", options.rows), ("rows are refilled", options.requests)):
         prompts = torch.randint(512, (count, PROMPT), device=device)
         lengths = drawn_lengths(count, options.limit, options.sigma, options.seed)
-        with peak_memory(device) as peak:
-            found = model.generate(
-                prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=options.limit,
-                pad_token_id=0, stopping_criteria=StoppingCriteriaList([EndsAt(prompts, lengths)]),
-                assistant_strategy="none", return_dict_in_generate=True,
-                speculative_config={"seed": options.seed, "max_batch_size": options.rows},
-            )  # fmt: skip
+        found = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=options.limit,
+            pad_token_id=0, stopping_criteria=StoppingCriteriaList([EndsAt(prompts, lengths)]),
+            assistant_strategy="none", return_dict_in_generate=True,
+            speculative_config={"seed": options.seed, "max_batch_size": options.rows},
+        )  # fmt: skip
         if found.lengths.tolist() != lengths:
             raise RuntimeError("rows did not end where they had to")
         used = found.statistics.cache_bytes
         findings.append(Finding(f"K/V when there was most of it, {name}", used / at_once, "×", "rows × limit"))
         findings.append(Finding(f"the same in MiB, of {at_once / 2**20:.0f}", used / 2**20, "MiB"))
-        details[name] = {"lengths": sorted(lengths), "peak of the process": peak.value}
+        details[name] = sorted(lengths)
     write_result(
         options.output, "rollouts", "Memory of K/V",
         f"{options.rows} rows in flight of up to {options.limit} new tokens, an eighth of it on average (log-normal, "

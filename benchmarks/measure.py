@@ -1,49 +1,37 @@
-"""What every benchmark needs: options, clock, peak memory, forward counts, the machine, and the file of the result."""
+"""What every benchmark needs: options, clock, the machine, and the file of the result."""
 
 import argparse
-import ctypes
 import datetime
-import gc
 import os
 import platform
 import re
 import shlex
+import statistics
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import transformers
-from torch import nn
 
 from spec_trl.json_files import read_json, write_json
-from spec_trl.measuring.fill_profile import processor_name
+from spec_trl.measuring.machine import processor_name
 
 
 RESULTS = Path(__file__).parent / "results"
-THEMES = {
-    "rollouts": "Speed of rollouts",
-    "never_slower": "The default control against decoding without drafts",
-    "lossless": "Losslessness",
-    "tts": "Drafters that learn while they draft (TTS)",
-    "best_of_n": "Best-of-N",
-    "workers": "Many workers",
-    "quantization": "Quantization",
-    "calibration": "Calibration",
-}
+TINY_RESULTS = Path("bench_output/tiny")
 
 
 @dataclass
 class Gauge:
-    """Filled in when the `with` block that gave it ends: seconds, bytes, or a count."""
+    """Seconds, filled in when the `with` block that gave it ends."""
 
     value: float = 0.0
 
@@ -61,52 +49,10 @@ def stopwatch(device: torch.device) -> Iterator[Gauge]:
     gauge.value = time.perf_counter() - started
 
 
-@contextmanager
-def peak_memory(device: torch.device) -> Iterator[Gauge]:
-    """Peak bytes above the block's start: of the CUDA allocator, or on a CPU of the resident set, sampled."""
-    gauge = Gauge()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield gauge
-        gauge.value = torch.cuda.max_memory_allocated(device) - before
-        return
-    if sys.platform == "linux":
-        # Freed memory that malloc kept would hide what the block allocates out of it.
-        ctypes.CDLL(None).malloc_trim(0)
-    process = psutil.Process()
-    peak = before = process.memory_info().rss
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.005):
-            peak = max(peak, process.memory_info().rss)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield gauge
-    finally:
-        done.set()
-        watcher.join()
-    gauge.value = max(peak, process.memory_info().rss) - before
-
-
-@contextmanager
-def count_forwards(model: nn.Module) -> Iterator[Gauge]:
-    """How often `model` is called inside the block."""
-    gauge = Gauge()
-
-    def count(*_: object) -> None:
-        gauge.value += 1
-
-    handle = model.register_forward_pre_hook(count)
-    try:
-        yield gauge
-    finally:
-        handle.remove()
+def times_in_turns(works: Mapping[str, Callable[[], float]], turns: int) -> dict[str, float]:
+    """Medians of what `works` return, run in turns after one that warms up."""
+    found = [{name: work() for name, work in works.items()} for _ in range(turns + 1)][1:]
+    return {name: statistics.median(turn[name] for turn in found) for name in works}
 
 
 def describe_machine(device: torch.device) -> dict[str, object]:
@@ -139,14 +85,47 @@ def machine_line(machine: Mapping[str, object]) -> str:
 # ---- the command line ----------------------------------------------------------------------------------------------
 
 
-def add_machine_arguments(parser: argparse.ArgumentParser, result: str) -> None:
-    """The options of every benchmark: device, threads, seed, and the file of the result."""
-    add = parser.add_argument
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=device, choices=["cpu", "cuda"], help="(default: %(default)s)")
-    add("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights, prompts and sampling (default: %(default)s)")
-    add("--output", type=Path, default=RESULTS / f"{result}.json", help="file of the result (default: %(default)s)")
+class Options(argparse.ArgumentParser):
+    """The command line of a benchmark: what each has, and what it adds with `add_argument`.
+
+    Args:
+        description: for `--help`.
+        result: name of the result's file.
+        tiny: what `--tiny` stands for: the smallest input, which tries the code out.
+    """
+
+    def __init__(self, description: str | None, result: str, tiny: str) -> None:
+        super().__init__(description=description, formatter_class=_Help)
+        self._result, self._tiny = result, tiny
+        add, device = self.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
+        add("--device", default=device, choices=["cpu", "cuda"], help="of the model")
+        add("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+        add("--seed", type=int, default=0, help="of weights, prompts and sampling")
+        add("--output", type=Path, default=RESULTS / f"{result}.json", help="file of the result")
+        add("--tiny", action="store_true", help=f"try it out: {tiny.replace('%', '%%')}")
+
+    def read(self, arguments: Sequence[str] | None, *counts: str) -> argparse.Namespace:
+        """The options; `arguments` None: the process's. Those called `counts`, numbers or lists, must be 1 or more."""
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        if "--tiny" in given:
+            given = ["--output", str(TINY_RESULTS / f"{self._result}.json"), *shlex.split(self._tiny), *given]
+        options = self.parse_args(given)
+        self.at_least(1, options, *counts)
+        return options
+
+    def at_least(self, low: int, options: argparse.Namespace, *names: str) -> None:
+        """Ends with an error that names an option below `low`."""
+        for name in names:
+            value = getattr(options, name)
+            if min(value, default=low) < low if isinstance(value, list) else value is not None and value < low:
+                self.error(f"--{name.replace('_', '-')} {value} must be {low} or more")
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and the description as it is written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 def begin(options: argparse.Namespace) -> dict[str, object]:
@@ -157,9 +136,23 @@ def begin(options: argparse.Namespace) -> dict[str, object]:
     return describe_machine(torch.device(options.device))
 
 
+@contextmanager
+def fresh_cache() -> Iterator[None]:
+    """The package's cache is empty in this block: nothing of an earlier run is read."""
+    before = os.environ.get("SPEC_TRL_CACHE")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SPEC_TRL_CACHE"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("SPEC_TRL_CACHE")
+            os.environ |= {} if before is None else {"SPEC_TRL_CACHE": before}
+
+
 def shown(options: argparse.Namespace, *hidden: str) -> dict[str, object]:
     """What a result says of the options: of paths the last part alone, and nothing of `hidden`."""
-    return {name: _without_folder(value) for name, value in vars(options).items() if name not in ("output", *hidden)}
+    hidden = ("output", "tiny", *hidden)
+    return {name: _without_folder(value) for name, value in vars(options).items() if name not in hidden}
 
 
 def _without_folder(value: Any) -> Any:
@@ -167,7 +160,7 @@ def _without_folder(value: Any) -> Any:
         return [_without_folder(each) for each in value]
     if isinstance(value, Path):
         return value.name
-    path = re.fullmatch("(wide:|shape:)?/.+", value) if isinstance(value, str) else None
+    path = re.fullmatch("(shape:)?/.+", value) if isinstance(value, str) else None
     return value if path is None else (path[1] or "") + Path(value).name
 
 
@@ -176,46 +169,27 @@ def _without_folder(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Finding:
-    """One number that a benchmark found.
+    """One number that a benchmark found."""
 
-    Args:
-        what: what was measured, with model, batch and whatever else decides it.
-        value: None where it does not apply.
-        unit: "×" of a ratio, "%" of a share, "±%" of a change, else a word or a symbol.
-        baseline: what a ratio or a change is to; empty for all else.
-        interval: the lowest and the highest repeat, or 95 %: the result's `setup` says which.
-    """
-
-    what: str
-    value: float | None
-    unit: str
-    baseline: str = ""
-    interval: tuple[float, float] | None = None
+    what: str  # was measured, with model, batch and whatever else decides it
+    value: float | None  # None where it does not apply
+    unit: str  # "×" of a ratio, "%" of a share, "±%" of a change, else a word or a symbol
+    baseline: str = ""  # of a ratio or a change
+    interval: tuple[float, float] | None = None  # the lowest and the highest repeat, or 95 %: `setup` says which
 
 
 @dataclass(frozen=True)
 class Result:
-    """One result file.
+    """One result file."""
 
-    Args:
-        theme: one of `THEMES`.
-        title: what the result is about.
-        setup: how it was measured.
-        command: that made it; absolute paths without their folders.
-        commit: of the code; None: not recorded.
-        machine: as of :func:`describe_machine`.
-        findings: the numbers that count.
-        details: options, and everything else that was measured and is not bulk.
-    """
-
-    theme: str
+    theme: str  # what kind of question it answers
     title: str
-    setup: str
-    command: str
-    commit: str | None
-    machine: dict[str, Any]
-    findings: list[Finding]
-    details: dict[str, Any]
+    setup: str  # how it was measured
+    command: str  # that made it; absolute paths without their folders
+    commit: str | None  # of the code; None: not recorded
+    machine: dict[str, Any]  # as of :func:`describe_machine`
+    findings: list[Finding]  # the numbers that count
+    details: dict[str, Any]  # options, and everything else that was measured and is not bulk
 
 
 def read_result(path: Path) -> Result:
@@ -231,10 +205,21 @@ def write_result(
     output: Path, theme: str, title: str, setup: str, machine: Mapping[str, Any], findings: Sequence[Finding],
     details: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Writes a result, with the command of this process and the commit, and prints its findings."""
+    """Writes a result, with the command of this process and the commit, and prints it."""
     result = Result(theme, title, setup, command_line(), commit(), dict(machine), list(findings), dict(details))
     write_json(output, result)
-    print(f"{title}\n{machine_line(machine)}\n{setup}\n\n{findings_table(findings)}\n\nwritten: {output}")
+    print(f"{text_of(result)}\n\nwritten: {output}")
+
+
+def text_of(result: Result) -> str:
+    """A result for a reader."""
+    parts = result.title, f"`{result.command}` ({result.commit or 'no commit'})", machine_line(result.machine)
+    return "\n\n".join([*parts, result.setup, findings_table(result.findings)])
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """The lowest and the highest, as of a finding's interval."""
+    return min(values), max(values)
 
 
 def command_line() -> str:
@@ -257,7 +242,7 @@ def commit() -> str | None:
 def findings_table(findings: Sequence[Finding]) -> str:
     """Findings as a Markdown table, without the columns that are empty."""
     header = ["what", "value", "interval", "baseline"]
-    rows = [[each.what, number(each.value, each.unit), _interval(each), each.baseline] for each in findings]
+    rows = [[each.what, number(each.value, each.unit), interval_text(each), each.baseline] for each in findings]
     kept = [i for i in range(len(header)) if any(row[i] for row in rows)]
     lines = [[row[i] for i in kept] for row in (header, ["---"] * len(header), *rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -275,7 +260,8 @@ def number(value: float | None, unit: str = "") -> str:
     return f"{digits} {unit}".strip()
 
 
-def _interval(finding: Finding) -> str:
+def interval_text(finding: Finding) -> str:
+    """"1.2× to 1.4×"; empty without an interval."""
     if finding.interval is None:
         return ""
     low, high = (number(value, finding.unit) for value in finding.interval)

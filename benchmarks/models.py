@@ -1,18 +1,14 @@
-"""Models to measure: a local checkpoint, one made wider, or synthetic weights in a real model's shape.
+"""Models to measure: a local checkpoint, or synthetic weights in a real model's shape.
 
-Speed depends on shapes, acceptance on how well a drafter agrees with its target. `shape:NAME` and `shape:CONFIG`
-build the first exactly and set the second by hand, so a speed-up can be measured without any checkpoint. What the
+Speed depends on shapes, acceptance on how well a drafter agrees with its target. `shape:NAME`
+builds the first exactly and sets the second by hand, so a speed-up can be measured without any checkpoint. What the
 built model really does (entropy, overlap) is measured on its own samples and belongs into every result made with it.
-`wide:CHECKPOINT*k` is a checkpoint k times as wide that computes the same (`examples/demo/widen.py`).
-
-    python -m benchmarks.models --model shape:qwen2.5-0.5b --agreement 0.93 [--calibrate]
-    python -m benchmarks.models --model "wide:examples/data/stories260K*16" --dtype float32
 """
 
 import argparse
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -30,12 +25,10 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from examples.demo.widen import FAMILIES, widen
 from spec_trl.quantization.scheme import GROUP_SIZES
 
 
 SHAPE_PREFIX = "shape:"
-WIDE_PREFIX = "wide:"
 GROUP = 128  # weights that share one scale in the quantized copy
 LEVELS = 15  # 4 bit: codes 0..15
 CODE_STD = 2.7  # of the codes -8..7: a Gaussian group of 128 spans about 15 steps
@@ -49,37 +42,24 @@ BRANCH_SHARE = 6.0
 # Attention averages values over the context, so its output changes slowly; at full strength it would make every text
 # repeat the tokens its context favours.
 ATTENTION_SHARE = 0.5
-WIDE_TEXT = 128  # tokens of the texts on which a wide model is compared: its own, which begin alike
 CHUNK = 1 << 22  # weights drawn at a time: bounds the fp32 scratch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 SHAPES = {
     "qwen2.5-0.5b": Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
     "tiny": Qwen2Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
-}
+}  # fmt: skip
 
-# Weight noise in quantization steps that gives a shape the agreement: found with --calibrate at seed 0 in bfloat16,
+# Weight noise in quantization steps that gives a shape the agreement: found by bisection at seed 0 in bfloat16,
 # where it measured 0.928, 0.851, 0.930 and 0.846. Results state what is measured again when the model is built.
 NOISE: dict[tuple[str, float], float] = {
     ("qwen2.5-0.5b", 0.93): 0.0069,
@@ -122,34 +102,14 @@ class LoadedModel:
 def load_model(
     spec: str, dtype: torch.dtype, device: str, agreement: float = 0.93, seed: int = 0, measured: bool = True
 ) -> LoadedModel:
-    """Load `spec`: a folder with a checkpoint, `wide:` with a folder, `*` and a factor, or `shape:` with a name of
-    SHAPES or a path to a config.json.
-
-    Args:
-        spec: see above.
-        dtype: of the weights.
-        device: where they go.
-        agreement: shape models: overlap wanted between model and 4-bit copy.
-        seed: of synthetic weights, and of the noise on wide ones.
-        measured: shape and wide models: measure the agreement reached, and how far wide logits are off, for the facts.
-    """
+    """Load `spec`: a folder with a checkpoint, or `shape:` with a name of SHAPES; of those
+    `agreement` is the overlap wanted with the 4-bit copy, and where `measured`, the one reached is among the facts."""
     if spec.startswith(SHAPE_PREFIX):
         model = shape_model(spec.removeprefix(SHAPE_PREFIX), agreement, seed, dtype, device)
         tokenizer = None
         facts: dict[str, object] = {"synthetic_weights": True, "model": spec}
         if measured:
             facts["agreement"] = asdict(measure_agreement(model, seed))
-    elif spec.startswith(WIDE_PREFIX):
-        folder, by = parse_wide(spec)
-        exact = torch.promote_types(dtype, torch.float32)  # 16 bits would round the noise away from its sum of 0
-        narrow = AutoModelForCausalLM.from_pretrained(folder, dtype=exact).to(device).eval()
-        model = widen(narrow, by, seed).to(dtype)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        facts = {"synthetic_weights": False, "model": f"{WIDE_PREFIX}{folder.name}*{by}", "widened_by": by}
-        if measured:
-            facts["largest_logit_difference"] = logit_difference(narrow, model, seed)
-            # Its own texts are the narrow model's, which writes them faster.
-            facts["agreement"] = asdict(measure_agreement(model, seed, new_tokens=WIDE_TEXT, author=narrow))
     else:
         model = AutoModelForCausalLM.from_pretrained(spec, dtype=dtype).to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(spec)
@@ -169,33 +129,22 @@ def on_4_bit_grid(model: PreTrainedModel) -> bool:
     return len(ends) > 0 and all((each.diff(dim=1) != 0).sum(1).max() < 16 for each in groups)
 
 
-def check_model(spec: str) -> None:
-    """Checks, before anything is loaded, that `spec` names a checkpoint, a wide one, or synthetic weights.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if spec.startswith(WIDE_PREFIX):
-        parse_wide(spec)
-    elif not spec.startswith(SHAPE_PREFIX) and not Path(spec).is_dir():
-        raise ValueError(f"{spec}: no such folder; name one, {WIDE_PREFIX}FOLDER*k, or {SHAPE_PREFIX}NAME")
+def load_target(
+    target: str, device: str, agreement: float = 0.93, seed: int = 0, measured: bool = True
+) -> LoadedModel:
+    """Loads `MODEL,DTYPE`."""
+    spec, dtype = target.rsplit(",", 1)
+    return load_model(spec, DTYPES[dtype], device, agreement, seed, measured)
 
 
-def parse_wide(spec: str) -> tuple[Path, int]:
-    """Folder and factor of `wide:CHECKPOINT*k`.
-
-    Raises:
-        ValueError: k is no positive integer, the folder holds no checkpoint, or one of another family.
-    """
-    folder, _, factor = spec.removeprefix(WIDE_PREFIX).rpartition("*")
-    if not factor.isdecimal() or int(factor) < 1 or not folder:
-        raise ValueError(f"{spec}: write {WIDE_PREFIX}CHECKPOINT*k with a positive integer k")
-    if not (Path(folder) / "config.json").exists():
-        raise ValueError(f"{spec}: {folder} is no folder with a config.json; name that of a checkpoint")
-    family = AutoConfig.from_pretrained(folder).model_type
-    if family not in FAMILIES:
-        raise ValueError(f"{spec}: a {family!r} model cannot be widened; take one of {', '.join(FAMILIES)}")
-    return Path(folder), int(factor)
+def check_targets(parser: argparse.ArgumentParser, targets: Sequence[str]) -> None:
+    """Ends with an error that names a target that is no `MODEL,DTYPE`."""
+    for target in targets:
+        spec, _, dtype = target.rpartition(",")
+        if not spec or dtype not in DTYPES:
+            parser.error(f"--models {target}: name a dtype after a comma, one of {', '.join(DTYPES)}")
+        if not spec.startswith(SHAPE_PREFIX) and not Path(spec).is_dir():
+            parser.error(f"--models {spec}: no such folder; name one, or {SHAPE_PREFIX}NAME")
 
 
 def model_line(facts: Mapping[str, Any]) -> str:
@@ -204,19 +153,13 @@ def model_line(facts: Mapping[str, Any]) -> str:
 
 
 def weights_line(facts: Mapping[str, Any]) -> str:
-    """A sentence about weights that are synthetic, of a wide model, or on a 4-bit grid; empty for all others."""
+    """A sentence about weights that are synthetic or on a 4-bit grid; empty for all others."""
     if "agreement" not in facts:
         on_grid = facts.get("weights_on_4_bit_grid", False)  # results of before have no such field
         return f" {GRID_LINE}" if on_grid else ""
     measured = facts["agreement"]
-    origin = "Synthetic weights"
-    if "widened_by" in facts:
-        origin = (
-            f"{facts['parameters'] / 1e6:.0f} M parameters: the checkpoint, {facts['widened_by']} times as wide, with "
-            f"its logits to within {facts['largest_logit_difference']:.1g}"
-        )
     return (
-        f" {origin}; on the model's own samples the overlap with the 4-bit copy is "
+        f" Synthetic weights; on the model's own samples the overlap with the 4-bit copy is "
         f"{measured['overlap_packed_head']:.3f} and the entropy {measured['entropy']:.2f} nats."
     )
 
@@ -225,22 +168,19 @@ def shape_model(name: str, agreement: float, seed: int, dtype: torch.dtype, devi
     """Build a model with synthetic weights whose 4-bit copy overlaps with it by about `agreement`.
 
     Raises:
-        ValueError: `name` is neither in SHAPES nor a file, or the architecture is not Llama-like.
+        ValueError: `name` is not in SHAPES, or nothing is known that reaches `agreement`.
     """
-    noise = NOISE.get((name, agreement))
-    if noise is None:
-        noise = calibrate_noise(name, agreement, seed, dtype, device)
-    return build(shape_config(name), noise, seed, dtype, device)
+    config = shape_config(name)
+    if (name, agreement) not in NOISE:
+        raise ValueError(f"shape {name!r}, agreement {agreement}: choose one of {sorted(NOISE)}")
+    return build(config, NOISE[name, agreement], seed, dtype, device)
 
 
 def shape_config(name: str) -> PreTrainedConfig:
     """The config of `shape:name`, without end of sequence: all rows of a rollout then have one length."""
-    if name in SHAPES:
-        config = copy.deepcopy(SHAPES[name])
-    elif Path(name).exists():
-        config = AutoConfig.from_pretrained(name)
-    else:
-        raise ValueError(f"shape {name!r} is neither one of {sorted(SHAPES)} nor a path to a config.json: name one")
+    if name not in SHAPES:
+        raise ValueError(f"shape {name!r} is unknown: name one of {sorted(SHAPES)}")
+    config = copy.deepcopy(SHAPES[name])
     config.bos_token_id = None
     config.eos_token_id = None
     config.pad_token_id = 0
@@ -352,30 +292,16 @@ def own_texts(model: PreTrainedModel, seed: int, rows: int, new_tokens: int) -> 
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         texts = model.generate(
-            input_ids=prompts,
-            attention_mask=torch.ones_like(prompts),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            min_new_tokens=new_tokens,
-            max_new_tokens=new_tokens,
-        )  # [rows, prompt + new]
+            input_ids=prompts, attention_mask=torch.ones_like(prompts), do_sample=True, temperature=1.0, top_k=0,
+            min_new_tokens=new_tokens, max_new_tokens=new_tokens,
+        )  # fmt: skip  # [rows, prompt + new]
     return texts, prompts.shape[1]
 
 
 @torch.no_grad()
-def logit_difference(narrow: PreTrainedModel, wide: PreTrainedModel, seed: int) -> float:
-    """Largest difference of their logits on a text by `narrow`."""
-    text, _ = own_texts(narrow, seed, 1, WIDE_TEXT)
-    return (narrow(text).logits - wide(text).logits).abs().max().item()
-
-
-@torch.no_grad()
-def measure_agreement(
-    model: PreTrainedModel, seed: int = 0, rows: int = 16, new_tokens: int = 32, author: PreTrainedModel | None = None
-) -> Agreement:
-    """Compare `model` with its 4-bit copy on `rows` texts, sampled at temperature 1 by `author`, by default itself."""
-    texts, prompt_length = own_texts(author or model, seed, rows, new_tokens)
+def measure_agreement(model: PreTrainedModel, seed: int = 0, rows: int = 16, new_tokens: int = 32) -> Agreement:
+    """Compare `model` with its 4-bit copy on `rows` texts that it samples at temperature 1."""
+    texts, prompt_length = own_texts(model, seed, rows, new_tokens)
     twin = quantized_copy(model)
     totals = torch.zeros(3, dtype=torch.float64)  # overlap with packed head, with dense head, entropy
     for text in texts.split(4):  # [4, prompt + new]: logits over a large vocabulary are the largest tensors here
@@ -392,45 +318,3 @@ def measure_agreement(
     overlap_packed, overlap_dense, entropy = (totals / generated.numel()).tolist()
     distinct = generated.unique().numel() / generated.numel()
     return Agreement(overlap_packed, overlap_dense, entropy, distinct, generated.numel())
-
-
-def calibrate_noise(name: str, agreement: float, seed: int, dtype: torch.dtype, device: str) -> float:
-    """The weight noise, in grid steps, at which `shape:name` reaches `agreement` +- 0.005 with a packed head.
-
-    What is missing to 1 grows nearly in proportion to the noise, so a few proportional corrections suffice.
-    """
-    if not 0.5 <= agreement < 1:
-        raise ValueError(f"agreement is {agreement}: choose a value in [0.5, 1)")
-    noise = 0.02
-    for _ in range(12):
-        measured = measure_agreement(build(shape_config(name), noise, seed, dtype, device), seed)
-        print(f"noise {noise:.5f} steps: {measured}", flush=True)
-        if abs(measured.overlap_packed_head - agreement) < 0.005:
-            return noise
-        noise *= (1 - agreement) / (1 - measured.overlap_packed_head)
-    raise ValueError(f"agreement {agreement} was not reached on shape {name!r} in 12 steps: choose another")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="shape:tiny", help="folder of a checkpoint, wide:FOLDER*k, shape:NAME or "
-        "shape:CONFIG")  # fmt: skip
-    parser.add_argument("--agreement", type=float, default=0.93, help="overlap wanted between model and 4-bit copy")
-    parser.add_argument("--calibrate", action="store_true", help="search the noise for --agreement anew")
-    parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    dtype = DTYPES[options.dtype]
-    if options.calibrate:
-        name = options.model.removeprefix(SHAPE_PREFIX)
-        print("noise", calibrate_noise(name, options.agreement, options.seed, dtype, options.device))
-    else:
-        loaded = load_model(options.model, dtype, options.device, options.agreement, options.seed)
-        if "agreement" not in loaded.facts:
-            print(measure_agreement(loaded.model, options.seed))
-        print(loaded.facts)
-
-
-if __name__ == "__main__":
-    main()

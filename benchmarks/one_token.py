@@ -8,8 +8,6 @@ tiny width show the calls of Python alone; a checkpoint shows their share beside
 """
 
 import argparse
-import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
@@ -19,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from spec_trl.generation.configuration import STRATEGIES
+from spec_trl.generation.registry import strategies
 
 from .calls import rotated
-from .measure import Finding, add_machine_arguments, begin, shown, write_result
-from .models import check_model, load_model
+from .measure import Finding, Options, begin, fresh_cache, shown, write_result
+from .models import check_targets, load_model
 
 
 PLAIN = "generate"
@@ -34,21 +32,15 @@ VOCABULARY = 512  # tokens of random prompts, fewer than any checkpoint's
 def tiny_llama(layers: int, seed: int) -> LlamaForCausalLM:
     """A random float32 Llama, 64 wide."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=2,
-        )
-    ).eval()  # fmt: skip
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=layers)
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()
 
 
 def seconds(model: PreTrainedModel, prompt: Tensor, way: str) -> float:
     """Processor seconds of a call, all threads together; `prompt` `[1, length]` int64."""
     options: dict[str, Any] = {} if way == PLAIN else {"assistant_strategy": way}
     mask, started = torch.ones_like(prompt), time.process_time()
-    model.generate(
-        input_ids=prompt, attention_mask=mask, do_sample=False, max_new_tokens=1, pad_token_id=0, **options
-    )
+    model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=1, pad_token_id=0, **options)
     return time.process_time() - started
 
 
@@ -80,26 +72,19 @@ def findings(cells: Sequence[Mapping[str, Any]]) -> list[Finding]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__, "one_token", "--layers 1 --calls 2 --strategies none auto")
     add = parser.add_argument
-    add("--layers", type=int, nargs="*", default=[2, 28], help="of random Llamas, 64 wide (default: %(default)s)")
-    add("--models", nargs="*", default=[], metavar="MODEL", help="in float32: folder, wide:FOLDER*k, shape:NAME")
-    add("--strategies", nargs="+", default=["none", "self", "auto"], choices=STRATEGIES)
-    add("--calls", type=int, default=100, help="of each way (default: %(default)s)")
-    add("--prompt-tokens", type=int, default=16, help="(default: %(default)s)")
-    add_machine_arguments(parser, "one_token")
-    options = parser.parse_args()
-    if min(options.calls - 1, options.prompt_tokens, *options.layers) < 1:
-        parser.error("--calls must be 2 or more, --prompt-tokens and --layers 1 or more")
-    try:
-        for spec in options.models:
-            check_model(spec)
-    except ValueError as error:
-        parser.error(f"--models {error}")
+    add("--layers", type=int, nargs="*", default=[2, 28], help="of random Llamas, 64 wide")
+    add("--models", nargs="*", default=[], metavar="MODEL", help="in float32: folder or shape:NAME")
+    add("--strategies", nargs="+", default=["none", "self", "auto"], choices=strategies())
+    add("--calls", type=int, default=100, help="of each way")
+    add("--prompt-tokens", type=int, default=16)
+    options = parser.read(arguments, "layers", "prompt_tokens")
+    parser.at_least(2, options, "calls")
+    check_targets(parser, [f"{spec},float32" for spec in options.models])
     machine = begin(options)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["SPEC_TRL_CACHE"] = folder  # no profile of an earlier run
+    with fresh_cache():  # no profile of an earlier run
         cells = [
             measure("random Llama, 64 wide", tiny_llama(layers, options.seed).to(options.device), options)
             for layers in options.layers

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spec_trl.generation.engine.counters import LENGTH_BIN
+from spec_trl.generation.engine.record import LENGTH_BIN
 from spec_trl.scheduling.acceptance import Acceptance
 from spec_trl.scheduling.ledger import Floats
 from spec_trl.trainers.run_log import RolloutRecord, RoundPoint, read_run

@@ -1,7 +1,7 @@
 """Rollout speed: transformers' ways to generate against ours, same prompts, lengths and temperature, in one process.
 
 Methods run in alternation (A B C A B C ...), so that a slow minute of the machine hits all of them; the first pass
-has prompts of its own, warms up and measures memory, and is not timed. Ratios are medians over passes of the ratio
+has prompts of its own, warms up, and is not timed. Ratios are medians over passes of the ratio
 within a pass. At temperature 1 the methods draw different texts (only ours share their noise, so only they can be
 identical): compare tokens/s, not seconds, unless --ignore-eos makes all rows equally long.
 
@@ -13,10 +13,8 @@ docs/performance.md has the commands of a real chat model.
 
 import argparse
 import math
-import os
 import statistics
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,24 +25,24 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 import spec_trl
 from spec_trl.generation import kept
-from spec_trl.generation.configuration import STRATEGIES
-from spec_trl.generation.drafters.self_copy import self_drafter_of
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import keep_drafters
 from spec_trl.generation.engine.statistics import DraftCounts
+from spec_trl.generation.registry import strategies
 
 from .calls import forget, ratios, sampling, way
 from .measure import (
     Finding,
-    add_machine_arguments,
+    Options,
     begin,
-    count_forwards,
-    peak_memory,
+    fresh_cache,
     shown,
+    spread,
     stopwatch,
     write_result,
 )
 from .models import DTYPES, load_model, model_line, weights_line
-from .workload import Workload, common_prefix, end_tokens, prompt_source
+from .workload import Workload, end_tokens, prompt_source
 
 
 GENERATE = "transformers generate"
@@ -61,7 +59,6 @@ class Run:
     """One method, one batch, once. `seconds` is filled in by the caller."""
 
     completions: list[list[int]]
-    target_forwards: int
     block_efficiency: float = math.nan
     acceptance_rate: float = math.nan
     phase_seconds: dict[str, float] = field(default_factory=dict)
@@ -88,10 +85,8 @@ def transformers_generate(model: PreTrainedModel) -> Method:
     def run(work: Workload, seed: int) -> Run:
         inputs = work.padded(model.device)
         torch.manual_seed(seed)
-        with count_forwards(model) as forwards:
-            sequences = model.generate(**inputs, **sampling(work))  # [batch, longest + new]
-        new = sequences[:, inputs["input_ids"].shape[1] :].tolist()
-        return Run([work.trimmed(row) for row in new], int(forwards.value))
+        sequences = model.generate(**inputs, **sampling(work))  # [batch, longest + new]
+        return Run([work.trimmed(row) for row in sequences[:, inputs["input_ids"].shape[1] :].tolist()])
 
     return run
 
@@ -111,15 +106,12 @@ def transformers_continuous(model: PreTrainedModel) -> Method:
             options.num_blocks = sum(pages) + 2
             options.max_batch_tokens = max(256, sum(map(len, work.prompts)))
         generation = GenerationConfig(**sampling(work), eos_token_id=list(work.eos_token_ids) or None)
-        with count_forwards(model) as forwards:
-            outputs = model.generate_batch(
-                work.prompts, generation_config=generation, continuous_batching_config=options
-            )
+        outputs = model.generate_batch(work.prompts, generation_config=generation, continuous_batching_config=options)
         # Requests are named req_0, req_1, ... in the order of the prompts and come back in the order they end.
         ordered = sorted(outputs.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
         if len(ordered) != len(work.prompts) or any(output.error for output in ordered):
             raise RuntimeError(f"generate_batch failed: {[output.error for output in ordered]}")
-        return Run([work.trimmed(list(output.generated_tokens)) for output in ordered], int(forwards.value))
+        return Run([work.trimmed(list(output.generated_tokens)) for output in ordered])
 
     return run
 
@@ -133,15 +125,12 @@ def transformers_assisted(model: PreTrainedModel, assistant: PreTrainedModel, dr
     def run(work: Workload, seed: int) -> Run:
         torch.manual_seed(seed)
         completions = []
-        with count_forwards(model) as forwards:
-            for prompt in work.prompts:
-                ids = torch.tensor([prompt], device=model.device)  # [1, prompt]
-                sequence = model.generate(
-                    ids, attention_mask=torch.ones_like(ids), assistant_model=assistant, **sampling(work)
-                )  # [1, prompt + new]
-                completions.append(work.trimmed(sequence[0, len(prompt) :].tolist()))
-        tokens = sum(map(len, completions))
-        return Run(completions, int(forwards.value), block_efficiency=tokens / forwards.value)
+        for prompt in work.prompts:
+            ids = torch.tensor([prompt], device=model.device)  # [1, prompt]
+            mask = torch.ones_like(ids)
+            sequence = model.generate(ids, attention_mask=mask, assistant_model=assistant, **sampling(work))
+            completions.append(work.trimmed(sequence[0, len(prompt) :].tolist()))  # of [1, prompt + new]
+        return Run(completions)
 
     return run
 
@@ -157,22 +146,16 @@ def ours(
         made = call(work, seed)
         facts = made.statistics
         return Run(
-            made.completions,
-            facts.target_forwards,
-            facts.block_efficiency,
-            facts.acceptance_rate,
-            dict(facts.phase_seconds),
-            facts.total,
-            facts.rounds,
-            facts.drafted_rounds,
-        )
+            made.completions, facts.block_efficiency, facts.acceptance_rate, dict(facts.phase_seconds), facts.total,
+            facts.rounds, facts.drafted_rounds,
+        )  # fmt: skip
 
     return run
 
 
 def max_packed_rows(model: PreTrainedModel, config: spec_trl.SpeculativeConfig) -> int:
     """Rows up to which the self-drafter drafts."""
-    drafter = self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
+    drafter = SelfDrafter.make(model, None, config)
     keep_drafters(model, [drafter])  # the run's own calls will ask for it
     return drafter.max_rows
 
@@ -186,24 +169,18 @@ def packed_rows_line(rows: int | None) -> str:
 
 @dataclass
 class Summary:
-    """Medians of one method over the timed passes; sums of what is counted: rows, tokens compared, drafted tokens and
-    rounds. NaN where a quantity does not apply."""
+    """Medians of one method over the timed passes; sums of what is counted: rows, drafted tokens and rounds. NaN where
+    a quantity does not apply."""
 
     method: str
     tokens_per_second: float
-    seconds: float
     tokens: float
-    target_forwards_per_token: float
     block_efficiency: float
     acceptance_rate: float
-    drafted_tokens: int
     rounds: int
     drafted_rounds: int
-    peak_memory_mb: float
     identical_rows: int | None
     rows: int
-    identical_tokens: int | None
-    compared_tokens: int | None
     ratio_to: dict[str, float]
     phase_seconds: dict[str, float]
     tokens_per_second_by_pass: list[float]
@@ -215,20 +192,12 @@ def compare(
 ) -> list[Summary]:  # fmt: skip
     """Run every method on every workload in alternation; `works[0]` is the warm-up.
 
-    Args:
-        methods: by name.
-        works: one workload for the warm-up and one for each timed pass.
-        device: of the model.
-        seed: pass i draws with seed + i.
-        advance: called after each run.
-        warm_up_tokens: new ones of a row in the warm-up, but of `auto`, whose first call is as long as the next ones.
+    Pass i draws with seed + i, and `advance` is called after each run. The warm-up has `warm_up_tokens` per row, but
+    of `auto`, whose first call is as long as the next ones.
     """
-    memory = {}
     for name, method in methods.items():
         tokens = works[0].max_new_tokens if warm_up_tokens is None or name == AUTO else warm_up_tokens
-        with peak_memory(device) as peak:
-            method(replace(works[0], max_new_tokens=tokens), seed)
-        memory[name] = peak.value / 1e6
+        method(replace(works[0], max_new_tokens=tokens), seed)
         advance()
     runs: dict[str, list[Run]] = {name: [] for name in methods}
     for index, work in enumerate(works[1:], 1):
@@ -238,34 +207,21 @@ def compare(
             run.seconds = watch.value
             runs[name].append(run)
             advance()
-    return [summarise(name, runs, memory[name]) for name in methods]
+    return [summarise(name, runs) for name in methods]
 
 
-def summarise(name: str, runs: dict[str, list[Run]], memory_mb: float) -> Summary:
+def summarise(name: str, runs: dict[str, list[Run]]) -> Summary:
     """Medians of `name`'s runs, and their ratios to and agreement with the other methods' runs of the same pass."""
     own = runs[name]
     compared = name != PLAIN and name.startswith("ours") and PLAIN in runs
-    pairs = [
-        (a, b)
-        for run, plain in zip(own, runs[PLAIN] if compared else [], strict=compared)
-        for a, b in zip(run.completions, plain.completions, strict=True)
-    ]
+    pairs = zip(own, runs[PLAIN] if compared else (), strict=compared)
+    same = [a == b for run, plain in pairs for a, b in zip(run.completions, plain.completions, strict=True)]
     return Summary(
-        method=name,
-        tokens_per_second=median([run.tokens_per_second for run in own]),
-        seconds=median([run.seconds for run in own]),
-        tokens=median([run.tokens for run in own]),
-        target_forwards_per_token=median([run.target_forwards / run.tokens for run in own]),
-        block_efficiency=median([run.block_efficiency for run in own]),
-        acceptance_rate=median([run.acceptance_rate for run in own]),
-        drafted_tokens=sum(run.draft_counts.drafted for run in own),
-        rounds=sum(run.rounds for run in own),
-        drafted_rounds=sum(run.drafted_rounds for run in own),
-        peak_memory_mb=memory_mb,
-        identical_rows=sum(a == b for a, b in pairs) if compared else None,
+        name, median([run.tokens_per_second for run in own]), median([run.tokens for run in own]),
+        median([run.block_efficiency for run in own]), median([run.acceptance_rate for run in own]),
+        sum(run.rounds for run in own), sum(run.drafted_rounds for run in own),
+        identical_rows=sum(same) if compared else None,
         rows=sum(len(run.completions) for run in own),
-        identical_tokens=sum(common_prefix(a, b) for a, b in pairs) if compared else None,
-        compared_tokens=sum(len(b) for _, b in pairs) if compared else None,
         ratio_to={
             other: median([a.tokens_per_second / b.tokens_per_second for a, b in zip(own, runs[other], strict=True)])
             for other in BASELINES
@@ -273,13 +229,12 @@ def summarise(name: str, runs: dict[str, list[Run]], memory_mb: float) -> Summar
         },
         phase_seconds={phase: median([run.phase_seconds[phase] for run in own]) for phase in own[0].phase_seconds},
         tokens_per_second_by_pass=[run.tokens_per_second for run in own],
-    )
+    )  # fmt: skip
 
 
 def median(values: list[float]) -> float:
     """Median of the values that are not NaN; NaN if there are none."""
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.median(known) if known else math.nan
+    return statistics.median([value for value in values if not math.isnan(value)] or [math.nan])
 
 
 def findings(result: dict[str, Any]) -> list[Finding]:
@@ -292,7 +247,7 @@ def findings(result: dict[str, Any]) -> list[Finding]:
             for other, ratio in each["ratio_to"].items() if each["method"].startswith("ours") else ():
                 passes = ratios(by_pass[each["method"]], by_pass[other])
                 what = f"{name}, batch {batch}: {each['method']}"
-                found.append(Finding(what, ratio, "×", other, (min(passes), max(passes))))
+                found.append(Finding(what, ratio, "×", other, spread(passes)))
         what = f"{name}, batch {batch}: "
         for each in summaries:
             if each["drafted_rounds"]:
@@ -301,16 +256,15 @@ def findings(result: dict[str, Any]) -> list[Finding]:
                 found.append(Finding(f"{what}{each['method']}, rounds that drafted", share, "%"))
         if AUTO in by_pass and (better := best_of_the_others(summaries)) is not None:
             passes = ratios(by_pass[AUTO], by_pass[better])
-            interval = (min(passes), max(passes))
-            found.append(Finding(f"{what}{AUTO}", median(passes), "×", f"the best of the others: {better}", interval))
+            against = f"the best of the others: {better}"
+            found.append(Finding(f"{what}{AUTO}", median(passes), "×", against, spread(passes)))
     return found
 
 
 def best_of_the_others(summaries: list[dict[str, Any]]) -> str | None:
     """The method of ours, other than `auto`, with the most tokens/s; None: there is no other."""
-    others = [each for each in summaries if each["method"].startswith("ours") and each["method"] != AUTO]
-    best = max(others, key=lambda each: each["tokens_per_second"], default=None)
-    return None if best is None else str(best["method"])
+    rates = {each["method"]: each["tokens_per_second"] for each in summaries if each["method"].startswith("ours")}
+    return max((name for name in rates if name != AUTO), key=rates.__getitem__, default=None)
 
 
 def rows_of(prompts: list[list[int]], batch: int, group: int, turn: int) -> list[list[int]]:
@@ -324,8 +278,8 @@ def setup(result: dict[str, Any]) -> str:
     """How it was measured."""
     options, (shortest, longest) = result["options"], result["prompt_tokens"]
     prompts = f"{options['prompts']} in the chat template," if options["chat"] else "prompts"
-    ran = {summary["method"] for summaries in result["batches"].values() for summary in summaries}
-    defaults = f' "{AUTO}" has its defaults, the other drafters draft in each round;' if AUTO in ran else ""
+    ran_auto = any(own["method"] == AUTO for own in next(iter(result["batches"].values())))
+    defaults = f' "{AUTO}" has its defaults, the other drafters draft in each round;' if ran_auto else ""
     passes = f"median of {options['repeats']} passes after a warm-up, lowest and highest"
     if options["repeats"] == 1:
         passes = "one pass after a warm-up"
@@ -344,24 +298,18 @@ def setup(result: dict[str, Any]) -> str:
     )
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and the description as it is written."""
+TINY = "--model shape:tiny --dtype float64 --batch 1 2 --group 2 --repeats 1 --max-new-tokens 4 --baselines generate "
+TINY += "--strategies none self ngram auto"
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
-    add = parser.add_argument
-    add(
-        "--model", default="shape:qwen2.5-0.5b", help="folder of a checkpoint, wide:FOLDER*k, or shape:NAME or "
-        "shape:CONFIG.json for synthetic weights in that shape",
-    )  # fmt: skip
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Options(__doc__, "rollout", TINY)
+    add, baselines = parser.add_argument, ["generate", "continuous", "assisted"]
+    add("--model", default="shape:qwen2.5-0.5b", help="folder, or shape:NAME: synthetic weights")
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
     add("--assistant", help="folder of a small model, for strategy model and assisted")
-    add("--strategies", nargs="+", default=["none", "self"], choices=STRATEGIES)
-    add(
-        "--baselines", nargs="*", default=["generate", "continuous", "assisted"],
-        choices=["generate", "continuous", "assisted"], help="of transformers; assisted runs with --assistant only",
-    )  # fmt: skip
+    add("--strategies", nargs="+", default=["none", "self"], choices=strategies())
+    add("--baselines", nargs="*", default=baselines, choices=baselines, help="assisted runs with --assistant only")
     add("--batch", type=int, nargs="+", default=[1, 4], help="rows per batch; each is measured")
     add("--max-new-tokens", type=int, default=48, help="per row")
     add("--temperature", type=float, default=1.0, help="of the sampling")
@@ -377,10 +325,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=list(DTYPES))
     add("--repeats", type=int, default=3, help="timed passes; each has its own prompts and seed")
     add("--warm-up-tokens", type=int, help="new ones of a row in the first pass of all but auto; default: as many")
-    add_machine_arguments(parser, "rollout")
-    options = parser.parse_args()
-    if min(*options.batch, options.group, options.repeats, options.max_new_tokens) < 1:
-        parser.error("--batch, --group, --repeats and --max-new-tokens must be 1 or more")
+    options = parser.read(arguments, "batch", "group", "repeats", "max_new_tokens")
     if "model" in options.strategies and options.assistant is None:
         parser.error("strategy model needs --assistant: pass the folder of a small model")
     if "ngram" in options.strategies and options.verification == "rejection":
@@ -388,8 +333,8 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
     machine = begin(options)
     dtype = DTYPES[options.dtype]
     loaded = load_model(options.model, dtype, options.device, options.agreement, options.seed)
@@ -403,13 +348,11 @@ def main() -> None:
         methods[CONTINUOUS] = transformers_continuous(model)
     if "assisted" in options.baselines and assistant is not None:
         methods[ASSISTED] = transformers_assisted(model, assistant, options.draft_length)
+    quantization = SYNTHETIC_COPY if "agreement" in loaded.facts else "auto"
     config = spec_trl.SpeculativeConfig(
-        draft_quantization=SYNTHETIC_COPY if "agreement" in loaded.facts else "auto",
-        draft_kernel=options.draft_kernel,
-        draft_lm_head=options.draft_lm_head,
-        verification=options.verification,
-        runner=options.runner,
-    )
+        draft_quantization=quantization, draft_kernel=options.draft_kernel, draft_lm_head=options.draft_lm_head,
+        verification=options.verification, runner=options.runner,
+    )  # fmt: skip
     always = replace(config, sd_toggle="always", draft_length=options.draft_length)
     for strategy in options.strategies:
         methods[f"ours {strategy}"] = ours(model, strategy, assistant, config if strategy == "auto" else always)
@@ -419,29 +362,18 @@ def main() -> None:
     turns = options.repeats + 1  # the first one warms up
     prompts = prompt_source(loaded, options.prompts, max(options.batch) * turns, options.seed, chat=options.chat)
     batches: dict[str, list[dict[str, object]]] = {}
-    with (
-        tqdm(total=len(options.batch) * len(methods) * turns, desc="rollouts") as bar,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        os.environ["SPEC_TRL_CACHE"] = folder  # nothing of an earlier run
+    with tqdm(total=len(options.batch) * len(methods) * turns, desc="rollouts") as bar, fresh_cache():
         for batch in options.batch:
             forget(model)  # nor of another batch size
-            works = [
-                Workload(
-                    rows_of(prompts, batch, options.group, turn), options.max_new_tokens, options.temperature, eos, pad
-                )
-                for turn in range(turns)
-            ]
+            rows = [rows_of(prompts, batch, options.group, turn) for turn in range(turns)]
+            works = [Workload(own, options.max_new_tokens, options.temperature, eos, pad) for own in rows]
             summaries = compare(methods, works, model.device, options.seed, bar.update, options.warm_up_tokens)
             batches[str(batch)] = [asdict(summary) for summary in summaries]
         packed_rows = max_packed_rows(model, config) if "self" in options.strategies else None
     result: dict[str, Any] = {
-        "options": shown(options),
-        "target": loaded.facts,
+        "options": shown(options), "target": loaded.facts, "self_drafter_max_rows": packed_rows, "batches": batches,
         "prompt_tokens": [min(map(len, prompts)), max(map(len, prompts))],
-        "self_drafter_max_rows": packed_rows,
-        "batches": batches,
-    }
+    }  # fmt: skip
     title = f"Rollout: {model_line(loaded.facts)}"
     write_result(options.output, "rollouts", title, setup(result), machine, findings(result), result)
 

@@ -7,6 +7,7 @@ Answers are sampled by "none" at temperature 1; each training forward scores the
 """
 
 import argparse
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from trl.trainer.utils import add_fused_lm_head
 import spec_trl  # noqa: F401
 from spec_trl.cli.prompts import read_prompts
 
-from .measure import Finding, add_machine_arguments, begin, shown, write_result
+from .measure import Finding, Options, begin, shown, write_result
+from .workload import STORIES, STORY_MODEL
 
 
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float32 weights, autocast": torch.float32}
@@ -36,8 +38,10 @@ def measure(options: argparse.Namespace, kind: str) -> dict[str, dict[str, float
     """Distances by training forward."""
     cast: Any = nullcontext if "autocast" not in kind else lambda: torch.autocast("cpu", torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
-    questions = [[{"role": "user", "content": text}] for text in read_prompts(options.prompts)[: options.rows]]
-    texts = [tokenizer.apply_chat_template(each, tokenize=False, add_generation_prompt=True) for each in questions]
+    texts = read_prompts(options.prompts)[: options.rows]
+    if tokenizer.chat_template is not None:
+        turns = [[{"role": "user", "content": text}] for text in texts]
+        texts = [tokenizer.apply_chat_template(each, tokenize=False, add_generation_prompt=True) for each in turns]
     batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
 
     def load(attention: str = "sdpa", fused: bool = True, wide_head: bool = False) -> Any:
@@ -88,14 +92,14 @@ def measure(options: argparse.Namespace, kind: str) -> dict[str, dict[str, float
     return {name: distances(scores[mask], sampled.logprobs[mask]) for name, scores in found.items()}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    tiny = f"--model {STORY_MODEL} --prompts {STORIES} --rows 2 --new-tokens 4"
+    parser = Options(__doc__, "sampler_mismatch", tiny)
     parser.add_argument("--model", required=True, help="a chat model: folder or hub id")
     parser.add_argument("--prompts", type=Path, required=True, help="file of questions")
-    parser.add_argument("--rows", type=int, default=8, help="questions (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="of an answer at most (default: %(default)s)")
-    add_machine_arguments(parser, "sampler_mismatch")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--rows", type=int, default=8, help="questions")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of an answer at most")
+    options = parser.read(arguments, "rows", "new_tokens")
     machine, cells = begin(options), {kind: measure(options, kind) for kind in KINDS}
     findings = [
         Finding(f"mean distance from the sampler, {kind}: {forward}", own["mean"], "nats")

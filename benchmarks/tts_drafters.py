@@ -1,18 +1,11 @@
-"""The drafters of the TTS benchmark: found in a folder, or trained there at first use, and how they learn.
-
-A `wide:` target says what its checkpoint says: it has that one's drafters. Those that read its hidden states read the
-mean over their copies, and bring its embedding and its head.
-"""
+"""The drafters of the TTS benchmark: found in a folder, or trained there at first use, and how they learn."""
 
 import hashlib
 import json
-import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from examples import train_drafter
@@ -26,8 +19,6 @@ from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from spec_trl.generation.drafters.tts.learners import CORRECTION_RATE
 from spec_trl.generation.engine.drafter import Drafter
-
-from .models import WIDE_PREFIX, parse_wide
 
 
 KINDS = ("eagle3", "dflash", "model", "self")
@@ -51,21 +42,13 @@ NONE, FROZEN, TTS = "none", "frozen", "TTS"
 
 @dataclass(frozen=True)
 class Kind:
-    """One drafter of the benchmark.
+    """One drafter of the benchmark."""
 
-    Args:
-        name: one of `KINDS`.
-        folder: its checkpoint; None for "self".
-        draft_length: γ.
-        learning_rate: η of all weights; of "self", of its corrections.
-        quantization: scheme of "self".
-    """
-
-    name: str
-    folder: Path | None
-    draft_length: int
-    learning_rate: float
-    quantization: str
+    name: str  # one of `KINDS`
+    folder: Path | None  # its checkpoint; None for "self"
+    draft_length: int  # γ
+    learning_rate: float  # η of all weights; of "self", of its corrections
+    quantization: str  # scheme of "self"
 
     def how(self, **changes: object) -> Distillation:
         """The paper's way to learn, but for `changes`."""
@@ -83,12 +66,7 @@ class Kind:
 
     def drafter(self, target: PreTrainedModel, how: Distillation | None) -> Drafter:
         """It drafts, and learns as `how` says; None: frozen."""
-        student = self.student(target)
-        return student if how is None else DistilledDrafter(student, how)
-
-    def fixed_facts(self) -> dict[str, object]:
-        """What decides the results of its ways, next to what the ways say."""
-        return {name: value for name, value in self.facts().items() if name != "training"}
+        return self.student(target) if how is None else DistilledDrafter(self.student(target), how)
 
     def facts(self) -> dict[str, object]:
         """What a result must state about it. The digest is of the weights."""
@@ -104,25 +82,13 @@ class Kind:
 def make_kind(
     name: str, folder: Path, target: str, stories: Path, block_size: int, rate: float | None, quantization: str
 ) -> Kind:
-    """The drafter `name`, trained now where `folder` has none.
-
-    Args:
-        name: one of `KINDS`.
-        folder: holds eagle3, dflash<block size>, small_lm.
-        target: folder or hub id, or `wide:FOLDER*k`.
-        stories: JSON list of strings; the last `HELD_OUT` are not trained on.
-        block_size: of DFlash.
-        rate: η; None: spec_trl's own.
-        quantization: of "self".
-    """
+    """The drafter `name`, trained now where `folder`, which holds eagle3, dflash<block size> and small_lm, has none.
+    Of `stories`, a JSON list of strings, the last `HELD_OUT` are not trained on; `rate` is η, None: spec_trl's own."""
     if name == "self":
         return Kind(name, None, DRAFT_LENGTH, rate or CORRECTION_RATE, quantization)
-    checkpoint, by = parse_wide(target) if target.startswith(WIDE_PREFIX) else (target, 1)
     draft_length = block_size - 1 if name == "dflash" else DRAFT_LENGTH
     place = folder / {"eagle3": "eagle3", "dflash": f"dflash{block_size}", "model": "small_lm"}[name]
-    _train_once(name, place, str(checkpoint), stories, block_size)
-    if by > 1 and name != "model":
-        place = _for_wide(place, str(checkpoint), by)
+    _train_once(name, place, target, stories, block_size)
     width = json.loads((place / "config.json").read_text())["hidden_size"]
     return Kind(name, place, draft_length, rate or _WEIGHT_RATES[name] / width, quantization)
 
@@ -147,23 +113,3 @@ def _train_once(name: str, place: Path, target: str, stories: Path, block_size: 
     train_drafter.main(["--target", target, "--prompts", str(stories), "--output", str(place), *options, *resume])
     seconds = round(time.perf_counter() - started, 1)
     recipe.write_text(json.dumps({"options": options, "seconds": seconds, "resumed": resumed}))
-
-
-def _for_wide(place: Path, checkpoint: str, by: int) -> Path:
-    """A drafter of `checkpoint`, for the target that is `by` times as wide: made anew, beside `place`."""
-    wide = place.with_name(f"{place.name}_wide{by}")
-    wide.mkdir(exist_ok=True)
-    tensors = load_file(place / "model.safetensors")
-    settings = json.loads((place / "config.json").read_text())
-    narrow = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    hidden = narrow.config.hidden_size
-    weight = tensors["fc.weight"]  # [H, features * hidden]
-    layers = weight.unflatten(1, (-1, hidden)) / by  # [H, features, hidden]
-    tensors["fc.weight"] = layers.repeat(1, 1, by).flatten(1)  # [H, features * by * hidden]
-    for name, own in ("embed_tokens", narrow.get_input_embeddings()), ("lm_head", narrow.get_output_embeddings()):
-        tensors.setdefault(f"{name}.weight", own.weight.detach().clone())  # [V, hidden]; they may be tied
-    save_file(tensors, wide / "model.safetensors")
-    (wide / "config.json").write_text(json.dumps(settings | {"target_hidden_size": by * hidden}))
-    if (place / RECIPE_FILE).exists():
-        shutil.copy(place / RECIPE_FILE, wide)
-    return wide

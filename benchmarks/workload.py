@@ -1,10 +1,13 @@
-"""What is generated: prompts of unequal length, token limits, and what counts as a generated token."""
+"""What is generated: prompts of unequal length, token limits, what counts as a token, and work that copies."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from spec_trl.cli.prompts import read_prompts, token_ids
 
@@ -20,21 +23,13 @@ LONGEST_QUESTION = 512  # tokens of a chat's first turn, which is cut there; tho
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch to generate.
+    """One batch to generate."""
 
-    Args:
-        prompts: token ids of each row, of unequal length.
-        max_new_tokens: per row.
-        temperature: of the sampling; top-k, top-p and all else are off.
-        eos_token_ids: tokens that end a row; empty: all rows get `max_new_tokens`.
-        pad_token_id: on the left of short prompts.
-    """
-
-    prompts: list[list[int]]
-    max_new_tokens: int
-    temperature: float
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int
+    prompts: list[list[int]]  # token ids of each row, of unequal length
+    max_new_tokens: int  # per row
+    temperature: float  # of the sampling; top-k, top-p and all else are off
+    eos_token_ids: tuple[int, ...]  # tokens that end a row; empty: all rows get `max_new_tokens`
+    pad_token_id: int  # on the left of short prompts
 
     def padded(self, device: torch.device) -> dict[str, Tensor]:
         """Left-padded `input_ids` and `attention_mask`, each [batch, longest] int64."""
@@ -48,14 +43,12 @@ class Workload:
 
     def trimmed(self, completion: list[int]) -> list[int]:
         """`completion` up to its end of sequence, which counts, without the padding after it, which does not."""
-        for place, token in enumerate(completion):
-            if token in self.eos_token_ids:
-                return completion[: place + 1]
-        return completion
+        ends = (place + 1 for place, token in enumerate(completion) if token in self.eos_token_ids)
+        return completion[: next(ends, None)]
 
 
 def prompt_source(
-    loaded: LoadedModel, path: Path | None, count: int, seed: int, before_end: int | None = None, chat: bool = False
+    loaded: LoadedModel, path: Path | None, count: int, seed: int, chat: bool = False
 ) -> list[list[int]]:
     """`count` prompts: parts of texts, 16 to 64 tokens long; whole questions to a chat model; or as many seeded token
     ids where there is no tokenizer.
@@ -65,7 +58,6 @@ def prompt_source(
         path: of texts, as of `spec-trl bench --prompts`; by default the stories in examples/data.
         count: number of prompts; texts repeat when there are fewer.
         seed: of the token ids.
-        before_end: tokens of the text that are left to write; None: prompts are beginnings.
         chat: each text is a user's first turn, in the tokenizer's chat template.
 
     Raises:
@@ -88,10 +80,7 @@ def prompt_source(
         turns = token_ids(texts[:count], loaded.tokenizer, LONGEST_QUESTION)
         return [turns[i % len(turns)] for i in range(count)]
     encoded = loaded.tokenizer(texts[:count])["input_ids"]
-    rows = [encoded[i % len(encoded)] for i in range(count)]
-    if before_end is not None:
-        rows = [ids[-before_end - length :] for ids, length in zip(rows, lengths, strict=True)]
-    return [ids[:length] for ids, length in zip(rows, lengths, strict=True)]
+    return [encoded[i % len(encoded)][:length] for i, length in enumerate(lengths)]
 
 
 def end_tokens(loaded: LoadedModel, ignore_eos: bool) -> tuple[int, ...]:
@@ -107,7 +96,40 @@ def end_tokens(loaded: LoadedModel, ignore_eos: bool) -> tuple[int, ...]:
 
 def common_prefix(a: list[int], b: list[int]) -> int:
     """Tokens that `a` and `b` share from the start."""
-    for place, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return place
-    return min(len(a), len(b))
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+# ---- completions that repeat their prompt -------------------------------------------------------------------------
+
+
+class Copying(LogitsProcessor):
+    """Where the last `context` tokens (at least 2) stood in the row before, but for one of them, the token that
+    followed them there has `probability` at temperature 1: a token in another's place does not end the copying, as in
+    an edit. Ordinary text, of which next to none should agree, goes on as it would."""
+
+    prefix_only = True
+
+    def __init__(self, context: int, probability: float) -> None:
+        self._context = context
+        self._odds = math.log(probability / (1 - probability))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores `[B, V]` of the token after `input_ids` `[B, n]` int64."""
+        if input_ids.shape[1] <= self._context:
+            return scores
+        windows = input_ids.unfold(1, self._context, 1)  # [B, n - context + 1, context]
+        agreeing = (windows[:, :-1] == windows[:, -1:]).sum(-1)  # [B, n - context]
+        same = agreeing >= self._context - 1  # [B, n - context]
+        places = torch.arange(same.shape[1], device=same.device).where(same, -1).amax(1)  # [B], the newest
+        followers = input_ids.gather(1, (places.clamp(min=0) + self._context)[:, None])  # [B, 1]
+        raised = scores.logsumexp(1, keepdim=True) + self._odds  # [B, 1]
+        raised = raised.where(places[:, None] >= 0, scores.gather(1, followers))
+        return scores.scatter(1, followers, raised)
+
+
+def copy_heavy(prompt: Sequence[int], passage: int, begun: int) -> list[int]:
+    """A prompt that has its first `passage` tokens twice and begins with them again; its first one, which begins all
+    texts, once."""
+    first, rest = list(prompt[:1]), list(prompt[1:passage])
+    return first + rest + rest + rest[:begun]

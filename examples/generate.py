@@ -21,7 +21,8 @@ from spec_trl.cli.arguments import DTYPES
 from spec_trl.cli.loading import find_device, load_model
 from spec_trl.cli.options import add_option, non_negative, whole_number
 from spec_trl.cli.prompts import PROMPTS, pad_left, read_prompts, token_ids
-from spec_trl.generation.configuration import NEED_ASSISTANT, STRATEGIES, TAKE_ASSISTANT, kinds_of
+from spec_trl.generation.configuration import kinds_of
+from spec_trl.generation.registry import needing_assistant, strategies, taking_assistant
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -35,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--temperature", type=non_negative, default=1.0, help="0 decodes greedily (default: %(default)s)")
     add("--top_p", type=float, default=1.0, help="nucleus (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the sampling noise (default: %(default)s)")
-    add("--assistant_strategy", default="self", choices=STRATEGIES, help="what drafts (default: %(default)s)")
+    add("--assistant_strategy", default="self", choices=strategies(), help="what drafts (default: %(default)s)")
     add("--assistant_model", help="hub id or folder of the drafter, for a strategy that takes one")
     add_option(parser, "--tts_drafter", "tts_drafter", choices=kinds_of("tts_drafter"))
     add_option(parser, "--best_of_n_drafters", "best_of_n_drafters", nargs="+")
@@ -104,9 +105,9 @@ def completions_of(output: SpeculativeOutput) -> list[list[int]]:
 def main() -> None:
     arguments = parse_arguments()
     strategy, assistant = arguments.assistant_strategy, arguments.assistant_model
-    if assistant is not None and strategy not in TAKE_ASSISTANT:
+    if assistant is not None and strategy not in taking_assistant():
         raise ValueError(f"--assistant_strategy {strategy} uses no --assistant_model {assistant}; drop one of them.")
-    if assistant is None and strategy in NEED_ASSISTANT:
+    if assistant is None and strategy in needing_assistant():
         raise ValueError(f"--assistant_strategy {strategy} needs a drafter; give --assistant_model.")
     device = find_device(arguments.device)
     prompts = (PROMPTS if arguments.prompts is None else read_prompts(arguments.prompts))[: arguments.limit]

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from .generation.configuration import SpeculativeConfig
 from .generation.decoding import SpeculativeOutput, speculative_decoding
+from .generation.engine.drafter import Drafter
+from .generation.engine.verification import Proposal
 from .generation.generate import install, uninstall
 from .generation.kept import release
+from .generation.registry import register_drafter
 
 
 if TYPE_CHECKING:
@@ -18,11 +21,14 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "Drafter",
+    "Proposal",
     "SpecGRPOConfig",
     "SpecGRPOTrainer",
     "SpeculativeConfig",
     "SpeculativeOutput",
     "install",
+    "register_drafter",
     "release",
     "speculative_decoding",
     "uninstall",

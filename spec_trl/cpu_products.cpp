@@ -1,9 +1,7 @@
 // Matrix products of a few rows, over float32, bfloat16, 8-bit or 4-bit weights; x and y in float32 or bfloat16.
 //
-// An element of the result is summed in one order, whatever the number of rows or threads: in float32, as the sums of
-// every eighth or sixteenth product, and these pairwise; on AMX in the order of its tiles. So a verification of several
-// tokens computes for a token what a step of one token does, bit for bit. The compiler must not reorder (no
-// -ffast-math).
+// An element of the result is summed in one order, whatever the number of rows or threads: in float32 the sums of every
+// eighth or sixteenth product, and these pairwise; on AMX in the order of its tiles. No -ffast-math, which reorders.
 
 #include <algorithm>
 #include <cstdint>
@@ -172,10 +170,12 @@ static void by_row(const Matrix& w, const float* x, int64_t x_stride, int64_t fi
     }
   }
   for (int o = 0; o < OUT; ++o)
-    for (int m = 0; m < ROWS; ++m)
-      sums[o][m] = k == w.in ? totals[o][m]
-                             : totals[o][m] + rest(weights + o * w.in + k, w.in - k) *
-                                                  rest(x + m * x_stride + k, w.in - k);
+    for (int m = 0; m < ROWS; ++m) {
+      Vector total = totals[o][m];  // and the rest, by fma: for some numbers of rows the compiler would round products
+      for (int64_t l = 0; k + l < w.in; ++l)
+        total[l] = __builtin_fmaf(weights[o * w.in + k + l], x[m * x_stride + k + l], total[l]);
+      sums[o][m] = total;
+    }
 }
 
 // `count` outputs from `first` on, up to VECTORS * LANES, of weights that lie [in, out]

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from . import cpu_products
+from .elementwise import by_registers
 
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -51,7 +52,8 @@ class _DenseExperts(nn.Module):
         for expert in chosen.unique().tolist():
             token, slot = torch.where(chosen == expert)  # [m], [m]
             h = self._multiply(first_name, expert, x[token])  # [m, 2 * inner]
-            h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)  # [m, inner]
+            with _Products():
+                h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)  # [m, inner]
             h = self._multiply(second_name, expert, h)  # [m, hidden]
             y.index_add_(0, token, (h * shares[token, slot, None]).to(y.dtype))
         return y
@@ -64,21 +66,27 @@ class _DenseExperts(nn.Module):
 
 
 _MATMULS = torch.matmul, Tensor.matmul, Tensor.__matmul__
+_SIGMOIDS = torch.sigmoid, Tensor.sigmoid, F.sigmoid
 
 
 class _Products(TorchFunctionMode):
-    """Within it products with a matrix are those of :func:`multiply`."""
+    """Within it products with a matrix are those of :func:`multiply`, and sigmoids those of :func:`by_registers`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.linear and not kwargs and is_plain(*args):
             return multiply(args[0], args[1], args[2] if len(args) > 2 else None)
         if function in _MATMULS and len(args) == 2 and args[1].dim() == 2 and is_plain(args[0], args[1].T):
             return multiply(args[0], args[1].T, None)
+        if function is torch.bmm and len(args) == 2 and is_plain(args[0], args[1], transposed=True):
+            return torch.stack([multiply(x, weight.T, None) for x, weight in zip(*args, strict=True)])
+        if function in _SIGMOIDS and len(args) == 1:
+            return by_registers(function, args[0])
         return function(*args, **(kwargs or {}))
 
 
 class _WithProducts(nn.Module):
-    """A module of transformers that has a matrix and a forward that are no plain linear layer's: a router."""
+    """A module of transformers that has a matrix and a forward that are no plain linear layer's: a router, or experts
+    whose matrices are stacked."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with _Products():
@@ -99,9 +107,9 @@ def dense_class(kind: type, module: nn.Module) -> type:
         return kind if vars(module).get("has_post_expert_norm") else _mixed(_DenseExperts, kind)
     if kind in (nn.Linear, Conv1D):
         return DenseLinear if kind is nn.Linear else DenseConv1D
-    weight = module._parameters.get("weight")
-    has_matrix = weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
-    return _mixed(_WithProducts, kind) if has_matrix and kind.__module__.startswith("transformers.") else kind
+    has_matrix = any(own is not None and own.dim() in (2, 3) for own in module._parameters.values())
+    is_ours = has_matrix and kind.__module__.startswith("transformers.") and not isinstance(module, nn.Embedding)
+    return _mixed(_WithProducts, kind) if is_ours else kind
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -3,7 +3,6 @@
 import ctypes
 import hashlib
 import logging
-import os
 import shutil
 import subprocess
 import tempfile
@@ -11,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from .json_files import replacing
+from .user_cache import cache_directory
 
 
 logger = logging.getLogger(__name__)
@@ -20,12 +20,6 @@ logger = logging.getLogger(__name__)
 _COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
 _LINK = ("-shared", "-fopenmp")
 _SECONDS = 60  # after which a compiler is given up
-
-
-def cache_directory() -> Path:
-    """Where compiled code and tables of kernels are kept: under SPEC_TRL_CACHE, or the user's cache directory."""
-    home = os.environ.get("SPEC_TRL_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "spec_trl" / "kernels"
 
 
 @cache

@@ -16,6 +16,8 @@ if not torch.cuda.is_available():
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from spec_trl.native_code import compiler
+
 
 TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2]))
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -88,6 +90,11 @@ def story_tokenizer() -> AutoTokenizer:
     return AutoTokenizer.from_pretrained(STORY_MODEL, padding_side="left")
 
 
+WIDE: dict[str, int] = dict(hidden_size=192, num_attention_heads=3, num_key_value_heads=1)
+"""Of models whose bits are compared: sums of few numbers would hide in which order they are. Attention reads heads of
+64 in blocks of 64 columns, in bfloat16 by AMX."""
+
+
 def tiny_llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:
     """A random float64 Llama of two layers with logits sharp enough that drafts are accepted now and then."""
     torch.manual_seed(seed)
@@ -105,6 +112,14 @@ def tiny() -> LlamaForCausalLM:
     return tiny_llama()
 
 
+@pytest.fixture(scope="session", params=[torch.float32, torch.bfloat16], ids=str)
+def narrow(request: pytest.FixtureRequest) -> LlamaForCausalLM:
+    """A target in a dtype in which the order of a sum shows, and wide enough for that. No test may change it."""
+    if compiler() is None:
+        pytest.skip("no C++ compiler: attention reads masks, whose sums depend on the batch")
+    return tiny_llama(**WIDE).to(request.param)
+
+
 @pytest.fixture
 def fresh() -> LlamaForCausalLM:
     """A target of the test's own."""
@@ -114,9 +129,13 @@ def fresh() -> LlamaForCausalLM:
 @pytest.fixture(scope="session")
 def tiny_assistant(tiny: LlamaForCausalLM) -> LlamaForCausalLM:
     """The target with a little noise on its weights: agrees often, not always."""
-    assistant = tiny_llama()
+    return add_noise(tiny_llama())
+
+
+def add_noise(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """`model`, whose weights have a little noise now."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in assistant.parameters():
+        for parameter in model.parameters():
             parameter += 0.01 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return assistant
+    return model

@@ -19,20 +19,25 @@ SOURCES = sorted((ROOT / "spec_trl").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Each imports from its own room and from those before it.
 FLOORS: list[tuple[str, ...]] = [
-    ("json_files",),
+    ("json_files", "papers", "user_cache", "value_checks"),
     ("native_code",),
     ("cpu_products",),
+    ("elementwise",),
     ("dense_linear",),
     ("scheduling", "quantization"),
-    ("generation.value_checks",),
+    ("generation.registry",),
     ("generation.kept", "generation.configuration"),
     ("generation.engine",),
     ("generation.drafters",),
     ("measuring",),
     ("generation",),
+    ("efficient_rollout",),
+    ("specactor",),
     ("drafter_training", "distributed"),
     ("trainers",),
     ("cli",),
+    ("specactor.commands",),
+    ("efficient_rollout.commands",),
 ]
 ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -77,10 +82,22 @@ def test_imports_run_one_way() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("room", ["json_files", "scheduling"])
+@pytest.mark.parametrize("room", ["json_files", "value_checks", "papers", "scheduling"])
 def test_plain_python(room: str) -> None:
     names = {name for path in SOURCES if room_of(name_of(path)) == room for name in imports_of(path)}
     assert names and not {name.partition(".")[0] for name in names} & {"torch", "transformers", "trl", "datasets"}
+
+
+PAPERS = ("efficient_rollout", "specactor")
+
+
+def test_papers_are_reached_by_name_alone() -> None:
+    """Outside of their two rooms nothing imports them, and `load` names modules that there are."""
+    outside = [path for path in SOURCES if not room_of(name_of(path)).startswith(PAPERS)]
+    imported = {name.split(".")[1] for path in outside for name in imports_of(path) if name.startswith("spec_trl.")}
+    assert not imported & set(PAPERS)
+    loaded = {name for path in outside for name in re.findall(r'\bload\("([\w.]+)"\)', path.read_text())}
+    assert len(loaded) > 8 and loaded <= {name_of(path) for path in SOURCES}
 
 
 def test_every_module_has_a_room() -> None:
@@ -114,6 +131,35 @@ print(*sorted(new & heavy))
 print(*sorted({"SpecGRPOConfig", "SpecGRPOTrainer"} & set(dir(spec_trl))))
 """)
     assert printed.splitlines() == ["", "SpecGRPOConfig SpecGRPOTrainer"]
+
+
+def test_by_default_no_paper_is_loaded() -> None:
+    printed = run("""
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import spec_trl
+from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
+
+def papers():
+    return [name for name in sys.modules if name.startswith(("spec_trl.efficient_rollout", "spec_trl.specactor"))]
+
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+model = LlamaForCausalLM(config).eval()
+drafted = []
+for strategy in ("none", "self", "auto", "ngram", "history", "tts"):
+    out = model.generate(
+        torch.ones(2, 8, dtype=torch.long), max_new_tokens=24, min_new_tokens=24, assistant_strategy=strategy,
+        return_dict_in_generate=True,
+    )
+    drafted.append(out.statistics.rounds)
+SpecGRPOConfig(use_cpu=True)
+print(papers(), min(drafted) > 0)
+model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3, assistant_strategy="self",
+               speculative_config={"sd_toggle": "roofline"})
+print("spec_trl.efficient_rollout.toggle" in papers())
+""")
+    assert printed.splitlines()[-2:] == ["[] True", "True"]
 
 
 def test_unknown_names_are_missing_as_anywhere() -> None:

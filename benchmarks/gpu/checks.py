@@ -1,7 +1,7 @@
 """Whether what the kernels compute is right: tests that need a GPU, the kernels' other tests, and compute-sanitizer.
 
-Every command has a limit of its own. One that reaches it is interrupted, and what had failed by then is kept. What the
-commands print is in `checks_GROUP.txt`. pytest's list of failed tests is kept between runs, for `--last-failed`.
+What a command that reaches its limit had found by then is kept. What the commands print is in `checks_GROUP.txt`;
+pytest's list of failed tests is kept between runs, for `--last-failed`.
 """
 
 import importlib.util
@@ -34,15 +34,13 @@ SANITIZED = {  # by tool: tests that capture nothing, a few of each kernel; the 
 }
 FOUND = 86
 """Exit status of compute-sanitizer where it found anything; pytest has none above 5."""
-NO_TEST = 5  # exit status of pytest
-OUT_OF_TIME = (124, -9)  # of timeout: interrupted; killed, and itself with it
+NO_TEST, OUT_OF_TIME = 5, (124, -9)  # exit status of pytest; of timeout: interrupted; killed, and itself with it
 # As pytest says it of each test, and again in its summary, which it does not write when it is killed.
 FAILED = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] )?(?:FAILED|ERROR) (.+?)(?: - .*)?$|^(tests/.+?) (?:FAILED|ERROR) +\[ *\d+%\]$",
     re.MULTILINE,
 )
-LAST_SECONDS = 5  # for a command that was interrupted to say what it had
-END_LINES = 60  # of what a command printed, in the JSON
+LAST_SECONDS, END_LINES = 5, 60  # for an interrupted command to say what it had; of its output, in the JSON
 
 
 def of_a_gpu(root: Path = Path()) -> list[str]:

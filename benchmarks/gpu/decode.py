@@ -1,7 +1,7 @@
 """Decoding by our engine's "none" and by transformers: seconds per token after the prompt, at about 2048 tokens.
 
 Groups: `generate` as it is (default), `generate_batch` (batched), `generate` with a static cache, compiled (static),
-our runners (runners), and what top-p (top_p) and `exact=True` (exact) cost.
+and what top-p (top_p) and `exact=True` (exact) cost.
 
 Each way to generate is timed in turns with "none", after a whole warm-up call that compiles and captures. Seconds per
 token leave the prompt out and are medians over the steps of a call: between tokens in transformers' loop, over rounds
@@ -28,48 +28,37 @@ from transformers import (
 )
 
 import spec_trl
+from benchmarks.measure import stopwatch
 from spec_trl.scheduling.control import NeverSpeculate
 
 from .part import Part
 from .shapes import config_of, random_model
-from .timing import synchronize
 
 
 BATCHES: dict[str, tuple[int, ...]] = {
-    "default": (1, 8, 32), "batched": (8, 1, 32), "static": (8, 1, 32), "runners": (1, 8, 32), "top_p": (1,),
-    "exact": (1, 4, 16),
+    "default": (1, 8, 32), "batched": (8, 1, 32), "static": (8, 1, 32), "top_p": (1,), "exact": (1, 4, 16),
 }  # fmt: skip
 """By group, the most telling first: those that take long may find no time for all."""
 PROMPT, NEW = 2000, 96
-REPEATS = {"default": 3, "batched": 2, "static": 3, "runners": 3, "top_p": 3, "exact": 3}
-"""Timed calls by group: each call of generate_batch sizes its cache and captures its graphs anew, which takes long."""
+REPEATS = 3
+"""Timed calls; 2 of generate_batch, each of which sizes its cache and captures its graphs anew, which takes long."""
 TOP_P, DRAFT_LENGTH = 0.9, 5
 PLAIN = "none"
-DEFAULT, STATIC = "generate", "generate, static cache, compiled"
-BATCHED, BATCHED_GRAPHS = "generate_batch", "generate_batch, CUDA graphs"
-RUNNERS = ("eager", "graph", "compiled")
-EXACT = "none, exact"
+BATCHED_GRAPHS, EXACT = "generate_batch, CUDA graphs", "none, exact"
 
 
 @dataclass
 class Call:
-    """One generation: seconds per token and of the whole call, and what it generated.
+    """One generation: seconds per token and of the whole call, and what it generated."""
 
-    Args:
-        seconds_per_token: of decoding, all rows together taking one step per token: the median step.
-        mean_seconds: the mean over all tokens, with whatever happens between steps.
-        call_seconds: with the prompt and everything else.
-        tokens: [B][new].
-        facts: what else is known of it.
-    """
-
-    seconds_per_token: float
-    mean_seconds: float
-    call_seconds: float
-    tokens: list[list[int]]
+    seconds_per_token: float  # of decoding, all rows together taking one step per token: the median step
+    mean_seconds: float  # the mean over all tokens, with whatever happens between steps
+    call_seconds: float  # with the prompt and everything else
+    tokens: list[list[int]]  # [B][new]
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+SECONDS = ("seconds_per_token", "mean_seconds", "call_seconds")
 Method = Callable[[Tensor, int], Call]
 """Generates from prompts [B, prompt] with a seed."""
 
@@ -113,17 +102,14 @@ def transformers_generate(model: PreTrainedModel, new: int, **more: Any) -> Meth
     def run(prompts: Tensor, seed: int) -> Call:
         torch.manual_seed(seed)
         stamps = _Stamps()
-        synchronize(prompts.device)
-        started = time.perf_counter()
-        output = model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), stopping_criteria=StoppingCriteriaList([stamps]),
-            **sampled(new), **more,
-        )  # fmt: skip
-        synchronize(prompts.device)
-        ended = time.perf_counter()
+        with stopwatch(prompts.device) as watch:
+            output = model.generate(
+                prompts, attention_mask=torch.ones_like(prompts), stopping_criteria=StoppingCriteriaList([stamps]),
+                **sampled(new), **more,
+            )  # fmt: skip
         tokens = output[:, prompts.shape[1] :].tolist()
         mean = (stamps.times[-1] - stamps.times[0]) / (new - 1)
-        return Call(median_step(stamps.times), mean, ended - started, tokens)
+        return Call(median_step(stamps.times), mean, watch.value, tokens)
 
     return run
 
@@ -136,12 +122,11 @@ def transformers_batched(model: PreTrainedModel, new: int, use_cuda_graph: bool 
         if prompts.device.type == "cpu":
             config.num_blocks, config.max_batch_tokens = 2 * len(prompts) + 2, max(256, prompts.numel())
         generation = GenerationConfig(**sampled(new), eos_token_id=None)
-        synchronize(prompts.device)
-        started = time.perf_counter()
-        outputs = model.generate_batch(
-            prompts.tolist(), generation_config=generation, continuous_batching_config=config, record_timestamps=True
-        )
-        ended = time.perf_counter()
+        with stopwatch(prompts.device) as watch:
+            outputs = model.generate_batch(
+                prompts.tolist(), generation_config=generation, continuous_batching_config=config,
+                record_timestamps=True,
+            )  # fmt: skip
         done = list(outputs.values())
         if len(done) != len(prompts) or any(output.error for output in done):
             raise RuntimeError(f"generate_batch failed: {[output.error for output in done]}")
@@ -154,7 +139,7 @@ def transformers_batched(model: PreTrainedModel, new: int, use_cuda_graph: bool 
         together = [moment for moment in stamps[0] if first <= moment <= last]
         best = min(mean, median_step(together)) if len(together) > 1 else mean
         facts = {"cuda_graphs": str(config.use_cuda_graph), "median_step": median_step(together)}
-        return Call(best, mean, ended - started, [list(output.generated_tokens) for output in done], facts)
+        return Call(best, mean, watch.value, [list(output.generated_tokens) for output in done], facts)
 
     return run
 
@@ -166,31 +151,22 @@ def engine(
 
     def run(prompts: Tensor, seed: int) -> Call:
         rounds = RecordedRounds() if strategy == "none" else None
-        synchronize(prompts.device)
-        started = time.perf_counter()
-        output = model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), assistant_strategy=strategy,
-            speculative_config=spec_trl.SpeculativeConfig(seed=seed, **fields), return_dict_in_generate=True,
-            control=rounds, **sampled(new, top_p),
-        )  # fmt: skip
-        synchronize(prompts.device)
-        ended = time.perf_counter()
+        with stopwatch(prompts.device) as watch:
+            output = model.generate(
+                prompts, attention_mask=torch.ones_like(prompts), assistant_strategy=strategy,
+                speculative_config=spec_trl.SpeculativeConfig(seed=seed, **fields), return_dict_in_generate=True,
+                control=rounds, **sampled(new, top_p),
+            )  # fmt: skip
         facts = output.statistics
         if facts.drafter_failure is not None:
             raise RuntimeError(f"the drafter failed: {facts.drafter_failure}")
         mean = (facts.seconds - facts.phase_seconds["prefill"]) / new
         tokens = output.sequences[:, prompts.shape[1] :].tolist()
-        return Call(median(rounds.seconds) if rounds else mean, mean, ended - started, tokens, {
-            "target_forwards": facts.target_forwards,
-            "draft_forwards": facts.draft_forwards,
+        return Call(median(rounds.seconds) if rounds else mean, mean, watch.value, tokens, {
             "block_efficiency": facts.block_efficiency,
-            "predicted_speedup": facts.predicted_speedup,
             "speculative_rounds": sum(point.rounds for point in facts.points if point.draft_length),
-            "rounds": facts.rounds,
-            "round_seconds": (facts.seconds - facts.phase_seconds["prefill"]) / facts.rounds,
-            "phase_seconds": dict(facts.phase_seconds),
-            "graphs": facts.graphs,
-            "graph_bytes": facts.graph_bytes,
+            "rounds": facts.rounds, "round_seconds": mean * new / facts.rounds, "graphs": facts.graphs,
+            "phase_seconds": dict(facts.phase_seconds), "graph_bytes": facts.graph_bytes,
             "entropy": -facts.logprob_sum / facts.tokens,
         })  # fmt: skip
 
@@ -198,7 +174,7 @@ def engine(
 
 
 def make_prompts(batch: int, length: int, vocabulary: int, seed: int, device: torch.device) -> Tensor:
-    """Random tokens [B, length], no two rows alike."""
+    """Random tokens [B, length]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocabulary, (batch, length), generator=generator).to(device)
 
@@ -206,15 +182,8 @@ def make_prompts(batch: int, length: int, vocabulary: int, seed: int, device: to
 def alternate(
     part: Part, key: str, methods: dict[str, Method], prompts: Callable[[int], Tensor], repeats: int
 ) -> dict[str, list[Call]]:
-    """Runs the methods in turns, a warm-up and `repeats` timed calls each; one whose warm-up fails drops out.
-
-    Args:
-        part: keeps the errors.
-        key: what is measured.
-        methods: by name.
-        prompts: of pass i; the warm-up has pass 0's.
-        repeats: fewer where the time runs out: what is killed in a call loses those before it.
-    """
+    """Runs the methods in turns, a warm-up (with pass 0's prompts) and `repeats` timed calls each, fewer where the
+    time runs out: what is killed in a call loses those before it. One whose warm-up fails drops out."""
     calls: dict[str, list[Call]] = {}
     longest: dict[str, float] = {}
     for name, method in methods.items():
@@ -236,19 +205,12 @@ def summarise(calls: dict[str, list[Call]], plain: str = PLAIN) -> dict[str, Any
     """Medians of each method, and the ratios of its seconds to those of `plain`: above 1, `plain` is faster."""
     found: dict[str, Any] = {}
     for name, done in calls.items():
-        found[name] = {
-            "seconds_per_token": median(call.seconds_per_token for call in done),
-            "by_pass": [call.seconds_per_token for call in done],
-            "mean_seconds": median(call.mean_seconds for call in done),
-            "call_seconds": median(call.call_seconds for call in done),
-            "calls": len(done),
-            "facts": done[-1].facts,
-        }
+        middle = {key: median(vars(call)[key] for call in done) for key in SECONDS}
+        found[name] = middle | {"calls": len(done), "facts": done[-1].facts}
         if plain in calls and name != plain:
             pairs = list(zip(done, calls[plain], strict=False))
-            found[name]["over_plain"] = median(a.seconds_per_token / b.seconds_per_token for a, b in pairs)
-            found[name]["mean_over_plain"] = median(a.mean_seconds / b.mean_seconds for a, b in pairs)
-            found[name]["call_over_plain"] = median(a.call_seconds / b.call_seconds for a, b in pairs)
+            for key, ratio in zip(SECONDS, ("over_plain", "mean_over_plain", "call_over_plain"), strict=True):
+                found[name][ratio] = median(vars(a)[key] / vars(b)[key] for a, b in pairs)
             rows = [(x, y) for a, b in pairs for x, y in zip(a.tokens, b.tokens, strict=True)]
             found[name]["identical_rows"] = [sum(x == y for x, y in rows), len(rows)]
     return found
@@ -259,43 +221,42 @@ def methods_of(part: Part, model: PreTrainedModel, new: int) -> dict[str, Method
     plain = {PLAIN: engine(model, new)}
     always: dict[str, Any] = dict(strategy="self", sd_toggle="always", draft_length=DRAFT_LENGTH)
     groups = {
-        "default": plain | {DEFAULT: transformers_generate(model, new)},
+        "default": plain | {"generate": transformers_generate(model, new)},
         "batched": plain | {
-            BATCHED: transformers_batched(model, new, None), BATCHED_GRAPHS: transformers_batched(model, new, True),
+            "generate_batch": transformers_batched(model, new, None),
+            BATCHED_GRAPHS: transformers_batched(model, new, True),
         },
-        "static": plain | {STATIC: transformers_generate(model, new, cache_implementation="static")},
-        "runners": plain | {f"none, {runner}": engine(model, new, runner=runner) for runner in RUNNERS},
+        "static": plain | {
+            "generate, static cache, compiled": transformers_generate(model, new, cache_implementation="static")
+        },
         "top_p": plain | {
             "none, top-p": engine(model, new, top_p=TOP_P),
             "self": engine(model, new, **always),
             "self, top-p": engine(model, new, top_p=TOP_P, **always),
         },
-    }  # fmt: skip
-    if part.group == "exact":
-        groups["exact"] = {
+        "exact": {
             PLAIN: engine(model, new, exact=False), EXACT: engine(model, new, exact=True),
             "self": engine(model, new, exact=False, **always),
             "self, exact": engine(model, new, exact=True, **always),
-        }  # fmt: skip
+        },
+    }  # fmt: skip
     methods = groups[part.group]
-    if part.device.type != "cuda":
-        for name in {BATCHED_GRAPHS, "none, graph", "none, compiled"} & methods.keys():
-            part.skip(name, "needs a GPU")
-            del methods[name]
+    if part.device.type != "cuda" and BATCHED_GRAPHS in methods:
+        part.skip(BATCHED_GRAPHS, "needs a GPU")
+        del methods[BATCHED_GRAPHS]
     return methods
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    part = Part("decode", __doc__, arguments, groups=list(REPEATS))
+    part = Part("decode", __doc__, arguments, groups=list(BATCHES))
     prompt, new, batches = (24, 8, (1, 2)) if part.is_smoke else (PROMPT, NEW, BATCHES[part.group])
-    repeats = 1 if part.is_smoke else REPEATS[part.group]
+    repeats = 1 if part.is_smoke else REPEATS - (part.group == "batched")
     part.state(dtype="bfloat16", prompt=prompt, new_tokens=new, temperature=1.0)
     config = config_of(part.shape)
     model = random_model(config, part.device, torch.bfloat16, part.seed)
     methods = methods_of(part, model, new)
     # The engine keeps captured forwards of one runner per model: its runners take no turns.
-    alone = part.group in ("runners", "exact")
-    together = [{name: method} for name, method in methods.items()] if alone else [methods]
+    together = [{name: own} for name, own in methods.items()] if part.group == "exact" else [methods]
     for batch in batches:
         if part.group == "static":
             torch.compiler.reset()  # else the second batch size is compiled for any size, and slower

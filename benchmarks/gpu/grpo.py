@@ -12,7 +12,6 @@ the README's does, trains float32 weights under bfloat16 autocast; the other way
 
 import copy
 import gc
-import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,8 +29,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from benchmarks.timed_training import Training, settings_of, train
-from benchmarks.training_task import Size, TrainingTask, odd_share
+from benchmarks.training import Size, Training, TrainingTask, odd_share, settings_of, train
 
 from .part import Part
 from .shapes import TINY, config_of, random_model
@@ -50,21 +48,17 @@ SMOKE_SIZE = Size(steps=2, rows=4, group=2, max_completion_length=8)
 TRL, TRL_BATCHED, TRL_README = "TRL", "TRL, continuous batching", "TRL, float32 under autocast"
 README, DEFAULT, KEPT = "float32 under autocast", "bfloat16", "bfloat16, graphs kept"
 PLAIN = "none, graphs kept"
+RECORDED = ("block_efficiency", "sd_on_fraction", "refresh_seconds")
 COMPARED = {README: (TRL_README,), KEPT: (TRL, TRL_BATCHED, PLAIN, DEFAULT)}
 """Ours, and what it is compared with."""
 
 
 @dataclass(frozen=True)
 class Language:
-    """A Markov chain over STATES tokens: s is followed by `successors[s]`, one half, one quarter, ... of the time.
+    """A Markov chain over STATES tokens: s is followed by `successors[s]`, one half, one quarter, ... of the time."""
 
-    Args:
-        successors: [STATES, SUCCESSORS] int64 token ids.
-        shares: [SUCCESSORS].
-    """
-
-    successors: Tensor
-    shares: Tensor
+    successors: Tensor  # [STATES, SUCCESSORS] int64 token ids
+    shares: Tensor  # [SUCCESSORS]
 
     @classmethod
     def draw(cls, seed: int, device: torch.device) -> "Language":
@@ -72,11 +66,6 @@ class Language:
         successors = FIRST + torch.randint(STATES, (STATES, SUCCESSORS), generator=generator)
         shares = 0.5 ** torch.arange(1, SUCCESSORS + 1)
         return cls(successors.to(device), (shares / shares.sum()).to(device))
-
-    @property
-    def entropy(self) -> float:
-        """Nats per token, the end of a text left out."""
-        return -(self.shares * self.shares.log()).sum().item()
 
     def texts(self, rows: int, length: int, ends: bool, generator: torch.Generator) -> Tensor:
         """[rows, length] int64; with `ends`, a text ends after MEAN_LENGTH tokens on average, and padding follows."""
@@ -121,13 +110,8 @@ def teach(part: Part, policy: PreTrainedModel, language: Language) -> dict[str, 
     policy.eval()
     last = losses[-max(1, len(losses) // 10) :]
     return {
-        "seconds": time.perf_counter() - started,
-        "steps": len(losses),
-        "tokens": len(losses) * rows * length,
-        "first_loss": losses[0],
+        "seconds": time.perf_counter() - started, "steps": len(losses), "first_loss": losses[0],
         "last_loss": sum(last) / len(last),
-        "entropy_of_the_language": language.entropy,
-        "untrained_loss": math.log(policy.config.vocab_size),
     }
 
 
@@ -148,34 +132,22 @@ def make_task(part: Part, policy: PreTrainedModel, language: Language, size: Siz
     count = size.steps * size.rows // size.group
     texts = language.texts(count, 8 if part.is_smoke else PROMPT, False, generator).tolist()
     prompts = [" ".join(f"<{token}>" for token in text) for text in texts]
-    return TrainingTask(
-        make_policy=lambda: copy.deepcopy(policy),
-        tokenizer=make_tokenizer(),
-        dataset=Dataset.from_dict({"prompt": prompts}),
-        reward=odd_share,
-        facts={},
-        longest_prompt=len(texts[0]),
-        settings=dict(learning_rate=1e-6, lr_scheduler_type="constant"),
-    )
+    dataset, settings = Dataset.from_dict({"prompt": prompts}), dict(learning_rate=1e-6, lr_scheduler_type="constant")
+    make_policy = lambda: copy.deepcopy(policy)  # noqa: E731
+    return TrainingTask(make_policy, make_tokenizer(), dataset, odd_share, {}, len(texts[0]), settings)
 
 
 def summarise(run: Training) -> dict[str, Any]:
     """Medians over the steps but the first; rollouts hold making the drafter anew."""
     rollouts = [step.phases["rollout"] for step in run.steps][1:]
     tokens = [sum(map(len, rows)) for rows in run.completions][1:]
-    longest = [max(map(len, rows)) for rows in run.completions][1:]
     return {
         "rollout_seconds": median(rollouts),
         "step_seconds": median(step.seconds for step in run.steps[1:]),
         "by_step": {"rollout": rollouts, "step": [step.seconds for step in run.steps[1:]], "tokens": tokens},
-        "tokens": median(tokens),
-        "longest": median(longest),
         "tokens_per_second": median(count / seconds for count, seconds in zip(tokens, rollouts, strict=True)),
-        "seconds_per_longest_token": median(s / n for s, n in zip(rollouts, longest, strict=True)),
         "first_rollout_seconds": run.steps[0].phases["rollout"],
-        "block_efficiency": [record.block_efficiency for record in run.rollouts],
-        "sd_on_fraction": [record.sd_on_fraction for record in run.rollouts],
-        "refresh_seconds": [record.refresh_seconds for record in run.rollouts],
+        **{name: [vars(record)[name] for record in run.rollouts] for name in RECORDED},
         "phase_seconds": run.rollouts[-1].phase_seconds if run.rollouts else {},
     }
 

@@ -1,7 +1,5 @@
 """How many kernels a decoder layer launches in a decoding forward, with the families' own code and with fused kernels,
-of a bfloat16 model and of a float32 one under autocast to bfloat16.
-
-    python -m benchmarks.gpu.kernels_per_layer
+of a bfloat16 model and of a float32 one under autocast to bfloat16: a test looks at them.
 
 On a GPU they are counted in the profiler's trace. Without one every tensor operation that is no view counts as a
 kernel, and each of our operators as those that it launches; the kernels then run in Triton's interpreter, on a tiny
@@ -10,7 +8,6 @@ of one.
 """
 
 import os
-import sys
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -24,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from benchmarks.gpu.shapes import TINY, config_of, random_model
 from spec_trl.generation.engine import attention, fused_layers
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.narrow_weights import make_copies
@@ -32,10 +30,7 @@ from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.quantization import quantize_projections
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 
-from .shapes import TINY, config_of, random_model
 
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 LAUNCHES = {"ragged_decode_attention": 2}
 """Kernels of our operators, where these are not one."""
 # What makes no kernel though it is no view either.
@@ -93,17 +88,3 @@ def per_layer(family: str, quantized: bool = False, fused: bool = True, mixed: b
     """Kernels of one layer by name."""
     how = quantized, fused, mixed
     return in_a_forward(family, 2, *how) - in_a_forward(family, 1, *how)
-
-
-def main() -> int:
-    print(f"{'':22}{'own code':>10}{'fused':>10}")
-    for family in FAMILIES:
-        for quantized, mixed in ((False, False), (True, False), (False, True), (True, True)):
-            counts = [per_layer(family, quantized, fused, mixed).total() for fused in (False, True)]
-            name = family + (", autocast" if mixed else "") + (", 4 bits" if quantized else "")
-            print(f"{name:22}{counts[0]:>10}{counts[1]:>10}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,8 +4,7 @@ A part may be killed at any time, so its JSON is written anew after every measur
 error and the part goes on: a baseline that cannot run is named, not dropped.
 """
 
-import argparse
-import importlib.util
+import importlib.metadata
 import json
 import math
 import os
@@ -20,7 +19,8 @@ import psutil
 import torch
 import transformers
 
-from benchmarks.measure import describe_machine
+from benchmarks.measure import Options, describe_machine
+from spec_trl.json_files import write_atomically
 
 from .shapes import CONFIGS, DEFAULT, TINY
 
@@ -30,45 +30,39 @@ from .shapes import CONFIGS, DEFAULT, TINY
 os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 
 T = TypeVar("T")
-LONGEST_ERROR = 1500
-"""Characters of an error's text."""
+LONGEST_ERROR = 1500  # characters
+PACKAGES = {"torch", "triton", "transformers", "trl", "accelerate", "flash-attn", "humming-kernels", "gptqmodel"}
+
+
+def versions() -> dict[str, str]:
+    """Of installed packages that decide what is measured."""
+    found = {own.metadata["Name"]: own.version for own in importlib.metadata.distributions()}
+    return {name: found[name] for name in sorted(PACKAGES & found.keys())}
 
 
 class Part:
-    """One part of the benchmark.
-
-    Args:
-        name: of the part and of its JSON.
-        description: for `--help`.
-        arguments: of the command line; None: the process's.
-        groups: of measurements, one of which runs in this process: `--group`, which the JSON's name ends with.
+    """One part of the benchmark: its command line (`arguments`; None: the process's) and its result. Of `groups` of
+    measurements one runs in a process: `--group`, with which the JSON's name ends.
 
     Attributes:
-        device, shape, seed: what to measure on and with; `is_smoke`: the tiny shape, to try the code out.
-        group: the one of `groups` that was asked for.
+        device, shape, seed, group: what to measure on and with; `is_smoke`: the tiny shape, to try the code out.
         found, skipped: what was measured so far, and why what was not, by key.
     """
 
     def __init__(
-        self,
-        name: str,
-        description: str | None,
-        arguments: Sequence[str] | None = None,
-        groups: Sequence[str] = (),
+        self, name: str, description: str | None, arguments: Sequence[str] | None = None, groups: Sequence[str] = ()
     ) -> None:
         # Importing torch and transformers takes seconds of a part's time too.
         self._started = psutil.Process().create_time()
-        parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("--output", type=Path, default=Path("bench_output/gpu"), help="folder (%(default)s)")
+        parser = Options(description, "", f"--device cpu --shape {TINY} --output bench_output/gpu")
+        parser.set_defaults(device="cuda", output=Path("bench_output/gpu"))  # a folder
         parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing later than this")
+        parser.add_argument("--shape", default=DEFAULT, choices=sorted(CONFIGS), help="of the model")
         if groups:
-            parser.add_argument("--group", default=groups[0], choices=groups, help="what to measure (%(default)s)")
-        parser.add_argument("--shape", default=DEFAULT, choices=sorted(CONFIGS), help="of the model (%(default)s)")
-        parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="(%(default)s)")
-        parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling (%(default)s)")
-        options = parser.parse_args(arguments)
+            parser.add_argument("--group", default=groups[0], choices=groups, help="what to measure")
+        options = parser.read(arguments)
         if options.device == "cuda" and not torch.cuda.is_available():
-            parser.error(f"torch {torch.__version__} sees no GPU; to try this out: --device cpu --shape {TINY}")
+            parser.error(f"torch {torch.__version__} sees no GPU; to try this out: --tiny")
         self.group = options.group if groups else ""
         self.name = f"{name}_{self.group}" if groups else name
         self.shape, self.seed = options.shape, options.seed
@@ -79,7 +73,7 @@ class Part:
         self.found: dict[str, Any] = {}
         self._errors: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
-        self._facts: dict[str, Any] = {"machine": describe_machine(self.device)}
+        self._facts: dict[str, Any] = {"machine": describe_machine(self.device) | {"packages": versions()}}
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         self._write("unfinished")
@@ -88,15 +82,6 @@ class Part:
     def seconds_left(self) -> float:
         """Until nothing more should start."""
         return self._limit - (time.time() - self._started)
-
-    @property
-    def triton_absent(self) -> str | None:
-        """Why Triton's kernels cannot run here; None: they can."""
-        if importlib.util.find_spec("triton") is None:
-            return "triton is not installed"
-        if self.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "needs a GPU; to try it out without one, set TRITON_INTERPRET=1"
-        return None
 
     def state(self, **facts: Any) -> None:
         """Adds facts that all measurements share: shape, dtype, lengths."""
@@ -150,21 +135,12 @@ class Part:
 
     def _write(self, status: str) -> None:
         result = {
-            "part": self.name,
-            "status": status,
-            "seconds": time.time() - self._started,
-            "shape": self.shape,
-            "seed": self.seed,
-            **self._facts,
-            "measured": self.found,
-            "errors": self._errors,
-            "skipped": self.skipped,
-        }
+            "part": self.name, "status": status, "seconds": time.time() - self._started, "shape": self.shape,
+            "seed": self.seed, **self._facts, "measured": self.found, "errors": self._errors, "skipped": self.skipped,
+        }  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{self.name}.json"
-        scratch = path.with_suffix(".tmp")  # a part killed while it writes must not lose what it had
-        scratch.write_text(json.dumps(_plain(result), indent=1) + "\n")
-        os.replace(scratch, path)
+        # A part killed while it writes must not lose what it had.
+        write_atomically(self.folder / f"{self.name}.json", json.dumps(_plain(result), indent=1) + "\n")
 
 
 def _plain(value: Any) -> Any:

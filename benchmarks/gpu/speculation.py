@@ -2,9 +2,9 @@
 
 No checkpoint is needed: the policy's projections lie on the grid that round-to-nearest finds, plus Gaussian noise of a
 stated number of grid steps, the largest of a few at which the block efficiency, measured here, is above 5, or else the
-one with the highest. Times are of whole calls without their prompts: with drafting in every round, with all defaults,
-whose measured rounds decide what is drafted, and with the toggle over a profile that is calibrated here. The first
-call with all defaults is shown by itself: it knows only what the probe says.
+one with the highest. Times are of whole calls without their prompts: with drafting in every round, and with
+all defaults, whose measured rounds decide what is drafted. The first call with all defaults is shown by itself: it
+knows only what the probe says.
 """
 
 import gc
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from spec_trl import SpeculativeConfig, release
-from spec_trl.measuring.fill_profile import calibrate
+from spec_trl import release
 
 from .decode import PLAIN, Method, alternate, engine, make_prompts, summarise
 from .part import Part
@@ -32,8 +31,7 @@ DRAFT_LENGTH = 5
 NOISES = (0.004, 0.001, 0.0)
 WANTED_EFFICIENCY = 5.05
 """Block efficiency, out of 6; 5 is wanted, and it varies a little from prompt to prompt."""
-CALIBRATION_SECONDS = 25.0
-ALWAYS, MEASURED, TOGGLED = "self, always", "self, measured", "self, roofline"
+ALWAYS, MEASURED = "self, always", "self, measured"
 
 
 def identity(part: Part) -> dict[str, Any]:
@@ -84,16 +82,6 @@ def find_policy(part: Part, config: PreTrainedConfig) -> PreTrainedModel:
     return grid_model(config, best["noise_in_grid_steps"], part.device, torch.bfloat16, part.seed)
 
 
-def calibrated(part: Part, model: PreTrainedModel, config: SpeculativeConfig, batch: int, length: int) -> str:
-    """A roofline profile of the policy, in the results' folder."""
-    seconds = 0.5 if part.is_smoke else CALIBRATION_SECONDS
-    profile = calibrate(model, config, batch, length, min(seconds, max(part.seconds_left / 3, 0.0)), progress=False)
-    path = part.folder / "speculation_profile.json"
-    profile.save(path)
-    part.record("profile", {"diagnostics": profile.diagnostics, "draft_max_rows": profile.draft_max_rows})
-    return str(path)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     part = Part("speculation", __doc__, arguments)
     prompt, new, batches, repeats = (24, 12, (1, 2), 1) if part.is_smoke else (PROMPT, NEW, BATCHES, REPEATS)
@@ -103,7 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = part.attempt("policy", partial(find_policy, part, config))
     if model is None:
         return part.finish()
-    head = SpeculativeConfig(draft_length=DRAFT_LENGTH, draft_lm_head="packed", sd_toggle="always")
 
     def prompts(batch: int, index: int) -> Tensor:
         return make_prompts(batch, prompt, config.vocab_size, 1000 * part.seed + index, part.device)
@@ -120,15 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             part.measure(key, work)
 
-    shared: dict[str, Any] = dict(draft_length=DRAFT_LENGTH, draft_lm_head=head.draft_lm_head)
     default = engine(model, new, "self")
     part.measure(f"{MEASURED}, first call, B 1", lambda: asdict(default(prompts(1, 0), part.seed)) | {"tokens": None})
     compare(MEASURED, default)
-    compare(ALWAYS, engine(model, new, "self", sd_toggle="always", **shared))
-    path = part.attempt("profile", partial(calibrated, part, model, head, max(batches), prompt + new + 16), needs=20.0)
-    if path is not None:
-        toggled: dict[str, Any] = dict(sd_toggle="roofline", roofline_profile=path, roofline_mismatch="error")
-        compare(TOGGLED, engine(model, new, "self", **toggled, **shared))
+    always: dict[str, Any] = dict(sd_toggle="always", draft_length=DRAFT_LENGTH, draft_lm_head="packed")
+    compare(ALWAYS, engine(model, new, "self", **always))
     return part.finish()
 
 

@@ -16,9 +16,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from spec_trl.scheduling.profile import Profile, ProfileKey
-from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
-from spec_trl.scheduling.sweep import Mode, Sample, check_samples, points
+from spec_trl.efficient_rollout.profile import Profile
+from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
+from spec_trl.efficient_rollout.sweep import Mode, Sample, check_samples, points
+from spec_trl.scheduling.model_constants import ModelConstants
+from spec_trl.scheduling.profile_key import ProfileKey
 
 
 MICROSECOND = 1e-6  # their c_T, c_D, c_V are in µs per row
@@ -44,14 +46,8 @@ def read_fit(path: Path) -> Profile:
             raise ValueError(f"{path}: {part}.{name} is {value!r} where a {kind.__name__} belongs; restore the file.")
         return kind(value)
 
-    constants = ModelConstants(
-        name=entry("model", "name", str),
-        weight_bytes=entry("model", "W_t", float),
-        draft_weight_bytes=entry("model", "W_d", float),
-        dense_flops=entry("model", "C_dense", float),
-        attention_flops=entry("model", "C_attn", float),
-        kv_bytes=entry("model", "kappa_theoretical", float),
-    )
+    names = "W_t", "W_d", "C_dense", "C_attn", "kappa_theoretical"
+    constants = ModelConstants(entry("model", "name", str), *(entry("model", name, float) for name in names))
     coefficients = Coefficients(
         F_eff=entry("calibration", "F_eff", float),
         BW_eff=entry("hardware", "BW_eff", float),

@@ -6,21 +6,18 @@ longest response, and one latency ("lower than 13 ms"), all else is ours. None d
     python -m benchmarks.paper.specactor --output benchmarks/results/specactor.json --figure workers.png
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-import torch
-
-from spec_trl.cli.cluster_figure import workers_over_time
 from spec_trl.cli.options import figure_file, table, whole_number
-from spec_trl.cli.simulate import as_table, methods_for, read_cluster
-from spec_trl.scheduling.cluster import Cluster
-from spec_trl.scheduling.simulator import Method, Outcome, simulate
+from spec_trl.specactor.cluster import Cluster
+from spec_trl.specactor.commands.cluster_figure import workers_over_time
+from spec_trl.specactor.commands.simulate import as_table, methods_for, read_cluster
+from spec_trl.specactor.simulator import Method, Outcome, simulate
 
-from ..measure import Finding, describe_machine, write_result
+from ..measure import Finding, Options, begin, spread, write_result
 
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
@@ -100,11 +97,11 @@ def simulate_all(cluster: Cluster, seed: int) -> dict[str, Outcome]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=whole_number, default=5, help="draws of lengths and acceptance (%(default)s)")
-    parser.add_argument("--output", type=Path, help="result to write")
+    parser = Options(__doc__, "specactor", "--seeds 1")
+    parser.add_argument("--seeds", type=whole_number, default=5, help="draws of lengths and acceptance")
     parser.add_argument("--figure", type=figure_file, help="Fig. 14 for DAPO-32B-20K, of the first draw")
-    options = parser.parse_args(arguments)
+    options = parser.read(arguments)
+    machine = begin(options)
     findings = []
     for trace, file in TRACES.items():
         cluster = read_cluster(CLUSTERS / file)
@@ -115,21 +112,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             simulated = [claim.simulated for claim in same]
             middle = same[0]._replace(simulated=median(simulated))
             paper = f"{middle.low:g} to {middle.high:g}" if middle.low < middle.high else f"{middle.low:g}"
-            spread = f"{min(simulated):.2f} to {max(simulated):.2f}"
-            rows.append([middle.what, paper, f"{middle.simulated:.3f}", spread, f"{middle.deviation:+.0%}"])
-            unit, interval = "×" if "idle" not in middle.what else "", (min(simulated), max(simulated))
+            draws_of = f"{min(simulated):.2f} to {max(simulated):.2f}"
+            rows.append([middle.what, paper, f"{middle.simulated:.3f}", draws_of, f"{middle.deviation:+.0%}"])
+            unit = "×" if "idle" not in middle.what else ""
             what = f"{trace}: {middle.what}; the paper: {paper}"
-            findings.append(Finding(what, middle.simulated, unit, interval=interval))
+            findings.append(Finding(what, middle.simulated, unit, interval=spread(simulated)))
         print(table([trace, "paper", "median", "draws", "off by"], rows))
     if options.figure is not None:
         workers_over_time(draws[0]).figure.savefig(options.figure)  # of the last trace, DAPO's
-    if options.output is not None:
-        write_result(
-            options.output, "workers", "SpecActor's cluster, simulated",
-            f"Both traces as `examples/clusters` describes them: median and range of {options.seeds} draws. Nothing "
-            "was timed, the clock is simulated. The assumptions were searched on the first draw.",
-            describe_machine(torch.device("cpu")), findings, {"seeds": options.seeds},
-        )  # fmt: skip
+    write_result(
+        options.output, "workers", "SpecActor's cluster, simulated",
+        f"Both traces as `examples/clusters` describes them: median and range of {options.seeds} draws. Nothing was "
+        "timed, the clock is simulated. The assumptions were searched on the first draw.",
+        machine, findings, {"seeds": options.seeds},
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 import matplotlib
 
@@ -41,7 +41,6 @@ from examples.demo.pretrain import POLICY
 from examples.demo.task import MAX_COMPLETION_LENGTH, build_dataset, exact_match
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
 from spec_trl.cli.main import main as spec_trl_command
-from spec_trl.generation.configuration import Strategy
 from spec_trl.trainers.run_log import LOG_FILE
 
 
@@ -156,7 +155,7 @@ def train(method: str, output: Path, bar: tqdm) -> Training:
     if method == TRL:
         trainer = TimedGRPOTrainer(args=GRPOConfig(**settings), **arguments)
     else:
-        config = SpecGRPOConfig(**settings, assistant_strategy=cast(Strategy, method))
+        config = SpecGRPOConfig(**settings, assistant_strategy=method)
         trainer = TimedSpecGRPOTrainer(args=config, **arguments)
     trainer.remove_callback(PrinterCallback)  # comes with disable_tqdm
     started = time.perf_counter()

@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.requirements import check_lengths, check_model
 from ..generation.generate import install
-from ..measuring.fill_profile import hardware_name
-from ..measuring.profile_cache import find_profile
+from ..measuring.calibrated import find_profile
+from ..measuring.machine import hardware_name
 from .gains import MOST_VISITS, Gain, Way, Work, make_ways, measure, summarise
 from .loading import find_device, load_config, load_model, load_tokenizer
 from .options import table

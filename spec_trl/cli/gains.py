@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -13,11 +14,14 @@ from ..generation import kept
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.statistics import SpeculationStatistics
-from ..generation.strategies import make_drafters, roofline_rounds
-from ..scheduling.profile import Profile
-from ..scheduling.toggle import predicted_speedup
+from ..generation.strategies import make_drafters
+from ..papers import load
 from .near_ties import NOISE_PROMPT, distance, measure_logit_noise, reference_scores
 from .prompts import pad_left
+
+
+if TYPE_CHECKING:
+    from ..efficient_rollout.profile import Profile
 
 
 GENERATE = "generate"
@@ -308,7 +312,7 @@ class Gain:
 
 
 def summarise(
-    model: PreTrainedModel, work: Work, seed: int, calls: Mapping[Way, Sequence[Call]], profile: Profile | None,
+    model: PreTrainedModel, work: Work, seed: int, calls: Mapping[Way, Sequence[Call]], profile: "Profile | None",
     until: float = math.inf,
 ) -> list[Gain]:  # fmt: skip
     """A gain for each way. Of several visits the first counts for identity alone. Without a call of GENERATE and
@@ -350,16 +354,16 @@ def summarise(
 
 
 def _predicted(
-    way: Way, work: Work, calls: Sequence[Call], tau: float | None, profile: Profile | None
+    way: Way, work: Work, calls: Sequence[Call], tau: float | None, profile: "Profile | None"
 ) -> float | None:
     if way.drafter is None or tau is None or profile is None:
         return None
     batch, name = len(work.prompts), way.drafter.strategy
     # Halfway through its completion a row has about its mean length over the rounds.
     length = fmean(len(p) + len(c) / 2 for call in calls for p, c in zip(work.prompts, call.completions, strict=True))
-    seconds = roofline_rounds([way.drafter], profile)
+    seconds = load("efficient_rollout.rounds").roofline_rounds([way.drafter], profile)
     cycle = seconds({name: way.draft_length}, way.draft_length, batch, length)
-    return predicted_speedup(tau, seconds({}, 0, batch, length), cycle)
+    return tau * seconds({}, 0, batch, length) / cycle
 
 
 def _synchronize(device: torch.device) -> None:

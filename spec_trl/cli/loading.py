@@ -10,7 +10,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..generation.value_checks import require_folder_or_id
+from ..value_checks import require_folder_or_id
 
 
 def find_device(name: str | None) -> torch.device:

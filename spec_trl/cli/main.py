@@ -5,17 +5,39 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from importlib import import_module, metadata
+from importlib import metadata
 from typing import Any, NoReturn
 
-from .arguments import COMMANDS
+from ..papers import load
 
+
+_ER, _SA = "efficient_rollout.commands", "specactor.commands"
+COMMANDS = {
+    "bench": ("cli", "measure what a model gains on this machine, and recommend a config"),
+    "calibrate": (_ER, "measure this machine with a model and write a profile"),
+    "validate": (_ER, "compare a profile with measured times, or fit a sweep anew"),
+    "predict": (_ER, "predict step times and speedups from a profile"),
+    "plot": (_ER, "draw the toggle's boundary with measured points, or a draft ladder"),
+    "report": ("cli", "draw a training run: PNG files and one HTML page"),
+    "simulate": (_SA, "simulate rollouts on a cluster that a YAML file describes, and plan them"),
+}
+"""By name: the folder that has its arguments and a module of its name, and its line in `spec-trl --help`."""
 
 _VERSIONED = ("spec_trl", "transformers", "torch", "trl")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage is for those who ask for it."""
+    """Says what is wrong in one line; the usage is for those who ask for it. `loaded` is the name of the command whose
+    arguments it loads when it reads them: the other commands' folders are not imported."""
+
+    loaded: str | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if (name := self.loaded) is not None:
+            command = load(f"{COMMANDS[name][0]}.arguments").COMMANDS[name]
+            self.loaded, self.description, self.epilog = None, command.description, f"example:\n  {command.examples}"
+            command.add_arguments(self)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -45,12 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
     text = f"print the versions of {', '.join(_VERSIONED)}"
     parser.add_argument("--version", action=_Version, nargs=0, help=text)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        added = commands.add_parser(
-            name, help=command.help, description=command.description, epilog=f"example:\n  {command.examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
-        command.add_arguments(added)
+    for name, (_, line) in COMMANDS.items():
+        added = commands.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)
+        added.loaded = name
     return parser
 
 
@@ -61,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            import_module(f".{arguments.command}", __package__).run(arguments)
+            load(f"{COMMANDS[arguments.command][0]}.{arguments.command}").run(arguments)
             return 0
         except ValueError as error:
             message = str(error)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..generation.configuration import NEED_ASSISTANT, OPTIONS, SpeculativeConfig
-from ..scheduling.draft_length import expected_block_efficiency
+from ..generation.configuration import OPTIONS, SpeculativeConfig
+from ..generation.registry import needing_assistant
 
 
 MARGIN = SpeculativeConfig.sd_margin
@@ -64,8 +64,8 @@ def whole_numbers(text: str) -> list[int]:
 def named_assistant(text: str) -> tuple[str, str]:
     """ "model=path/or/hub-id" as (strategy, path)."""
     kind, _, path = text.partition("=")
-    if kind not in NEED_ASSISTANT or not path:
-        kinds = ", ".join(NEED_ASSISTANT)
+    if kind not in needing_assistant() or not path:
+        kinds = ", ".join(needing_assistant())
         raise argparse.ArgumentTypeError(f"{text!r} is not KIND=MODEL with one of the kinds {kinds}")
     return kind, path
 
@@ -84,28 +84,6 @@ def add_margin(parser: argparse.ArgumentParser, default: float | None = MARGIN) 
     """Adds --margin, ε; with `default` None a command sees whether it was given."""
     text = f"{OPTIONS['sd_margin'].metadata['help']} ({MARGIN})"
     add_option(parser, "--margin", "sd_margin", type=fraction, default=default, help=text)
-
-
-def add_block_efficiency(parser: argparse.ArgumentParser) -> None:
-    """Adds --block-efficiency and --acceptance, of which at most one may be given."""
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--block-efficiency", type=positive, metavar="TAU", help="τ: tokens per verified block, bonus included")
-    text = "chance that a draft token is accepted; gives τ for each γ"
-    add("--acceptance", type=fraction, metavar="ALPHA", help=text)
-
-
-def block_efficiency_of(arguments: argparse.Namespace, draft_length: int) -> float:
-    """τ for γ by what `add_block_efficiency` added; γ itself where nothing was given (ER App. E.4)."""
-    if arguments.acceptance is not None:
-        return expected_block_efficiency(arguments.acceptance, draft_length)
-    if arguments.block_efficiency is None:
-        return float(draft_length)
-    if not 1 <= arguments.block_efficiency <= draft_length + 1:
-        raise ValueError(
-            f"--block-efficiency {arguments.block_efficiency:g} is impossible with {draft_length} draft tokens: "
-            f"it lies between 1 and {draft_length + 1}. Give --acceptance for several draft lengths at once."
-        )
-    return float(arguments.block_efficiency)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -8,7 +8,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ..generation.engine.timeline import PlanChange
+from ..generation.engine.statistics import PlanChange
 from ..trainers.run_log import RolloutRecord, RoundPoint
 from .figures import PALE, Drawing, canvas, drafter_colour, percent, spread
 

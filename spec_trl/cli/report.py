@@ -8,18 +8,22 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from ..json_files import write_atomically
-from ..scheduling.profile import Profile
+from ..papers import load
 from ..trainers.run_log import Run, read_run
 from ..trainers.verdict import verdict_of
 from . import figures
-from .boundary import block_efficiency_of_run, points_of_run, points_of_sweep, toggle_boundary
 from .figures import Drawing
 from .plan_figure import plans_over_rounds
 from .timeline_figure import timeline_of_run
+
+
+if TYPE_CHECKING:
+    from ..efficient_rollout.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -64,17 +68,18 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"written: {page} and {len(images)} PNG files next to it")
 
 
-def _build(log: Run, profile: Profile | None, margin: float, missing: str) -> list[Section]:
+def _build(log: Run, profile: "Profile | None", margin: float, missing: str) -> list[Section]:
     """All sections of the report; `missing` says why there is no `profile`."""
     train = log.of("train")
     boundary, whose = None, ""
     if profile is not None:
-        points, idle = points_of_run(train, profile.roofline)
-        taus = block_efficiency_of_run(train)
+        figure = load("efficient_rollout.commands.boundary")
+        points, idle = figure.points_of_run(train, profile.roofline)
+        taus = figure.block_efficiency_of_run(train)
         if not points or not taus:  # the run never speculated: what calibration measured says why
-            points, whose = points_of_sweep(profile.samples, float), " by the calibration's times at τ = γ"
+            points, whose = figure.points_of_sweep(profile.samples, float), " by the calibration's times at τ = γ"
             taus = {gamma: float(gamma) for gamma in sorted({point.draft_length for point in points})}
-        boundary = toggle_boundary(profile.roofline, points, taus, margin, profile.draft_max_rows, idle)
+        boundary = figure.toggle_boundary(profile.roofline, points, taus, margin, profile.draft_max_rows, idle)
         missing = "no speculative rounds were measured often enough, and the profile holds no times."
     by_first, by_tau = (figures.entropy_against(train, of) for of in ("first_token_acceptance", "block_efficiency"))
     return [
@@ -118,10 +123,10 @@ def _render(log: Run, sections: Sequence[Section], images: dict[str, bytes]) -> 
     return "\n".join(parts)
 
 
-def _profile_of(log: Run, named: Path | None) -> tuple[Profile | None, str]:
+def _profile_of(log: Run, named: Path | None) -> "tuple[Profile | None, str]":
     """The profile to draw with, or why there is none. One that the user names must be good; the run's may be gone."""
     if named is not None:
-        return Profile.load(named), ""
+        return load("efficient_rollout.profile").Profile.load(named), ""
     if log.header.profile is None:
         return None, ""
     path = Path(log.header.profile)
@@ -130,7 +135,7 @@ def _profile_of(log: Run, named: Path | None) -> tuple[Profile | None, str]:
     if not path.exists():
         return None, f"the run's profile {log.header.profile} is gone; name one with --profile."
     try:
-        return Profile.load(path), ""
+        return load("efficient_rollout.profile").Profile.load(path), ""
     except ValueError as error:
         warnings.warn(f"the run's own profile cannot be read: {error}", stacklevel=2)
         return None, "the run's profile cannot be read; name one with --profile."

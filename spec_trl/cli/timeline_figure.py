@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ..generation.engine.timeline import RequestTimeline, slowest
+from ..generation.engine.statistics import RequestTimeline, slowest
 from ..trainers.run_log import TIMELINES, RolloutRecord
 from .figures import PALE, Box, Drawing, canvas, drafter_colour, draw_boxes, percent
 

@@ -61,7 +61,7 @@ class Link:
 
     @staticmethod
     def rows_of(rank: int) -> str:
-        """The note on which `rank` writes how many rows it has, -1: it waits for some, and something new each time."""
+        """Key of the store where `rank` writes its row count (-1: it waits for rows) and a number that changes."""
         return f"rows/{rank}"
 
     @property

@@ -90,7 +90,8 @@ class MovedRows:
             self.requests.append(replace(requests[index], progress=progress))
 
     def _tail(self, place: int) -> RowStates:
-        """The K/V of the row at `place`, once all have come; given away, since the pool outlives the rollout."""
+        """Waits for the K/V of the row at `place` and returns it. The pool outlives the rollout, so it drops its
+        reference."""
         if self._works:
             self._synchronize()
             computed = time.perf_counter()

@@ -15,8 +15,8 @@ from .moved_rows import MovedRows, Sending
 
 
 POLL_SHARE = 0.01
-"""Share of a rank's time that it spends on looking whether another rank has nothing to do; more where answers are so
-slow that others would take its silence for its end."""
+"""Share of a rank's time that it spends on polling the other ranks. It rises when the store is slow, so that others do
+not assume that this rank is dead."""
 _NOTHING = "nothing"
 
 

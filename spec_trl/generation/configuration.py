@@ -10,11 +10,18 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..scheduling.draft_length import MAX_DRAFT_LENGTH
-from .value_checks import did_you_mean, require_bool, require_choice, require_folder_or_id, require_int, require_number
+from ..scheduling.acceptance import MAX_DRAFT_LENGTH
+from ..value_checks import (
+    did_you_mean,
+    require_bool,
+    require_choice,
+    require_folder_or_id,
+    require_int,
+    require_number,
+)
+from .registry import CHOOSING, DRAFTERS, drafting_ahead, needing_assistant, strategies, taking_assistant
 
 
-Strategy = Literal["none", "self", "model", "ngram", "history", "eagle3", "dflash", "tts", "auto", "best_of_n"]
 Verification = Literal["exact", "rejection"]
 Toggle = Literal["measured", "roofline", "always", "never"]
 Mismatch = Literal["recalibrate", "error"]
@@ -24,13 +31,6 @@ Head = Literal["auto", "dense", "packed"]
 TTSDrafter = Literal["self", "model", "eagle3", "dflash"]
 TTSScope = Literal["request", "rollout", "run"]
 TTSAnchor = Literal["current", "initial"]
-
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
-BEST_OF_N_DRAFTERS = ("self", "history", "ngram", "model", "eagle3", "dflash", "tts")
-DECOUPLED = ("self", "model", "ngram")
-CHOOSING = ("auto", "best_of_n")  # strategies of several drafters
-NEED_ASSISTANT = ("model", "eagle3", "dflash")
-TAKE_ASSISTANT = (*NEED_ASSISTANT, "tts", "auto", "best_of_n")
 
 
 def option(
@@ -171,8 +171,7 @@ class SpeculativeConfig:
 
     best_of_n_drafters: Sequence[str] = option(
         ("self", "history", "ngram"),
-        'Strategies that may draft under "best_of_n" (SpecActor §4.2), without repetition: some of '
-        f"{', '.join(BEST_OF_N_DRAFTERS)}.",
+        'Strategies of one drafter that may draft under "best_of_n" (SpecActor §4.2), without repetition.',
     )
     best_of_n_assistants: Mapping[str, Any] | None = option(
         None,
@@ -235,7 +234,7 @@ class SpeculativeConfig:
             )
         if self.sd_toggle == "measured" and not Path(path).is_file():
             raise ValueError(
-                f'roofline_profile={path!r} is no file that exists; correct the path, or set sd_toggle="roofline", '
+                f'roofline_profile={path!r} does not exist; correct the path, or set sd_toggle="roofline", '
                 "which calibrates and writes it."
             )
         if not Path(path).parent.is_dir() or Path(path).is_dir():
@@ -243,15 +242,15 @@ class SpeculativeConfig:
 
     def _check_best_of_n(self) -> None:
         names = self.best_of_n_drafters
-        known = isinstance(names, list | tuple) and bool(names) and set(names) <= {*BEST_OF_N_DRAFTERS}
+        known = isinstance(names, list | tuple) and bool(names) and set(names) <= DRAFTERS.keys()
         if not known or len(set(names)) < len(names):
             raise ValueError(
-                f"best_of_n_drafters={names!r} must be one or more different ones of {list(BEST_OF_N_DRAFTERS)}."
+                f"best_of_n_drafters={names!r} must be one or more different ones of {list(DRAFTERS)}."
             )
         given = self.best_of_n_assistants
         if given is None:
             return
-        takers = [name for name in names if name in TAKE_ASSISTANT]
+        takers = [name for name in names if name in taking_assistant()]
         if not isinstance(given, Mapping) or not given or set(given) - {*takers}:
             raise ValueError(
                 f"best_of_n_assistants={given!r} must be a dict with some of {takers}, the members of "
@@ -268,7 +267,7 @@ class SpeculativeConfig:
             ValueError: a member lacks its assistant, or not exactly one lacks the one that is given.
         """
         found = dict(self.best_of_n_assistants or {})
-        needs = {*NEED_ASSISTANT} | ({"tts"} if self.tts_drafter != "self" else set())
+        needs = {*needing_assistant()} | ({"tts"} if self.tts_drafter != "self" else set())
         lacking = [name for name in self.best_of_n_drafters if name in needs and name not in found]
         if assistant is not None and len(lacking) == 1:
             found[lacking.pop()] = assistant
@@ -362,7 +361,7 @@ def check_option(name: str, value: object) -> None:
 
 def check_strategy(strategy: str) -> str:
     """Returns `strategy`, or raises ValueError naming the ones that exist."""
-    require_choice("assistant_strategy", strategy, STRATEGIES)
+    require_choice("assistant_strategy", strategy, strategies())
     return strategy
 
 
@@ -391,10 +390,10 @@ def check_decoupled(strategy: str, config: SpeculativeConfig) -> None:
     """Raises ValueError where the drafter of `strategy` must run decoupled and cannot."""
     if config.decoupled_execution != "always":
         return
-    if strategy not in DECOUPLED:
+    if strategy not in drafting_ahead():
         raise ValueError(
             f'decoupled_execution="always" does not go with assistant_strategy={strategy!r}: only the drafters of '
-            f"{list(DECOUPLED)} can draft on from their own drafts. Name one of these, or set "
+            f"{list(drafting_ahead())} can draft on from their own drafts. Name one of these, or set "
             'decoupled_execution="never".'
         )
     if config.verification == "rejection":

@@ -13,10 +13,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from ..measuring.fill_ladder import find_ladder
-from ..measuring.profile_cache import find_profile
+from ..measuring.calibrated import find_ladder, find_profile
 from ..scheduling.control import Control, NeverSpeculate
-from .configuration import CHOOSING, SpeculativeConfig, check_combination, check_decoupled, check_strategy
+from .configuration import SpeculativeConfig, check_combination, check_decoupled, check_strategy
 from .decoupling import check_device, decoupled, keep_acceptance
 from .engine import requirements
 from .engine.captured import GraphRunner
@@ -47,6 +46,7 @@ from .engine.runner import EagerRunner
 from .engine.slow_dtype import warn_of_slow_dtype
 from .engine.statistics import SpeculationStatistics
 from .engine.stopping import Stopping, length_limit
+from .registry import CHOOSING
 from .strategies import as_drafters, keep_control, make_drafters, take_control
 
 

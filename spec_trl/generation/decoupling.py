@@ -4,21 +4,24 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.profile_cache import find_profile
-from ..scheduling.affine_times import affine_times
-from ..scheduling.decoupled_plan import plan_of_machine
-from ..scheduling.reconfiguration import RequestPlans
+from ..measuring.calibrated import find_profile
+from ..papers import load
 from . import kept
 from .configuration import SpeculativeConfig
 from .drafters.decoupled.drafter import DecoupledDrafter
 from .drafters.decoupled.thread import DraftThread
 from .engine.drafter import Drafter
 from .engine.statistics import SpeculationStatistics
-from .strategies import as_drafters, roofline_of
+from .strategies import as_drafters
+
+
+if TYPE_CHECKING:
+    from ..specactor.reconfiguration import RequestPlans
 
 
 def decoupled(
@@ -101,7 +104,7 @@ def _drafting_share() -> float:
 
 def _plans(
     drafter: Drafter, model: PreTrainedModel, config: SpeculativeConfig, capacity: int, length: int
-) -> RequestPlans[int] | None:
+) -> "RequestPlans[int] | None":
     """The plans of requests, all that of the machine at first; None: there is no profile to predict by, or no
     acceptance of an earlier call."""
     acceptance: float | None = kept.look(model, _name(drafter))
@@ -110,13 +113,7 @@ def _plans(
     profile = find_profile(model, replace(config, sd_toggle="measured"), capacity, length)  # one that exists
     if profile is None:
         return None
-    roofline = roofline_of(drafter, profile)
-    share = _drafting_share()
-    draft, verify = affine_times(roofline, capacity, length / 2, share if share > 0 else 1.0)
-    alone, _ = affine_times(roofline, capacity, length / 2)
-    plan = plan_of_machine(
-        acceptance, config.draft_length, capacity, alone(1), draft(1), lambda positions: verify(1, positions)
+    plans: RequestPlans[int] = load("specactor.machine_plans").request_plans(
+        drafter, profile, config, acceptance, capacity, length, _drafting_share()
     )
-    if config.decoupled_execution == "always":
-        plan = replace(plan, mode="decoupled", window=config.draft_length + 1)
-    return RequestPlans(plan, draft, verify)
+    return plans

@@ -53,8 +53,8 @@ def install() -> None:
             speculative_decoding,
             assistant_strategy=strategy,
             speculative_config=config,
-            # generate gives a custom method no assistant and no streamer, and refuses an assistant together with
-            # num_return_sequences: so they take another way.
+            # generate() gives a custom method no assistant and no streamer, and refuses an assistant together with
+            # num_return_sequences. Private keywords pass them on.
             _assistant=kwargs.pop("assistant_model", None),
             _streamer=kwargs.get("streamer"),
         )

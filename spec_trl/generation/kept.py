@@ -18,12 +18,12 @@ _kept: "WeakKeyDictionary[nn.Module, dict[str, Any]]" = WeakKeyDictionary()
 
 
 def take(model: nn.Module, name: str) -> Any | None:
-    """What is kept for `model` as `name`, and is kept no more; None: nothing."""
+    """Removes and returns the entry `name` of `model`, or None."""
     return _kept.get(model, {}).pop(name, None)  # in one step: two threads never get the same
 
 
 def look(model: nn.Module, name: str) -> Any | None:
-    """The same, but it stays: for what no call changes."""
+    """Returns the entry without removing it: for entries that no call changes."""
     return _kept.get(model, {}).get(name)
 
 

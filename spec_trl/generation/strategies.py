@@ -1,45 +1,30 @@
 """What an `assistant_strategy` means: which drafters draft, and the control that decides when they do."""
 
-import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..measuring.known_rounds import KnownRounds, find_known_rounds
-from ..quantization.kernels import PackedWeight
+from ..papers import load
 from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
-from ..scheduling.ladder import Ladder
 from ..scheduling.ledger import CELL_ERROR, Drafts, Times
 from ..scheduling.planner import Planner
-from ..scheduling.profile import Profile
-from ..scheduling.roofline import Roofline
-from ..scheduling.round_costs import LadderRounds, RooflineRounds
-from ..scheduling.toggle import RooflineToggle
 from . import kept
-from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy
-from .drafters.canvas import TrainableDrafter
-from .drafters.checkpoints import read_config
-from .drafters.dflash.drafter import DFlashDrafter
-from .drafters.eagle3.drafter import Eagle3Drafter
-from .drafters.history import HistoryDrafter
-from .drafters.ngram import NgramDrafter
-from .drafters.self_copy import SelfDrafter, self_drafter_of, versions
-from .drafters.small_model import SmallModelDrafter, as_assistant, load_assistant, read_assistant_config
+from .configuration import SpeculativeConfig, check_strategy
+from .drafters.self_copy import SelfDrafter
 from .drafters.tts.drafter import DistilledDrafter
-from .drafters.vocabulary import check_sizes
 from .engine.drafter import Drafter
-from .engine.shadow import structure
-from .value_checks import require_folder_or_id
+from .registry import DRAFTERS, taking_assistant
+
+
+if TYPE_CHECKING:
+    from ..efficient_rollout.profile import Profile
+    from ..specactor.ladder import Ladder
 
 
 Assistant: TypeAlias = "PreTrainedModel | str | None"
-_LEARNED = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter}
-# Kernels whose layers keep locks or partial sums between thread blocks: drafting and learning would share them.
-_ONE_STREAM = {"humming", "marlin"}
 
 
 # ---- drafters -----------------------------------------------------------------------------------------------------
@@ -51,12 +36,12 @@ def make_drafters(
     """The drafters of `strategy` for `model`: none for `"none"`, all that there can be for `"auto"`, those that
     `best_of_n_drafters` names for `"best_of_n"`, else one.
 
-    The self-drafter of a model, its history and a drafter that learns are kept between calls: they are the caller's
-    until :func:`~spec_trl.generation.engine.drafter.keep_drafters`, and who asks meanwhile gets others. Other drafters
-    are made in each call. Raises ValueError where the strategy is unknown, or does not go with the assistant.
+    Those that an earlier call has left are the caller's until
+    :func:`~spec_trl.generation.engine.drafter.keep_drafters`. Raises ValueError where the strategy is unknown, or does
+    not go with the assistant.
     """
     check_strategy(strategy)
-    if assistant is not None and strategy not in TAKE_ASSISTANT:
+    if assistant is not None and strategy not in taking_assistant():
         raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
     check_assistants(strategy, assistant, config, model)
     members: dict[str, Assistant] = {strategy: assistant}
@@ -67,23 +52,7 @@ def make_drafters(
     elif strategy == "best_of_n":
         assistants = config.assistants_of_best_of_n(assistant)
         members = {member: assistants.get(member) for member in config.best_of_n_drafters}
-    return [_make_drafter(kind, model, given, config) for kind, given in members.items()]
-
-
-def _make_drafter(kind: str, model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> Drafter:
-    match kind:
-        case "self":
-            return self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
-        case "model":
-            return SmallModelDrafter(load_assistant(assistant, model), model)
-        case "history":
-            return _history_of(model, config.history_max_tokens)
-        case "ngram":
-            return NgramDrafter(config.ngram_size)
-        case "tts":
-            return _distilled_drafter_of(model, assistant, config)
-        case _:
-            return _load_learned(kind, model, assistant)
+    return [DRAFTERS[name].make(model, of_member, config) for name, of_member in members.items()]
 
 
 def policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
@@ -98,7 +67,7 @@ def copy_again(drafters: list[Drafter], model: PreTrainedModel, config: Speculat
     for place, drafter in enumerate(drafters):
         if policy_copies([drafter]):
             memory = drafter.state_dict() if isinstance(drafter, DistilledDrafter) else None
-            drafters[place] = made = _make_drafter(drafter.strategy, model, None, config)
+            drafters[place] = made = DRAFTERS[drafter.strategy].make(model, None, config)
             if isinstance(made, DistilledDrafter) and memory:
                 made.load_state_dict(memory)
 
@@ -106,33 +75,16 @@ def copy_again(drafters: list[Drafter], model: PreTrainedModel, config: Speculat
 def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeConfig, target: PreTrainedModel) -> None:
     """Raises ValueError, naming the argument, where an assistant is no model, or one given by a path or hub id is not
     there or has another vocabulary than the target. Reads its config alone."""
-    named = {"assistant_model": (strategy, assistant)}
+    named = {"assistant_model": ("model" if strategy == "auto" else strategy, assistant)}
     if strategy == "best_of_n":
-        own = config.best_of_n_assistants or {}
+        of_members = config.best_of_n_assistants or {}
         named = {
-            f"best_of_n_assistants[{member!r}]" if member in own else "assistant_model": (member, given)
-            for member, given in config.assistants_of_best_of_n(assistant).items()
+            f"best_of_n_assistants[{member!r}]" if member in of_members else "assistant_model": (member, of_member)
+            for member, of_member in config.assistants_of_best_of_n(assistant).items()
         }
-    vocabulary = target.config.get_text_config(decoder=True).vocab_size
-    for argument, (member, given) in named.items():
-        kind = config.tts_drafter if member == "tts" else member
-        if given is None or kind == "self":
-            continue
-        if not isinstance(given, str):
-            if kind in _LEARNED:
-                raise _no_checkpoint(argument, kind, given)
-            as_assistant(argument, given)
-            continue
-        require_folder_or_id(argument, given)
-        if kind in _LEARNED:
-            settings: Any = read_config(given, argument)
-            found = settings.get("transformer_layer_config", settings).get("vocab_size", vocabulary)
-        else:
-            try:
-                found = read_assistant_config(given).get_text_config(decoder=True).vocab_size
-            except (OSError, ValueError) as error:
-                raise ValueError(f"{argument}={given!r} is no causal LM that can be loaded: {error}") from error
-        check_sizes(f"{argument}={given!r}", found, vocabulary)
+    for argument, (member, of_member) in named.items():
+        if of_member is not None:
+            DRAFTERS[member].check_assistant(argument, of_member, target, config)
 
 
 def as_drafters(given: Drafter | Sequence[Drafter]) -> list[Drafter]:
@@ -145,81 +97,6 @@ def as_drafters(given: Drafter | Sequence[Drafter]) -> list[Drafter]:
     return list(drafters)
 
 
-def _no_checkpoint(argument: str, kind: str, given: object) -> ValueError:
-    shown = type(given).__name__ if isinstance(given, nn.Module) else repr(given)
-    way_out = "give the folder or hub id of a drafter's checkpoint"
-    return ValueError(f"{argument}={shown} with a drafter of kind {kind!r}: {way_out}.")
-
-
-def _load_learned(strategy: str, model: PreTrainedModel, assistant: Assistant) -> TrainableDrafter:
-    if not isinstance(assistant, str):
-        raise _no_checkpoint("assistant_model", strategy, assistant)
-    return _LEARNED[strategy](assistant, model)
-
-
-def _history_of(model: PreTrainedModel, max_tokens: int) -> HistoryDrafter:
-    """The history of `model`, which is kept for the next call with the same bound."""
-    drafter: HistoryDrafter | None = kept.take(model, HistoryDrafter.strategy)
-    if drafter is None or drafter.made_for != (max_tokens,):
-        drafter = HistoryDrafter(max_tokens)
-        drafter.made_for = (max_tokens,)
-    return drafter
-
-
-def _distilled_drafter_of(model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> DistilledDrafter:
-    """The learning drafter of `model`, which is kept for the next call with the same options."""
-    if isinstance(assistant, nn.Module) and config.tts_drafter == "model":
-        assistant = as_assistant("assistant_model", assistant)
-    options: tuple[object, ...] = (config.tts_drafter, config.distillation(), config.packing())
-    options = (*options, model.dtype, model.device, *map(id, model.parameters()), *_identity(assistant))
-    if config.tts_drafter == "self":
-        options += structure(model)
-    drafter: DistilledDrafter | None = kept.take(model, DistilledDrafter.strategy)
-    if drafter is not None and drafter.made_for == options:
-        if isinstance(drafter.student, SelfDrafter):
-            drafter.student.refresh_if_changed()
-        return drafter
-    del drafter  # before a second one is loaded
-    drafter = DistilledDrafter(_student(model, assistant, config), config.distillation())
-    drafter.made_for = options
-    return drafter
-
-
-def _identity(assistant: Assistant) -> Iterator[object]:
-    """Differs when the assistant has changed: its weights' storage and versions, or its files' times."""
-    if isinstance(assistant, PreTrainedModel):
-        yield from (*structure(assistant), *versions(assistant))
-    elif isinstance(assistant, str):
-        yield assistant
-        if (folder := Path(assistant)).is_dir():
-            yield from sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir())
-
-
-def _student(model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> TrainableDrafter:
-    """A drafter with weights of its own, which may learn."""
-    kind = config.tts_drafter
-    if kind == "self":
-        if assistant is not None:
-            name = assistant if isinstance(assistant, str) else type(assistant).__name__
-            raise ValueError(
-                f"assistant_model={name!r} is given, and tts_drafter='self' uses none. Drop it, or say what it is: "
-                "tts_drafter='eagle3', 'dflash' or 'model'."
-            )
-        student = SelfDrafter(model, *config.packing())
-        modules = (module for layer in student.quantized.layers.values() for module in layer.modules())
-        names = {module.name for module in modules if isinstance(module, PackedWeight)}
-        if config.tts_asynchronous and (alone := sorted(names & _ONE_STREAM)):
-            raise ValueError(
-                f"tts_asynchronous=True with layers of the kernels {alone}, whose scratch memory serves one stream. "
-                'Set draft_kernel="triton" or "torch_int4", or tts_asynchronous=False.'
-            )
-        return student
-    if kind == "model":
-        loaded = load_assistant(assistant, model)
-        return SmallModelDrafter(copy.deepcopy(loaded) if loaded is assistant else loaded, model)
-    return _load_learned(kind, model, assistant)
-
-
 # ---- control ------------------------------------------------------------------------------------------------------
 
 
@@ -227,8 +104,8 @@ def make_control(
     drafters: Sequence[Drafter],
     config: SpeculativeConfig,
     draft_lengths: Sequence[int],
-    profile: Profile | None = None,
-    ladder: Ladder | None = None,
+    profile: "Profile | None" = None,
+    ladder: "Ladder | None" = None,
     known: KnownRounds | None = None,
 ) -> Control:
     """The control that `config.sd_toggle` asks for, over `drafters` in their order. A planner chooses among
@@ -258,43 +135,21 @@ def make_control(
     costs: RoundSeconds
     times = Times(CELL_ERROR)
     if ladder is not None:
-        costs = LadderRounds(ladder, None if profile is None else profile.roofline)
+        costs = load("specactor.ladder").LadderRounds(ladder, None if profile is None else profile.roofline)
         draft_lengths = [
             length for length in draft_lengths if all(length in ladder.draft_lengths(name, 1) for name in names)
         ]
     elif profile is not None:
-        costs = roofline_rounds(drafters, profile)
+        costs = load("efficient_rollout.rounds").roofline_rounds(drafters, profile)
     else:
         assert known is not None
         costs, times = known.seconds, known.times
     if config.sd_toggle == "roofline" and profile is not None and len(drafters) == 1:
-        return RooflineToggle(candidates[0], costs, config.sd_margin)
+        toggle: Control = load("efficient_rollout.toggle").RooflineToggle(candidates[0], costs, config.sd_margin)
+        return toggle
     drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
     race, budget = config.best_of_n_race, config.best_of_n_budget
     return Planner(candidates, draft_lengths, costs, times, drafts, config.sd_margin, race, budget)
-
-
-def roofline_rounds(drafters: Sequence[Drafter], profile: Profile) -> RooflineRounds:
-    """What rounds of `drafters` take by a calibrated profile."""
-    networks = {each.strategy: roofline_of(each, profile) for each in drafters if each.has_probabilities}
-    return RooflineRounds(profile.roofline, networks)
-
-
-def roofline_of(drafter: Drafter, profile: Profile) -> Roofline:
-    """Predicts rounds of `drafter`, a network.
-
-    For another network than the policy's copy its own forwards stand in place of the self-drafter's. Their kernels are
-    dense like the target's, so the target's coefficients serve. A forward that drafts many tokens is
-    shared among them.
-    """
-    cost = drafter.cost
-    if cost is None:
-        return profile.roofline
-    k, c, share = profile.roofline.constants, profile.roofline.coefficients, 1 / cost.tokens
-    return Roofline(
-        replace(k, draft_weight_bytes=cost.weight_bytes * share, draft_expert_bytes=0.0),
-        replace(c, eta_D=1.0, c_D=c.c_T * share, t_D=c.t_T * share, phi_D=cost.dense_flops * share / k.dense_flops),
-    )
 
 
 @dataclass(frozen=True)
@@ -303,7 +158,7 @@ class KeptControl:
     `sources` profile and ladder, or of what is `known` without them."""
 
     name: str
-    sources: tuple[Profile | None, Ladder | None]
+    sources: "tuple[Profile | None, Ladder | None]"
     control: Control
     known: KnownRounds | None
 
@@ -313,8 +168,8 @@ def take_control(
     drafters: Sequence[Drafter],
     config: SpeculativeConfig,
     draft_lengths: Sequence[int],
-    profile: Profile | None,
-    ladder: Ladder | None,
+    profile: "Profile | None",
+    ladder: "Ladder | None",
     races: bool = True,
 ) -> KeptControl:
     """The control that the last call with the same options left, which has measured rounds by now; else a new one,

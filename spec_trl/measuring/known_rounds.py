@@ -1,7 +1,6 @@
 """What is known of a model's rounds on this machine before the first one: in the user's cache, or by a probe."""
 
 import hashlib
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from ..generation.engine.drafter import Drafter
 from ..json_files import read_json, write_json
 from ..scheduling.ledger import Times
 from ..scheduling.round_costs import ForwardSeconds, ProbedRounds
-from .fill_profile import profile_key
+from ..user_cache import cache_directory, read_kept
+from .machine import profile_key
 from .probe import probe
-from .profile_cache import cache_directory
 
 
 PROBE_ERROR = 0.3
@@ -59,16 +58,19 @@ def find_known_rounds(
     members = [(each.strategy, type(each).__name__, each.cost) for each in drafters]
     text = f"{members} {config.decoupled_execution} {draft_ranks}"
     stem = profile_key(model, config).file_name.removesuffix(".json")
-    path = cache_directory() / f"{stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.rounds.json"
-    try:
-        file = read_json(path, _File, "ledger of rounds", "delete the file") if path.exists() else None
-        if file is not None and file.version == VERSION:
-            times = Times(PROBE_ERROR)
-            times.load_state_dict(file.times)
-            return KnownRounds(path, ProbedRounds(file.target, file.drafters), times, times.rounds)
-    except (ValueError, LookupError, TypeError, OSError) as error:
-        warnings.warn(f"{path} is left aside, and rounds are measured anew: {error}", stacklevel=2)
-    return KnownRounds(path, probe(model, drafters, config), Times(PROBE_ERROR), 0)
+    path = cache_directory("profiles") / f"{stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.rounds.json"
+    found = read_kept(path, _read, ", and rounds are measured anew")
+    return found or KnownRounds(path, probe(model, drafters, config), Times(PROBE_ERROR), 0)
+
+
+def _read(path: Path) -> KnownRounds | None:
+    """What an earlier process has measured; None where its version predicted otherwise."""
+    file = read_json(path, _File, "ledger of rounds", "delete the file")
+    if file.version != VERSION:
+        return None
+    times = Times(PROBE_ERROR)
+    times.load_state_dict(file.times)
+    return KnownRounds(path, ProbedRounds(file.target, file.drafters), times, times.rounds)
 
 
 @dataclass(frozen=True)

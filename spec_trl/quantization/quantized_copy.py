@@ -151,7 +151,7 @@ def quantize_projections(
 def choose_scheme(name: str, kernel: str, policy: PreTrainedModel) -> Scheme:
     """The scheme called `name`. "auto" is 8 bits for a float32 policy on a CPU where our C++ multiplies them, else 4
     bits (ER §3.1): of the packed weights about a quarter of the bytes there and of 16-bit policies, an eighth of other
-    float32 ones. 8 bits keep more drafts (`benchmarks/results/rtn_awq.json`)."""
+    float32 ones. 8 bits keep more drafts."""
     if name != "auto":
         return find_scheme(name)
     is_wide = policy.device.type == "cpu" and policy.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")

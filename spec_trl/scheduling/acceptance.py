@@ -5,9 +5,30 @@ passage or a wrong one: 10 of 10 accepted in one round and none in the next are 
 positions would say 7.1 at γ = 10. Two rates, 1/2 for the first token and 1 for the others, give τ = 6.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
-from .draft_length import expected_block_efficiency
+
+MAX_DRAFT_LENGTH = 64
+
+
+@lru_cache(maxsize=1 << 14)  # planners ask for the same few again and again
+def expected_block_efficiency(acceptance: float, draft_length: int) -> float:
+    """τ = (1 - α^(γ+1)) / (1 - α): tokens per block, bonus included, when each draft token is accepted with
+    probability α on its own (Leviathan et al. 2023, Eq. 1)."""
+    return sum(acceptance**k for k in range(draft_length + 1))
+
+
+def acceptance_of(block_efficiency: float, draft_length: int) -> float:
+    """α that explains `block_efficiency` at `draft_length`: the inverse of :func:`expected_block_efficiency`."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if expected_block_efficiency(middle, draft_length) < block_efficiency:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 class Acceptance(NamedTuple):

@@ -22,8 +22,8 @@ class Patience:
         self._empty = 0  # rows times rounds that were empty since the last admission
 
     def rounds(self, free: int, in_flight: Collection[str], upcoming: str | None) -> int:
-        """Rounds that `free` rows stay empty yet; 0 begins anew. None where no row decodes, nor for a prompt that is
-        among those `in_flight`, told by their keys: it is not read again. `upcoming` is next; None: unknown."""
+        """Rounds to wait before `free` rows are filled. Returns 0, and starts counting anew, when no row decodes, or
+        when the key of the next prompt, `upcoming` (None: unknown), is among those `in_flight`: its K/V is there."""
         left = math.ceil((PATIENCE * self._capacity - self._empty) / free) - 1
         if left > 0 and in_flight and upcoming not in in_flight:
             return left

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ..papers import load
 from .account import FAILED, Account, too_many_rows
 from .plain_decoding import PlainRounds
 
 
+NO_METHOD = "none"  # plain decoding, where methods are named
 RoundSeconds: TypeAlias = Callable[[Mapping[str, int], int, int, float], float]
 """Predicted seconds of a round: by γ of each drafter, most draft tokens of a row, rows, and their mean length."""
 
@@ -147,8 +149,8 @@ class Control(ABC):
     def overheard(
         self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
     ) -> None:
-        """Takes what drafts of candidate `which` would have become that were not verified, told by the text that each
-        of `requests` has come to: of `attempted` tokens `accepted` were right."""
+        """Records the acceptance of unverified drafts of candidate `which`, judged by the text of `requests`: of
+        `attempted` tokens `accepted` were right."""
         return
 
     def further_method(
@@ -157,6 +159,11 @@ class Control(ABC):
         """A method with which a free rank may race for some of `requests`, and for which; None: nothing is to be
         gained. `helpers`: the ranks that race already, by request and method."""
         return None
+
+    def helper(self, which: int) -> "Control":
+        """The control of rows for which this rank races, drafted for by candidate `which`."""
+        helper: Control = load("specactor.race_helper").RaceHelper(self, which)
+        return helper
 
     @abstractmethod
     def drop(self, index: int) -> None:

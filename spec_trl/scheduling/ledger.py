@@ -27,7 +27,7 @@ SHOCKS = 20  # rounds of a kind, of which one may be set aside as a shock; more 
 STEPS = 5  # of a fit of a method's term: one that is off by e^2 is then found within 1 %
 FADE = 0.95  # weight of the noise and of a row's evidence one round, and of all evidence one rollout, later
 FIRST_GUESS = 0.6, 2.0  # acceptance of a method that never drafted, and the draft positions that this guess counts
-LIKENESS = 15.0  # draft positions that a method counts for beside a prompt's own, and a prompt beside a row's own
+LIKENESS = 15.0  # prior strength, in draft positions: of a method for a prompt, and of a prompt for a row
 VERSION = 3  # of the state of `Times`, which says how rounds differ from the probe's predictions
 MOST_PROMPTS = 4096  # prompts that are remembered; those that came last stay
 

@@ -6,8 +6,7 @@ The tail of a row's K/V is sent while the other rank computes the head again: bo
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .affine_times import fit_affine
-from .token_speed import AffineSeconds
+from .affine_seconds import AffineSeconds, fit_affine
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The rounds that plain decoding would have taken: its tokens are the same. A control knows what they take."""
+"""Reconstructs the rounds that decoding without drafts would have run, to estimate the speedup."""
 
 import heapq
 from collections.abc import Sequence

@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
+from ..papers import load
 from .account import FAILED, INCOME, MOST_SAVED, Account, decision, first_trial, no_budget, promise, too_many_rows
 from .arms import PLAIN, Arm, Kept, Table
-from .assignment import YARDSTICK, further_method
-from .control import Candidate, Chain, Control, RoundSeconds, Tally
-from .ladder import NO_METHOD
+from .control import NO_METHOD, Candidate, Chain, Control, RoundSeconds, Tally
 from .ledger import LEAST_SHARE, UNTRIED, Drafts, Floats, Kind, Times
 from .plain_decoding import PlainRounds
 
 
 SHARE = 0.005  # of a rollout's time that each may take: planning, and each lookup that drafts beside rounds
 CARRIED = 1.0  # autoregressive rounds of the account that pass on to the next rollout, which may be short
-KNOWN = 0.05  # variance of an arm's log seconds beside plain rounds' up to which what it gains is credited in full
+KNOWN = 0.05  # variance of log(arm / plain seconds) above which gains are discounted
+YARDSTICK = 5  # γ at which accepted shares are compared, since shares at different γ cannot be
 CAUTION = 1.5  # sds by which a plan may turn out worse than expected where its worst case is asked for
 
 
@@ -51,7 +51,7 @@ class Planner(Control):
         margin: ε of ER Eq. 3: log gain, about, from which drafting begins.
         race: whether rows may get chains of two drafters.
         budget: most tokens of a race's verification, all rows together; None: as many as pay.
-        clock: seconds, by which a plan's making is timed; one that stands still has each round planned.
+        clock: seconds; limits planning time. A constant clock plans every round.
     """
 
     def __init__(
@@ -125,7 +125,9 @@ class Planner(Control):
         judge = [candidate.name for candidate in self.candidates].index(own if own in gains else next(iter(gains)))
         rates = 1 + survivals[:, judge, :YARDSTICK].sum(1)  # [B]
         order = sorted(gains, key=gains.__getitem__, reverse=True)
-        return further_method(dict(zip(requests, rates.tolist(), strict=True)), order, own, helpers)
+        speeds = dict(zip(requests, rates.tolist(), strict=True))
+        added: tuple[str, list[int]] | None = load("specactor.assignment").further_method(speeds, order, own, helpers)
+        return added
 
     def account(self) -> Account:
         return self._said

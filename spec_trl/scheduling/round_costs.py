@@ -5,9 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .ladder import Ladder
-from .roofline import Roofline
-
 
 @dataclass(frozen=True)
 class ForwardSeconds:
@@ -43,38 +40,3 @@ class ProbedRounds:
         """As :data:`~.control.RoundSeconds`."""
         drafts = sum(count * self.drafters[name](batch) for name, count in lengths.items() if name in self.drafters)
         return self.target(batch * (1 + width)) + drafts
-
-
-@dataclass(frozen=True)
-class RooflineRounds:
-    """Rounds by a calibrated roofline."""
-
-    target: Roofline
-    drafters: Mapping[str, Roofline]  # those of networks
-
-    def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
-        """As :data:`~.control.RoundSeconds`."""
-        if not lengths:
-            return self.target.target_seconds(batch, length)
-        drafts = (
-            count * self.drafters[name].draft_seconds(batch, length)
-            for name, count in lengths.items()
-            if name in self.drafters
-        )
-        return self.target.verify_seconds(batch, length, width) + sum(drafts)
-
-
-@dataclass(frozen=True)
-class LadderRounds:
-    """Rounds by a profiled draft ladder (SA §4.2): what each drafter takes beyond an autoregressive round."""
-
-    ladder: Ladder
-    target: Roofline | None = None  # of autoregressive rounds, which it knows by length; None: by the ladder too
-
-    def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
-        """As :data:`~.control.RoundSeconds`."""
-        found = [self.ladder.round_seconds(name, 1.0, batch, count) for name, count in lengths.items()]
-        slowdown = 1 + sum(seconds / plain - 1 for seconds, plain in found)
-        if self.target is not None:
-            return self.target.target_seconds(batch, length) * slowdown
-        return self.ladder.plain_seconds(batch) * slowdown

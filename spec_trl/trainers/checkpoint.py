@@ -70,7 +70,7 @@ def only_for_speed(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DraftLengthState:
-    """State of one drafter's :class:`~spec_trl.scheduling.draft_length.DraftLengthController`."""
+    """State of one drafter's :class:`~spec_trl.efficient_rollout.draft_length.DraftLengthController`."""
 
     draft_length: int
     block_efficiency: float

@@ -18,8 +18,8 @@ OVERRIDDEN = (
 """Methods that the trainer puts its own in place of, and calls."""
 _CALLED = ("_tokenize_prompts",)
 READ = (
-    "_dist", "_metrics", "_tokenizer", "accelerator", "eval_dataset", "generation_config", "generation_kwargs",
-    "model", "model_wrapped", "rollout_func", "state", "train_dataset",
+    "_dist", "_metrics", "_tokenizer", "accelerator", "aux_loss_enabled", "eval_dataset", "generation_config",
+    "generation_kwargs", "model", "model_wrapped", "rollout_func", "state", "tools", "train_dataset",
 )  # fmt: skip
 """Attributes that the trainer reads."""
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)

@@ -21,13 +21,31 @@ from transformers import (
 from ..generation.configuration import SpeculativeConfig
 from ..generation.decoupling import check_device
 from ..generation.engine.kept_runner import runner_mode
-from ..generation.engine.requirements import check_generation_config, check_lengths, check_model, position_limit
+from ..generation.engine.requirements import (
+    check_generation_config,
+    check_lengths,
+    check_model,
+    policy_in,
+    position_limit,
+)
 from ..generation.generate import move_stop_strings
+from ..generation.strategies import check_assistants
 
 
 _LOOKED_AT = 1024  # rows of a dataset whose texts are compared, spread over it
 _TOKENIZED = 16  # the longest texts of them
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+
+
+def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorList:
+    """Raises ValueError for what would end a rollout of `trainer`, a SpecGRPOTrainer, under `config`. Returns the
+    processors of a rollout."""
+    policy, args, settings = policy_in(trainer.model), trainer.args, trainer.generation_config
+    processors = check_generation(policy, config, settings, trainer._tokenizer, trainer.accelerator.device)
+    check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
+    for name in ("train_dataset", "eval_dataset"):
+        check_dataset(policy, settings, name, vars(trainer)[name], trainer._tokenize_prompts)
+    return processors
 
 
 def check_generation(

@@ -10,8 +10,16 @@ from accelerate.utils import gather_object
 
 from ..distributed.pool import SharedPool
 from ..generation.drafters.tts.drafter import DistilledDrafter
-from ..generation.engine.statistics import DraftCounts, SpeculationStatistics, added
-from ..generation.engine.timeline import MOST_PLANS, PlanChange, RequestTimeline, slowest, thin
+from ..generation.engine.statistics import (
+    MOST_PLANS,
+    DraftCounts,
+    PlanChange,
+    RequestTimeline,
+    SpeculationStatistics,
+    added,
+    slowest,
+    thin,
+)
 from ..scheduling.account import Account
 from ..scheduling.control import Control, Tally
 from .run_log import TIMELINES, Mode, RolloutRecord, RoundPoint

@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator
 from tqdm import tqdm
 
-from ..generation.engine.statistics import DraftCounts
-from ..generation.engine.timeline import PlanChange, RequestTimeline
+from ..generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline
 from ..json_files import from_json, to_json
 
 

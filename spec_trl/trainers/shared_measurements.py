@@ -3,19 +3,22 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from ..generation.engine.drafter import Drafter
-from ..measuring.fill_ladder import find_ladder
-from ..measuring.fill_profile import profile_key
-from ..measuring.profile_cache import find_profile
-from ..scheduling.ladder import Ladder, ladder_path
-from ..scheduling.profile import Profile
+from ..measuring.calibrated import find_ladder, find_profile
+from ..measuring.machine import profile_key
+from ..papers import load
 from .spec_grpo_config import SpecGRPOConfig
+
+
+if TYPE_CHECKING:
+    from ..efficient_rollout.profile import Profile
+    from ..specactor.ladder import Ladder
 
 
 T = TypeVar("T")
@@ -23,9 +26,15 @@ PROFILE_FILE = "roofline_profile.json"
 """Copy in the run's `output_dir`; the ladder's lies next to it."""
 
 
+def check_profile(args: SpecGRPOConfig) -> None:
+    """Raises ValueError, before any work, where the file that `roofline_profile` names is broken."""
+    if args.roofline_profile is not None and Path(args.roofline_profile).exists():
+        load("efficient_rollout.profile").Profile.load(args.roofline_profile)
+
+
 def shared_profile(
     accelerator: Accelerator, policy: PreTrainedModel, args: SpecGRPOConfig, rows: int, length: int
-) -> Profile | None:
+) -> "Profile | None":
     """The roofline profile, found or measured; None where only measured rounds can tell when to draft. All ranks must
     call it.
 
@@ -46,13 +55,13 @@ def shared_profile(
 
 def shared_ladder(
     accelerator: Accelerator, policy: PreTrainedModel, drafters: Sequence[Drafter], args: SpecGRPOConfig, rows: int
-) -> Ladder | None:
+) -> "Ladder | None":
     """The draft ladder of `drafters`, found or profiled; None: there is none. Otherwise as `shared_profile`."""
 
-    def find() -> Ladder | None:
+    def find() -> "Ladder | None":
         ladder = find_ladder(policy, drafters, args.speculative_config(), rows, args.choice_of_draft_lengths())
         if ladder is not None:
-            ladder.save(ladder_path(Path(args.output_dir) / PROFILE_FILE))
+            ladder.save(load("specactor.ladder").ladder_path(Path(args.output_dir) / PROFILE_FILE))
         return ladder
 
     return _on_one_rank(accelerator, find)

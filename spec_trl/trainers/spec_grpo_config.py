@@ -1,8 +1,10 @@
 """GRPOConfig and the options that say how rollouts are drafted and verified."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from inspect import Parameter, signature
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from torch import nn
@@ -10,10 +12,7 @@ from trl import GRPOConfig
 
 from ..drafter_training.adaptation import ADAPTABLE
 from ..generation.configuration import (
-    DECOUPLED,
-    NEED_ASSISTANT,
     OPTIONS,
-    TAKE_ASSISTANT,
     SpeculativeConfig,
     check_combination,
     check_decoupled,
@@ -21,7 +20,10 @@ from ..generation.configuration import (
     document,
 )
 from ..generation.option_use import check_use
-from ..generation.value_checks import (
+from ..generation.registry import DRAFTERS, drafting_ahead, needing_assistant, taking_assistant
+from ..papers import load
+from ..scheduling.acceptance import MAX_DRAFT_LENGTH
+from ..value_checks import (
     did_you_mean,
     require_bool,
     require_choice,
@@ -29,7 +31,11 @@ from ..generation.value_checks import (
     require_int,
     require_number,
 )
-from ..scheduling.draft_length import DraftLengthController
+from .checkpoint import DraftLengthState
+
+
+if TYPE_CHECKING:
+    from ..efficient_rollout.draft_length import DraftLengthController
 
 
 def option(default: Any, help: str) -> Any:
@@ -104,6 +110,12 @@ class SpecGRPOConfig(GRPOConfig):
     verification: str = shared("verification")
     decoupled_execution: str = shared("decoupled_execution")
     exact: str = shared("exact")  # or a bool; a text for the command line
+    exact_logprobs: bool = option(
+        False,
+        "The loss's log-probabilities are the sampler's, bit for bit, while the policy is the one that sampled, on a "
+        "CPU: the sampler's engine computes them, and layers run again in the backward pass, as under "
+        "gradient_checkpointing. False: TRL's forward, which sums in another order.",
+    )
     draft_quantization: str = shared("draft_quantization")
     draft_kernel: str = shared("draft_kernel")
     draft_lm_head: str = shared("draft_lm_head")
@@ -172,8 +184,10 @@ class SpecGRPOConfig(GRPOConfig):
         self._check_generation()
         check_strategy(self.assistant_strategy)
         require_choice("rollout_sharing", self.rollout_sharing, ("pool", "own"))
+        require_bool("exact_logprobs", self.exact_logprobs)
         self._check_assistant()
-        if self.assistant_strategy in ("ngram", "history") and self.verification == "rejection":
+        drafts = getattr(DRAFTERS.get(self.assistant_strategy), "has_probabilities", True)
+        if self.verification == "rejection" and not drafts:
             raise ValueError(
                 'verification="rejection" needs draft probabilities, which '
                 f'assistant_strategy={self.assistant_strategy!r} has none of. Use verification="exact".'
@@ -185,6 +199,7 @@ class SpecGRPOConfig(GRPOConfig):
         self._check_adaptation()
         if self.rollout_batch_size is not None:  # SpeculativeConfig's error would call it max_batch_size
             require_int("rollout_batch_size", self.rollout_batch_size, 1, None)
+        self._check_draft_lengths()
         config = self.speculative_config()
         check_combination(self.assistant_strategy, config)
         check_use(self.assistant_strategy, self)
@@ -226,13 +241,13 @@ class SpecGRPOConfig(GRPOConfig):
         if drafter == "tts":
             drafter, setting = self.tts_drafter, f"{setting}, tts_drafter={self.tts_drafter!r}"
         if self.assistant_model is None:
-            is_wrong = drafter in NEED_ASSISTANT
+            is_wrong = drafter in needing_assistant()
         else:
-            is_wrong = drafter not in TAKE_ASSISTANT
+            is_wrong = drafter not in taking_assistant()
         if is_wrong:
             raise ValueError(
                 f"{setting} with assistant_model={self.assistant_model!r}: assistant_model belongs to one of "
-                f"{list(NEED_ASSISTANT)}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
+                f"{list(needing_assistant())}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
             )
         require_folder_or_id("assistant_model", self.assistant_model)
 
@@ -246,12 +261,36 @@ class SpecGRPOConfig(GRPOConfig):
                 "them, or set drafter_adaptation=False."
             )
 
+    def _check_draft_lengths(self) -> None:
+        lengths = list(self.draft_lengths) if isinstance(self.draft_lengths, Iterable) else []
+        if not lengths or any(type(n) is not int for n in lengths):
+            problem = "must be a list of at least one integer, e.g. [5, 7, 9, 11]."
+            raise ValueError(f"draft_lengths={self.draft_lengths!r} {problem}")
+        if any(a >= b for a, b in pairwise(lengths)):
+            raise ValueError(f"draft_lengths={lengths} is not ascending; use {sorted(set(lengths))}.")
+        if lengths[0] < 1 or lengths[-1] > MAX_DRAFT_LENGTH:
+            raise ValueError(f"draft_lengths={lengths} must lie between 1 and {MAX_DRAFT_LENGTH}.")
+        first, up, down = self.initial_draft_length, self.draft_length_up, self.draft_length_down
+        if first is not None and first not in lengths:
+            raise ValueError(
+                f"initial_draft_length={first!r} is not one of draft_lengths={lengths}; choose one of them, or "
+                f"set draft_lengths=[{first}] to keep it fixed."
+            )
+        if not 0 < up <= 1:
+            raise ValueError(f"draft_length_up={up} must lie between 0 and 1.")
+        if not 0 < down < up:
+            raise ValueError(f"draft_length_down={down} must be above 0 and below draft_length_up={up}.")
+        if type(self.draft_length_patience) is not int or self.draft_length_patience < 1:
+            raise ValueError(
+                f"draft_length_patience={self.draft_length_patience!r} must be an integer of at least 1."
+            )
+
     def _check_draft_ranks(self) -> None:
         require_int("draft_ranks", self.draft_ranks, 0, None)
         if not self.draft_ranks:
             return
         needed = {
-            "assistant_strategy": DECOUPLED, "rollout_sharing": ("pool",), "verification": ("exact",),
+            "assistant_strategy": drafting_ahead(), "rollout_sharing": ("pool",), "verification": ("exact",),
             "decoupled_execution": ("never", "auto"), "sd_toggle": ("always", "measured", "roofline"),
         }  # fmt: skip
         for name, choices in needed.items():
@@ -261,10 +300,15 @@ class SpecGRPOConfig(GRPOConfig):
                     f"{list(choices)}, or draft_ranks=0."
                 )
 
+    @property
+    def first_draft_length(self) -> int:
+        """γ₀."""
+        return self.draft_lengths[0] if self.initial_draft_length is None else self.initial_draft_length
+
     def speculative_config(self) -> SpeculativeConfig:
         """The same options as `generate` takes them."""
         given = {name: value for name, value in vars(self).items() if name in OPTIONS}  # `seed` of GRPOConfig too
-        given["draft_length"] = self.draft_length_controller().draft_length
+        given["draft_length"] = self.first_draft_length
         given["max_batch_size"] = self.rollout_batch_size
         for name in ("keep_graphs", "exact"):
             given[name] = {"true": True, "false": False}.get(str(given[name]).lower(), given[name])
@@ -275,16 +319,26 @@ class SpecGRPOConfig(GRPOConfig):
     def choice_of_draft_lengths(self) -> list[int]:
         """Each γ that a planner may choose, ascending; one alone where plans are for that one."""
         if self.draft_ranks or self.decoupled_execution != "never":
-            return [self.draft_length_controller().draft_length]
+            return [self.first_draft_length]
         short = [max(self.draft_lengths[0] // 2, 1)] if len(self.draft_lengths) > 1 else []  # cheap to try
         return sorted({*short, *self.draft_lengths})
 
-    def draft_length_controller(self) -> DraftLengthController:
-        """A controller of the draft length at its start."""
-        return DraftLengthController(
-            self.draft_lengths, self.initial_draft_length, self.draft_length_up, self.draft_length_down,
-            self.draft_length_patience,
-        )  # fmt: skip
+    def draft_length_controllers(
+        self, strategies: Sequence[str], saved: Mapping[str, DraftLengthState]
+    ) -> "dict[str, DraftLengthController]":
+        """For each drafter by its strategy: where a checkpoint `saved` it, or at its start. None where a planner
+        chooses γ in each round."""
+        controllers: dict[str, DraftLengthController] = {}
+        if self.sd_toggle in ("always", "roofline"):
+            make = load("efficient_rollout.draft_length").DraftLengthController
+            for name in strategies:
+                controllers[name] = make(
+                    self.draft_lengths, self.first_draft_length, self.draft_length_up, self.draft_length_down,
+                    self.draft_length_patience,
+                )  # fmt: skip
+                if name in saved:
+                    controllers[name].load_state_dict(vars(saved[name]))
+        return controllers
 
     def own_options(self) -> dict[str, Any]:
         """The options that GRPOConfig does not have, by name."""

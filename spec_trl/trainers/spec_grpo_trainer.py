@@ -6,7 +6,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,33 +19,37 @@ from ..distributed.lost_ranks import naming_the_remedy
 from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
 from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
-from ..generation.configuration import CHOOSING
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.requirements import policy_in
 from ..generation.engine.shadow import structure
-from ..generation.strategies import check_assistants, copy_again, make_control, make_drafters, policy_copies
-from ..measuring.fill_profile import hardware_name
+from ..generation.registry import CHOOSING
+from ..generation.strategies import copy_again, make_control, make_drafters, policy_copies
 from ..measuring.known_rounds import KnownRounds, find_known_rounds
+from ..measuring.machine import hardware_name
 from ..quantization.awq import ActivationStatistics
 from ..scheduling.control import Control
-from ..scheduling.draft_length import DraftLengthController
 from ..scheduling.planner import Planner
-from ..scheduling.profile import Profile
 from .checkpoint import DraftLengthState, RankState, RolloutState, find_checkpoint, only_for_speed
 from .collapse_alarm import CollapseAlarm
+from .exact_logprobs import ExactLogprobs
 from .kept_graphs import KeptGraphs
 from .known_signatures import check_attributes, check_methods
-from .rollout_checks import check_dataset, check_drawn, check_generation, check_text
+from .rollout_checks import check_drawn, check_rollouts, check_text
 from .rollout_totals import RolloutTotals, metrics
 from .run_log import LOG_FILE, Mode, Record, RunHeader, RunLog, StepRecord
 from .sampler_mismatch import SamplerMismatch
-from .shared_measurements import PROFILE_FILE, shared_ladder, shared_profile
+from .shared_measurements import PROFILE_FILE, check_profile, shared_ladder, shared_profile
 from .spec_grpo_config import SpecGRPOConfig
 from .step_clock import StepClock
 from .verdict import Verdict
 from .whole_weights import check_fsdp, whole_weights
+
+
+if TYPE_CHECKING:
+    from ..efficient_rollout.draft_length import DraftLengthController
+    from ..efficient_rollout.profile import Profile
 
 
 class SpecGRPOTrainer(GRPOTrainer):
@@ -84,16 +88,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         if args.drafter_adaptation and set(members) & set(ADAPTABLE):
             check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage, self._dist.is_fsdp)
         self._speculative_config = args.speculative_config()
-        processors = None
-        if self.rollout_func is None:
-            policy, config = policy_in(self.model), self._speculative_config
-            device = self.accelerator.device
-            processors = check_generation(policy, config, self.generation_config, self._tokenizer, device)
-            check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
-            for name in ("train_dataset", "eval_dataset"):
-                check_dataset(policy, self.generation_config, name, vars(self)[name], self._tokenize_prompts)
-        if args.roofline_profile is not None and Path(args.roofline_profile).exists():
-            Profile.load(args.roofline_profile)  # a broken file is refused before any work
+        processors = None if self.rollout_func is not None else check_rollouts(self, self._speculative_config)
+        check_profile(args)
         self._drafters: list[Drafter] | None = None
         self._drafted_step = -1
         self._copied: tuple[object, ...] = ()  # the structure of the policy that the copies were made of
@@ -122,6 +118,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._verdict = Verdict()
         self._calibration_seconds = 0.0  # not yet logged
         self._mismatch = SamplerMismatch(self.accelerator, args, processors)
+        self._exact = ExactLogprobs(self, self._speculative_config, processors) if args.exact_logprobs else None
         self._clock = StepClock(self.accelerator.device, self._log_step)
         self.add_callback(self._clock)
 
@@ -178,8 +175,9 @@ class SpecGRPOTrainer(GRPOTrainer):
             return super()._calculate_rewards(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        score = self._exact or super()._get_per_token_logps_and_entropies
         with self._clock.phase("logprobs") if not torch.is_grad_enabled() else nullcontext():
-            found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            found = score(*args, **kwargs)
         self._mismatch.forward = found[0].detach()
         return found
 
@@ -294,10 +292,9 @@ class SpecGRPOTrainer(GRPOTrainer):
         strategy = "none" if self.args.sd_toggle == "never" else self.args.assistant_strategy
         assistant = None if strategy == "none" else self.args.assistant_model
         self._drafters = make_drafters(strategy, policy, assistant, self._speculative_config)
+        names = [drafter.strategy for drafter in self._drafters]
+        self._draft_lengths = self.args.draft_length_controllers(names, self._saved_draft_lengths)
         for drafter in self._drafters:
-            controller = self._draft_lengths[drafter.strategy] = self.args.draft_length_controller()
-            if drafter.strategy in self._saved_draft_lengths:
-                controller.load_state_dict(vars(self._saved_draft_lengths[drafter.strategy]))
             memory = self._memories.pop(drafter.strategy, None)
             if isinstance(drafter, HistoryDrafter | DistilledDrafter) and memory is not None:
                 drafter.load_state_dict(memory)

@@ -1,16 +1,19 @@
 """Ratios, shares and identity of timed calls: mistakes here would falsify every figure. No test looks at a time."""
 
 import math
-import time
+import os
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from benchmarks import control_machine, rollout
-from benchmarks.calls import Call, Way, in_turns
-from benchmarks.measure import peak_memory
+from benchmarks.calls import Call, rotated
 from benchmarks.rollout import PLAIN, Run
 from benchmarks.workload import Workload
+from spec_trl.generation import kept
 from spec_trl.generation.engine.statistics import DraftCounts, RoundPoint, SpeculationStatistics
 
 
@@ -27,17 +30,7 @@ def call(seconds: float, rows: list[list[int]], drafted: int, prefill: float = 0
 
 
 def test_each_turn_starts_with_the_next_way() -> None:
-    order: list[tuple[str, int]] = []
-
-    def way(name: str) -> Way:
-        def run(work: Workload, seed: int) -> Call:
-            order.append((name, seed))
-            return call(1.0, [[1]], 0)
-
-        return run
-
-    in_turns({name: way(name) for name in "abc"}, [WORK] * 4, 7)
-    assert ["".join(name for name, seed in order if seed == s) for s in (7, 8, 9, 10)] == ["abc", "bca", "cab", "abc"]
+    assert ["".join(rotated("abc", turn)) for turn in range(4)] == ["abc", "bca", "cab", "abc"]
 
 
 def test_share_of_rounds_that_speculated() -> None:
@@ -62,29 +55,28 @@ def test_starts_are_paired_call_by_call() -> None:
     assert set(control_machine.summarise("story", WORK, alone).to_none["auto"]) == {"all", "first", "cpu"}
 
 
-def test_rollouts_are_compared_pass_by_pass_and_identity_counts_up_to_the_first_difference() -> None:
+def test_rollouts_are_compared_pass_by_pass_and_for_identity() -> None:
     def run(rows: list[list[int]], seconds: float) -> Run:
-        return Run(rows, target_forwards=2, seconds=seconds)
+        return Run(rows, seconds=seconds)
 
     runs = {
         PLAIN: [run([[1, 2, 3, 4]], 4.0), run([[1, 2]], 1.0), run([[7, 8]], 1.0)],
         "ours self": [run([[1, 2, 9, 4]], 1.0), run([[1, 2]], 1.0), run([[7, 8]], 2.0)],
     }
-    summary = rollout.summarise("ours self", runs, 0.0)
+    summary = rollout.summarise("ours self", runs)
     assert summary.ratio_to == {PLAIN: 1.0}  # of 4, 1 and 0.5
     assert (summary.identical_rows, summary.rows) == (2, 3)
-    assert (summary.identical_tokens, summary.compared_tokens) == (6, 8)
     assert math.isnan(summary.block_efficiency)
-    assert rollout.summarise(PLAIN, runs, 0.0).identical_rows is None
+    assert rollout.summarise(PLAIN, runs).identical_rows is None
 
 
 def test_auto_is_compared_with_the_best_of_the_other_ways_of_ours() -> None:
     speeds = {rollout.GENERATE: [9.0, 9.0], PLAIN: [2.0, 4.0], "ours self": [4.0, 4.0], rollout.AUTO: [6.0, 4.0]}
     runs = {
-        name: [Run([[1]], 1, seconds=1 / speed, rounds=4, drafted_rounds=name != PLAIN) for speed in each]
+        name: [Run([[1]], seconds=1 / speed, rounds=4, drafted_rounds=name != PLAIN) for speed in each]
         for name, each in speeds.items()
     }
-    summaries = [asdict(rollout.summarise(name, runs, 0.0)) for name in runs]
+    summaries = [asdict(rollout.summarise(name, runs)) for name in runs]
     result = {"target": {"model": "m", "dtype": "d"}, "batches": {"4": summaries}}
     found = {(each.what, each.baseline): each for each in rollout.findings(result)}
     against = found["m, d, batch 4: ours auto", "the best of the others: ours self"]
@@ -102,7 +94,7 @@ def test_rows_are_copies_of_a_prompt_where_groups_fill_the_batch() -> None:
 def test_a_warm_up_has_work_of_its_own() -> None:
     """Else a history would have seen what the first timed pass writes."""
     seen: list[tuple[Workload, int]] = []
-    method = lambda work, seed: (seen.append((work, seed)), Run([[1]], 1))[1]  # noqa: E731
+    method = lambda work, seed: (seen.append((work, seed)), Run([[1]]))[1]  # noqa: E731
     works = [Workload([[n]], 9, 1.0, (), 0) for n in range(3)]
     rollout.compare({"a": method}, works, torch.device("cpu"), 5, int)
     assert seen == [(works[0], 5), (works[1], 6), (works[2], 7)]
@@ -111,9 +103,50 @@ def test_a_warm_up_has_work_of_its_own() -> None:
     assert [work.max_new_tokens for work, _ in seen] == [3, 9, 9, 9, 9, 9]  # the first call of auto is a whole one
 
 
-def test_peak_memory_sees_a_large_allocation() -> None:
-    with peak_memory(torch.device("cpu")) as peak:
-        block = torch.ones(64 << 20, dtype=torch.uint8)
-        time.sleep(0.1)  # the resident set is sampled
-        del block  # freed before the block ends
-    assert 60e6 < peak.value < 200e6
+def test_auto_starts_from_nothing_for_each_batch_and_no_method_has_a_history(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is known of rounds is kept with the model and in files, and other methods have written the same texts."""
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
+    calls: list[str] = []
+    real_way, real_forget = rollout.way, rollout.forget
+
+    def way(model: Any, strategy: str, config: Any, **options: Any) -> Any:
+        call = real_way(model, strategy, config, **options)
+        assert config.sd_toggle == ("measured" if strategy == "auto" else "always")
+        assert config.draft_quantization == "rtn-w4-g128", "the overlap of synthetic weights is that of 4 bits"
+
+        def watched(work: Any, seed: int) -> Any:
+            assert kept.look(model, "history") is None
+            calls.append(f"{strategy} {len(set(map(tuple, work.prompts)))}x{len(work.prompts)} {seed}")
+            return call(work, seed)
+
+        return watched
+
+    def forget(model: Any) -> None:
+        real_forget(model)
+        folder = Path(os.environ["SPEC_TRL_CACHE"])
+        assert folder != tmp_path and not folder.exists()
+        calls.append("forget")
+
+    monkeypatch.setattr(rollout, "way", way)
+    monkeypatch.setattr(rollout, "forget", forget)
+    output = str(tmp_path / "result.json")
+    rollout.main(["--tiny", "--strategies", "history", "auto", "--baselines", "--output", output, "--threads", "1"])
+    assert calls == [
+        "forget", "history 1x1 0", "auto 1x1 0", "history 1x1 1", "auto 1x1 1",
+        "forget", "history 1x2 0", "auto 1x2 0", "history 1x2 1", "auto 1x2 1",
+    ]  # fmt: skip
+    assert os.environ["SPEC_TRL_CACHE"] == str(tmp_path)
+
+
+def test_each_way_starts_with_nothing_kept_and_a_differing_row_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    released: list[object] = []
+    forget = control_machine.forget
+    monkeypatch.setattr(control_machine, "forget", lambda model: (released.append(model), forget(model)))
+    monkeypatch.setattr(control_machine, "identical_rows", lambda ours, theirs: (0, 1))
+    with pytest.raises(SystemExit, match="2 completions differ"):
+        control_machine.main(["--tiny", "--repeats", "2", "--output", str(tmp_path / "result.json"), "--threads", "1"])
+    assert len(released) == 2 * 3 + 1  # repeats x ways, and at the end

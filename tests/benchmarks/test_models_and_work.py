@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from benchmarks import models
 from benchmarks.models import SHAPES, LoadedModel, build, measure_agreement, shape_config
-from benchmarks.training_task import model_task, question_task
+from benchmarks.training import question_task
 from benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STORIES, STORY_MODEL, Workload, prompt_source
 
 
@@ -36,26 +36,22 @@ def test_the_small_shape_has_the_agreement_and_entropy_it_claims(agreement: floa
     assert measured.distinct_tokens > 0.2  # no loop
 
 
-def test_shapes_are_the_ones_asked_for(tmp_path: Path) -> None:
+def test_shapes_are_the_ones_asked_for() -> None:
     config = shape_config("qwen2.5-0.5b")
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (24, 896, 4864)
     assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (14, 2, 151936)
     assert config.tie_word_embeddings
-    SHAPES["tiny"].save_pretrained(tmp_path)
-    config = shape_config(str(tmp_path / "config.json"))
-    assert config.hidden_size == SHAPES["tiny"].hidden_size
-    assert config.eos_token_id is None
-    assert SHAPES["tiny"].get_text_config() is not config
+    assert config.eos_token_id is None and SHAPES["qwen2.5-0.5b"].get_text_config() is not config
 
 
 def test_wrong_shapes_are_named() -> None:
-    with pytest.raises(ValueError, match="'qwen' is neither one of"):
+    with pytest.raises(ValueError, match="'qwen' is unknown: name one of"):
         models.load_model("shape:qwen", torch.float32, "cpu")
     config = shape_config("tiny")
     config.hidden_size = 192
     with pytest.raises(ValueError, match="192 inputs, no multiple of 128"):
         build(config, 0.0, 0, torch.float32, "cpu")
-    with pytest.raises(ValueError, match="agreement is 0.2"):
+    with pytest.raises(ValueError, match="agreement 0.2: choose one of"):
         models.shape_model("tiny", 0.2, 0, torch.float32, "cpu")
 
 
@@ -95,14 +91,6 @@ def test_prompts_from_a_file_are_beginnings_of_texts(shape: PreTrainedModel, sto
     assert prompts[0] == encoded[0][: len(prompts[0])]
     assert prompts[1] == encoded[1]  # shorter than asked for: whole
     assert prompts[2] == encoded[0][: len(prompts[2])]  # texts start again
-    late = prompt_source(loaded, path, 3, seed=0, before_end=7)
-    assert late[0] == encoded[0][-7 - len(prompts[0]) : -7] and late[1] == encoded[1]
-    for before_end in (None, 7):
-        task = model_task(str(STORY_MODEL), torch.float32, 8, 3, 0, 0.93, path, before_end)
-        begins = [
-            ids[0] == story_tokenizer.bos_token_id for ids in task.tokenizer(task.dataset["prompt"][:])["input_ids"]
-        ]
-        assert begins == [before_end is None] * 3  # else the model would begin a new text
     with pytest.raises(ValueError, match="absent.json does not exist"):
         prompt_source(loaded, tmp_path / "absent.json", 3, seed=0)
 
@@ -148,3 +136,9 @@ def test_a_4_bit_grid_is_seen() -> None:
     assert models.on_4_bit_grid(tiny(0.0)) and not models.on_4_bit_grid(tiny(0.04))
     facts = {"weights_on_4_bit_grid": True}
     assert "lie on a 4-bit grid" in models.weights_line(facts) and models.weights_line({}) == ""
+
+
+def test_own_texts_begin_where_texts_begin_and_none_ends_early(stories: PreTrainedModel) -> None:
+    texts, prompt = models.own_texts(stories, seed=0, rows=4, new_tokens=400)
+    assert prompt == 1 and texts[:, 0].tolist() == [stories.config.bos_token_id] * 4
+    assert texts.shape == (4, 401) and not (texts[:, 1:] == stories.config.eos_token_id).any()

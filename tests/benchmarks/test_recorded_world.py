@@ -9,8 +9,8 @@ import pytest
 from benchmarks import control_regret
 from benchmarks.control_worlds import Bounds, Cell, Decoder, Noise, World, decode
 from benchmarks.recorded_world import RecordedMachine, RecordedWorld, acceptance_of, lengths_of
-from spec_trl.generation.engine.counters import RoundLog
-from spec_trl.generation.engine.timeline import RequestTimeline
+from spec_trl.generation.engine.record import RoundLog
+from spec_trl.generation.engine.statistics import RequestTimeline
 from spec_trl.scheduling.acceptance import Acceptance
 from spec_trl.scheduling.control import Candidate, Chain, Control, Tally
 from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RoundPoint, RunLog

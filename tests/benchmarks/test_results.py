@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from benchmarks import measure, results_page
 from benchmarks.chat_tables import END, MARK, TABLES, with_table
-from benchmarks.measure import RESULTS, THEMES, Finding, Result, findings_table, number, read_result, write_result
+from benchmarks.measure import RESULTS, Finding, Result, findings_table, number, read_result, write_result
 from spec_trl import SpecGRPOConfig
 
 
@@ -18,15 +19,28 @@ FIELDS = {field.name for field in dataclasses.fields(SpecGRPOConfig)} | {"rollou
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_the_page_is_made_of_the_files() -> None:
+def test_the_page_is_made_of_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+    """A result that no row needs is gone, and the page stays short."""
     results = results_page.read_results()
-    assert {result.theme for result in results.values()} == set(THEMES)
-    assert results_page.PAGE.read_text(encoding="utf-8") == results_page.page(results)
-    for theme in THEMES:
-        assert (RESULTS / f"{theme}.png").stat().st_size > 0
-    assert "never slower" not in results_page.page(results).lower()  # points of that figure lie below 1
-    labels = results_page.draw("tts", results).axes[0].get_yticklabels()
-    assert len(labels) == 16 and "EAGLE-3" in labels[0].get_text()
+    assert results.keys() == results_page.CLAIMS.keys()
+    text = results_page.page(results)
+    assert results_page.PAGE.read_text(encoding="utf-8") == text and len(text.splitlines()) <= 150
+    for name, result in results.items():
+        assert list(results_page.rows(name, result)), name
+        module = result.command.split()[2].replace(".", "/")
+        assert (ROOT / module).with_suffix(".py").exists(), result.command
+    results_page.main(["one_token"])
+    assert results["one_token"].setup in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="nothing: no such result; choose among"):
+        results_page.main(["nothing"])
+
+
+def test_rows_join_what_differs_in_a_number_alone() -> None:
+    found = [Finding(f"m, batch {b}: ours none", 1.0 + b, "×", "generate", (1.0, 9.0)) for b in (1, 4)]
+    result = Result("t", "T", "s", "c", None, {}, [*found, Finding("m, batch 1: ours self", 2.0, "×", "generate")], {})
+    first, _ = results_page.rows("rollout_none", result)
+    values = "2.00× (1.000 to 9.00) · 5.00× (1.000 to 9.00)"
+    assert first.endswith(f"batch 1: ours none; then batch 4 | {values} | generate |")
 
 
 @pytest.mark.parametrize("page", TABLES, ids=lambda page: page.stem)
@@ -59,14 +73,14 @@ def test_docs_name_what_exists(page: Path) -> None:
 def test_a_result_is_written_and_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["/here/benchmarks/paper/rollout.py", "--models", "/there/a", "wide:/there/b*2"])
+    monkeypatch.setattr("sys.argv", ["/here/benchmarks/paper/rollout.py", "--models", "/there/a", "shape:/there/b"])
     monkeypatch.setattr(measure, "commit", lambda: "abc1234")
     machine = {"cpu": "a CPU", "cores": 2, "threads": 1, "accelerator": None, "torch": "2", "transformers": "5"}
     machine |= {"load_average_1min": 0.5, "date": "2026-01-02T03:04:05+00:00"}
     found = [Finding("a, batch 1", 1.5, "×", "b", (1.25, 2.0)), Finding("c", None, "s")]
     write_result(tmp_path / "x.json", "tts", "A title", "So it was.", machine, found, {"of": {1: float("nan")}})
     wanted = Result(
-        "tts", "A title", "So it was.", "python -m benchmarks.paper.rollout --models a 'wide:b*2'", "abc1234",
+        "tts", "A title", "So it was.", "python -m benchmarks.paper.rollout --models a shape:b", "abc1234",
         machine, found, {"of": {"1": None}},
     )  # fmt: skip
     assert read_result(tmp_path / "x.json") == wanted
@@ -82,3 +96,25 @@ def test_numbers_and_tables() -> None:
     assert [number(40522, "tokens"), number(0.00123, "s"), number(7.3e-08)] == ["40522 tokens", "0.00123 s", "7.3e-08"]
     table = findings_table([Finding("a", 1.0, "s"), Finding("b", 2.0, "s")])
     assert table.splitlines() == ["| what | value |", "| --- | --- |", "| a | 1 s |", "| b | 2 s |"]
+
+
+@pytest.mark.parametrize(
+    ("command_line", "message"),
+    [
+        ("rollout --strategies model", "strategy model needs --assistant"),
+        ("rollout --strategies ngram --verification rejection", "ngram has no draft probabilities"),
+        ("rollout --batch 4 0", "--batch [4, 0] must be 1 or more"),
+        ("one_token --calls 1", "--calls 1 must be 2 or more"),
+        ("control_machine --models nowhere,float32", "--models nowhere: no such folder"),
+        ("control_machine --models shape:tiny", "name a dtype after a comma"),
+        ("end_to_end --steps 1", "the first step is not timed"),
+        ("end_to_end --questions q.jsonl", "--questions q.jsonl: name a .jsonl"),
+        ("end_to_end --learned ngram .", "--learned ngram .: give eagle3 or dflash"),
+        ("tts drafters --learning-rates 0", "must be above 0"),
+    ],
+)
+def test_wrong_options_are_named(command_line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, *arguments = command_line.split()
+    with pytest.raises(SystemExit):
+        import_module(f"benchmarks.{name}").main(arguments)
+    assert message in capsys.readouterr().err

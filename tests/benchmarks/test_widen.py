@@ -1,6 +1,5 @@
 """A wide model must compute what the checkpoint does, with weights that are no mere repetition of it."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from benchmarks.models import Agreement, check_model, load_model, own_texts, weights_line
 from examples.demo.widen import widen
-from tests.conftest import STORY_MODEL, tiny_llama
+from tests.conftest import tiny_llama
 
 
 SIZES = dict(
@@ -85,37 +83,3 @@ def test_no_two_blocks_are_equal() -> None:
 def test_a_checkpoint_made_wide(path: str, shared: Callable[[str], Path]) -> None:
     narrow = AutoModelForCausalLM.from_pretrained(shared(path), dtype=torch.float32).eval()
     assert_same_function(narrow, widen(narrow, 2, seed=0), 1e-4)
-
-
-def test_a_loaded_wide_model_states_what_it_is() -> None:
-    loaded = load_model(f"wide:{STORY_MODEL}*4", torch.float32, "cpu")
-    assert loaded.tokenizer is not None
-    facts = loaded.facts
-    assert (facts["model"], facts["widened_by"], facts["dtype"]) == ("wide:stories260K*4", 4, "float32")
-    assert facts["parameters"] == sum(each.numel() for each in loaded.model.parameters()) > 10 * 260_000
-    assert 0 < facts["largest_logit_difference"] < 1e-4
-    assert 0.7 < Agreement(**facts["agreement"]).overlap_packed_head < 0.995
-    assert "4 M parameters: the checkpoint, 4 times as wide" in weights_line(facts)
-    assert loaded.model.generation_config.eos_token_id == 1
-    assert "agreement" not in load_model(f"wide:{STORY_MODEL}*1", torch.float32, "cpu", measured=False).facts
-
-
-def test_own_texts_begin_where_texts_begin_and_none_ends_early(stories: PreTrainedModel) -> None:
-    texts, prompt = own_texts(stories, seed=0, rows=4, new_tokens=400)
-    assert prompt == 1 and texts[:, 0].tolist() == [stories.config.bos_token_id] * 4
-    assert texts.shape == (4, 401) and not (texts[:, 1:] == stories.config.eos_token_id).any()
-
-
-@pytest.mark.parametrize("factor", ["", "*", "*0", "*-1", "*1.5", "*two"])
-def test_a_factor_is_a_positive_integer(factor: str) -> None:
-    with pytest.raises(ValueError, match=r"write wide:CHECKPOINT\*k with a positive integer k"):
-        check_model(f"wide:{STORY_MODEL}{factor}")
-
-
-def test_what_cannot_be_widened_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere is no folder with a config.json"):
-        check_model("wide:nowhere*2")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="a 'gpt2' model cannot be widened; take one of bitnet, llama"):
-        load_model(f"wide:{tmp_path}*2", torch.float32, "cpu")
-    check_model(f"wide:{STORY_MODEL}*16")

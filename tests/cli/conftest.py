@@ -9,16 +9,10 @@ import pytest
 from transformers import CLIPConfig, LlamaConfig, LlamaForCausalLM
 
 from spec_trl.cli.main import main
-from spec_trl.scheduling.ladder import Ladder, Rung
-from spec_trl.scheduling.sweep import write_sweep
+from spec_trl.efficient_rollout.sweep import write_sweep
+from spec_trl.specactor.ladder import Ladder, Rung
 from tests.cli.sample_run import make_profile, write_run
 from tests.conftest import tiny_llama
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's own profiles."""
-    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="session")

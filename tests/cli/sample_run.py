@@ -4,11 +4,12 @@ import math
 import random
 from pathlib import Path
 
-from spec_trl.generation.engine.statistics import DraftCounts
-from spec_trl.generation.engine.timeline import PlanChange, RequestTimeline
-from spec_trl.scheduling.profile import Profile, ProfileKey
-from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
-from spec_trl.scheduling.sweep import Sample
+from spec_trl.efficient_rollout.profile import Profile
+from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
+from spec_trl.efficient_rollout.sweep import Sample
+from spec_trl.generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline
+from spec_trl.scheduling.model_constants import ModelConstants
+from spec_trl.scheduling.profile_key import ProfileKey
 from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RoundPoint, RunHeader, RunLog, StepRecord
 
 

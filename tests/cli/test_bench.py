@@ -23,8 +23,8 @@ from spec_trl.cli.main import main
 from spec_trl.cli.recommendation import choose, config_to_paste, recommend
 from spec_trl.generation.engine import kept_runner
 from spec_trl.generation.engine.statistics import SpeculationStatistics
-from spec_trl.measuring.fill_profile import profile_key
-from spec_trl.measuring.profile_cache import cache_directory
+from spec_trl.measuring.machine import profile_key
+from spec_trl.user_cache import cache_directory
 from tests.cli.sample_run import make_profile
 
 
@@ -42,7 +42,7 @@ def test_all_ways_are_measured_and_compared(
 ) -> None:  # fmt: skip
     tiny_assistant.save_pretrained(tmp_path / "small")
     key = profile_key(tiny, SpeculativeConfig())
-    replace(make_profile(), key=key).save(cache_directory() / key.file_name)
+    replace(make_profile(), key=key).save(cache_directory("profiles") / key.file_name)
     assert bench(model, "--batch", "3,1", "--assistant", f"model={tmp_path / 'small'}") == 0
     printed = capsys.readouterr().out
     assert "float64" in printed and "torch 2" in printed and "random prompts" in printed

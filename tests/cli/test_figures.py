@@ -13,12 +13,9 @@ from matplotlib.colors import to_hex, to_rgb
 
 from spec_trl.cli import figures
 from spec_trl.cli.figures import PALE, Drawing, drafter_colour, verdict_of_run
-from spec_trl.cli.ladder_figure import draft_ladder
 from spec_trl.cli.plan_figure import plans_over_rounds
 from spec_trl.cli.timeline_figure import timeline, timeline_of_run
-from spec_trl.generation.engine.statistics import DraftCounts
-from spec_trl.generation.engine.timeline import PlanChange, RequestTimeline
-from spec_trl.scheduling.ladder import Ladder, Rung
+from spec_trl.generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline
 from spec_trl.trainers.run_log import TIMELINES, RolloutRecord, RoundPoint, Run
 from spec_trl.trainers.verdict import verdict_of
 from tests.cli.sample_run import make_header, make_rollout, make_step
@@ -277,57 +274,3 @@ def test_rows_over_rounds_with_the_colours_of_who_drafts() -> None:
         ["self+ngram", "10", "40.0%", "4.0", "4.00", "20"],
     ]  # fmt: skip
     assert plans_over_rounds([old]) is None
-
-
-# ---- draft ladder (SA Fig. 10a) -------------------------------------------------------------------------------------
-
-
-SECONDS = {("ngram", 1): (1.305, 2.105), ("self", 1): (1.605, 1.805), ("self", 4): (3.5, 10.0)}
-"""Of rounds of γ = 1 and γ = 4, by method and batch, where an autoregressive round takes one second."""
-LADDER = Ladder(
-    tuple(
-        Rung(method, batch, gamma, p, seconds, 1.0)
-        for (method, batch), both in SECONDS.items()
-        for gamma, seconds in zip((1, 4), both, strict=True)
-        for p in (0.25, 0.75)
-    ),
-    "some shape",
-)
-
-
-def tokens(p: float, gamma: int) -> float:
-    return sum(p**k for k in range(gamma + 1))
-
-
-def test_lines_of_the_best_draft_length_points_of_each_and_where_lines_cross() -> None:
-    drawing = draft_ladder(LADDER)
-    first, second = drawing.figure.axes
-    assert [axes.get_title() for axes in (first, second)] == ["1 row", "4 rows"]
-    plain, *of_methods = first.get_lines()
-    assert list(plain.get_ydata()) == [1, 1] and len(of_methods) == 4 and len(second.get_lines()) == 3
-    grid, own = [step / 100 for step in range(101)], {}
-    for method, line, points in zip(("ngram", "self"), of_methods[::2], of_methods[1::2], strict=True):
-        one, four = SECONDS[method, 1]
-        own[method] = [max(tokens(p, 1) / one, tokens(p, 4) / four) for p in grid]
-        assert line.get_color() == points.get_color() == drafter_colour(method)
-        assert list(line.get_ydata()) == pytest.approx(own[method])
-        found = sorted(zip(points.get_xdata(), points.get_ydata(), strict=True))
-        expected = sorted((p, tokens(p, gamma) / s) for gamma, s in ((1, one), (4, four)) for p in (0.25, 0.75))
-        assert numpy.array(found) == pytest.approx(numpy.array(expected))
-    crossing = next(p for p, n, s in zip(grid, *own.values(), strict=True) if p > 0.4 and s > n)
-    # Nobody wins among four rows: not even 2 tokens of 3.5 seconds, or 5 of 10; and lookups were not profiled there.
-    assert drawing.text == (
-        "batch 1: faster than plain decoding: ngram from p = 0.31, self from p = 0.46; fastest at equal p: none, "
-        f"from 0.31 on ngram, from {crossing:.2f} on self; batch 4: faster than plain decoding: self at no p; fastest "
-        "at equal p: none."
-    )
-
-
-def test_a_method_wins_from_where_it_no_longer_loses() -> None:
-    """Faster at p = 0 than at 0.5, where its rounds take twice as long."""
-    rungs = [Rung("ngram", 1, 1, p, seconds, 1.0) for p, seconds in ((0.0, 0.5), (0.5, 2.0), (1.0, 1.0))]
-    text = draft_ladder(Ladder(tuple(rungs), "")).text
-    wins, _, ranked = text.partition("; fastest at equal p: ngram, from ")
-    lost, _, won = ranked.partition(" on none, from ")
-    assert wins.removeprefix("batch 1: faster than plain decoding: ngram from p = ") == won.removesuffix(" on ngram.")
-    assert float(lost) < 0.5 < float(won.removesuffix(" on ngram."))

@@ -13,8 +13,8 @@ import pytest
 
 import spec_trl_command
 from spec_trl import SpeculativeConfig
-from spec_trl.cli.arguments import COMMANDS
-from spec_trl.cli.main import build_parser, main
+from spec_trl.cli.main import COMMANDS, build_parser, main
+from spec_trl.papers import load
 
 
 def test_the_script_is_declared() -> None:
@@ -51,7 +51,7 @@ def test_help_explains_every_command_and_option_and_its_examples_parse(
     assert re.search(rf"^ +{name}\s+\w", help_of(capsys), re.MULTILINE)
     text, _, examples = help_of(capsys, name).partition("example:\n")
     parser = argparse.ArgumentParser()
-    COMMANDS[name].add_arguments(parser)
+    load(f"{COMMANDS[name][0]}.arguments").COMMANDS[name].add_arguments(parser)
     for action in parser._actions:
         assert action.help and (action.option_strings or [action.metavar])[0] in text
     lines = [re.sub(r"\s{2,}\(.*\)$", "", line.strip()) for line in examples.splitlines() if line.strip()]

@@ -64,7 +64,7 @@ REFUSALS = [
     ("report {run} --profile {cut}", "cut.json is not a valid roofline profile"),
     ("report {edited}", "line 2: rollout.tokens: Field required"),
     # ---- bench
-    ("bench model --assistant small", "'small' is not KIND=MODEL with one of the kinds model, eagle3"),
+    ("bench model --assistant small", "'small' is not KIND=MODEL with one of the kinds model, dflash, eagle3"),
     ("bench model --temperature -1", "'-1' is not a number of at least 0"),
     ("bench {model} --draft-length 65", "draft_length=65 is out of range"),
     ("bench {model} --assistant model=a --assistant model=b", "two drafters of one kind"),

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from spec_trl.cli.main import main
-from spec_trl.generation.engine.timeline import PlanChange, RequestTimeline
+from spec_trl.generation.engine.statistics import PlanChange, RequestTimeline
 from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog, read_run
 from spec_trl.trainers.verdict import MORE
 from tests.cli.sample_run import make_header, make_rollout

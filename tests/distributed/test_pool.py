@@ -1,7 +1,9 @@
 """Ranks that share a pool decode what one rank decodes, whoever decodes what; ranks are threads here."""
 
+import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,7 @@ from spec_trl.generation.engine.rows import Request
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.scheduling.migration import MoveCosts
 from spec_trl.scheduling.shared_order import longest_first
+from tests.conftest import WIDE, add_noise
 from tests.distributed import test_moved_rows as moved_rows
 from tests.distributed.pools import Helped, Patient, unfair
 from tests.distributed.thread_ranks import links, run_ranks
@@ -130,9 +133,30 @@ def test_moved_rows_go_on_where_they_were(
     assert pools[1].taken_over > 0
     assert (pools[1].send_seconds is None) == (head_share == 1.0 or strategy == "eagle3")
     assert pools[1].idle_seconds > 0
-    for row, text in enumerate(alone):  # those of both parts
-        mine = found[0] if found[0].lengths[row] else found[1]
-        assert mine.logprobs[row, : len(text)].allclose(reference.logprobs[row, : len(text)], atol=1e-6)
+    check_logprobs(found, reference)
+
+
+def check_logprobs(found: Sequence[SpeculativeOutput], reference: SpeculativeOutput) -> None:
+    """Each row has those of `reference`, on the one rank that has it: bit for bit, but in float64."""
+    exact = reference.statistics.exact
+    assert all(each.statistics.exact == exact for each in found)
+    for row, count in enumerate(reference.lengths.tolist()):
+        (mine,) = [each for each in found if each.lengths[row]]
+        assert mine.logprobs[row, :count].allclose(reference.logprobs[row, :count], 0, 0 if exact is True else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "head_share"),
+    [("none", 0.37), ("self", 1.0), ("eagle3", 0.37), ("self, decoupled", 0.37)],
+)
+def test_no_bit_of_moved_rows_differs(
+    narrow: LlamaForCausalLM, tmp_path: Path, strategy: str, head_share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their heads are computed again: prompts as prompts, and what steps had generated as steps do."""
+    eagle3.make_folder(tmp_path, eagle3.safeai(vocab_size=64, draft_vocab_size=64, **WIDE))
+    assistant = add_noise(copy.deepcopy(narrow))
+    test_moved_rows_go_on_where_they_were(narrow, assistant, str(tmp_path), strategy, head_share, monkeypatch)
+    assert generate(narrow, prompts(2)).statistics.exact is True
 
 
 def test_a_copy_that_drafts_ahead_reads_the_columns_of_moved_rows(
@@ -156,12 +180,17 @@ def test_a_copy_that_drafts_ahead_reads_the_columns_of_moved_rows(
         assert drafter.drafted > 0 == drafter.dropped
 
 
+def test_no_bit_differs_between_ranks_that_race(narrow: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_ranks_race_for_the_rows_of_another(narrow, monkeypatch)
+
+
 def test_ranks_race_for_the_rows_of_another(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that two ranks decode has one completion, that of the first one to end it."""
     monkeypatch.setattr(pool_module, "rows_to_give", lambda *_: 0)
     monkeypatch.setattr(pool_module, "POLL_SHARE", 1e9)
     given, config = prompts(6), {"max_batch_size": 3}
-    alone = outputs(generate(tiny, given, **ENDS))
+    reference = generate(tiny, given, **ENDS)
+    alone = outputs(reference)
     controls = [Helped(), Helped()]
 
     def call(rank: int, make: Callable[[list[Request]], SharedPool]) -> SpeculativeOutput:
@@ -169,8 +198,9 @@ def test_ranks_race_for_the_rows_of_another(tiny: LlamaForCausalLM, monkeypatch:
         more = dict(drafter=drafters, control=controls[rank], make_queue=make)
         return generate(tiny, given, "best_of_n", config, **ENDS, **more)
 
-    texts, pools, _ = decode(2, unfair(alone), 3, call, Patient)
+    texts, pools, found = decode(2, unfair(alone), 3, call, Patient)
     assert texts == alone
+    check_logprobs(found, reference)
     assert controls[1].tallies[1].rounds > 0  # the lookup drafts for helpers alone
     assert pools[1].taken_over == 0
 

@@ -18,7 +18,7 @@ from examples import generate, grpo_gsm8k
 from examples.demo.task import build_tokenizer
 from spec_trl import SpeculativeConfig, SpeculativeOutput
 from spec_trl.cli.prompts import pad_left, token_ids
-from spec_trl.generation.configuration import TAKE_ASSISTANT
+from spec_trl.generation.registry import taking_assistant
 from tests.conftest import DATA, STORY_MODEL
 from tests.trainers.harness import tiny_policy
 
@@ -150,7 +150,7 @@ def test_generate_hands_its_assistant_to_every_strategy_that_takes_one(monkeypat
 
     options = ["--assistant_model", "small", "--tts_drafter", "model", "--best_of_n_drafters", "self", "model"]
     monkeypatch.setattr(sys, "argv", ["generate.py", *options])
-    for strategy in ("none", *TAKE_ASSISTANT):
+    for strategy in ("none", *taking_assistant()):
         given: Any = generate.sample(Model(), {}, strategy, generate.parse_arguments(), new_tokens=1)
         assert given["assistant_strategy"] == strategy
         assert given["assistant_model"] == (None if strategy == "none" else "small")

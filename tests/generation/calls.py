@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from spec_trl import SpeculativeOutput
-from spec_trl.generation.configuration import CHOOSING
 from spec_trl.generation.engine.noise import gumbel_noise, position_keys, stream_keys
+from spec_trl.generation.registry import CHOOSING
 
 
 Prompts = dict[str, Tensor]

@@ -1,10 +1,12 @@
 """Drafters of every kind for the tiny target, and a tape in the place of CUDA graphs."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
@@ -30,32 +32,41 @@ Make = Callable[..., list[Drafter]]
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders of random drafters for the tiny target, by kind."""
-    folder = tmp_path_factory.mktemp("drafters")
-    eagle3.make_folder(folder / "eagle3", eagle3.safeai(vocab_size=64, draft_vocab_size=64))
-    eagle3.make_folder(folder / "pruned", eagle3.safeai())  # eagle3 with a part of the vocabulary
-    dflash.make_checkpoint(folder / "dflash", dflash.zlab(vocab_size=64))
+    return write_checkpoints(tmp_path_factory.mktemp("drafters"))
+
+
+def write_checkpoints(folder: Path, **sizes: int) -> dict[str, str]:
+    """The same in `folder`, for a tiny target of other `sizes`."""
+    eagle3.make_folder(folder / "eagle3", eagle3.safeai(vocab_size=64, draft_vocab_size=64, **sizes))
+    eagle3.make_folder(folder / "pruned", eagle3.safeai(**sizes))  # eagle3 with a part of the vocabulary
+    dflash.make_checkpoint(folder / "dflash", dflash.zlab(vocab_size=64, **sizes), 2 * sizes.get("hidden_size", 64))
     return {kind: str(folder / kind) for kind in ("eagle3", "pruned", "dflash")}
 
 
 @pytest.fixture(scope="session")
 def drafters(tiny, tiny_assistant, checkpoints) -> Make:
     """Makes drafters by name; all of `KINDS` by default. "tts" learns, with the drafter named after it and how."""
+    return maker(tiny, tiny_assistant, checkpoints)
+
+
+def maker(target: PreTrainedModel, assistant: PreTrainedModel, checkpoints: Mapping[str, str]) -> Make:
+    """The same for `target`."""
 
     def one(name: str) -> Drafter:
         if name == "self":
-            return SelfDrafter(tiny, kernel="reference")
+            return SelfDrafter(target, kernel="reference")
         if name == "model":
-            return SmallModelDrafter(tiny_assistant, tiny)
+            return SmallModelDrafter(assistant, target)
         if name == "ngram":
             return NgramDrafter(2)
         if name == "history":
             return HistoryDrafter(10_000)
         if name in checkpoints:
-            return (DFlashDrafter if name == "dflash" else Eagle3Drafter)(checkpoints[name], tiny)
+            return (DFlashDrafter if name == "dflash" else Eagle3Drafter)(checkpoints[name], target)
         _, kind, scope, *together = name.split()
         students: dict[str, Callable[[], Drafter]] = {
-            "self": lambda: SelfDrafter(tiny, "rtn-w4-g32", "reference", "packed"),
-            "model": lambda: SmallModelDrafter(copy.deepcopy(tiny_assistant), tiny),
+            "self": lambda: SelfDrafter(target, "rtn-w4-g32", "reference", "packed"),
+            "model": lambda: SmallModelDrafter(copy.deepcopy(assistant), target),
         }
         student = students.get(kind, lambda: one(kind))()
         return DistilledDrafter(student, Distillation(1e-3, scope, stride=1, asynchronous=bool(together)))

@@ -19,13 +19,13 @@ from examples import generate
 from spec_trl import SpecGRPOConfig, SpeculativeConfig
 from spec_trl.cli.main import build_parser
 from spec_trl.cli.options import MARGIN
+from spec_trl.efficient_rollout.draft_length import DraftLengthController
 from spec_trl.generation.configuration import (
     OPTIONS,
     Distillation,
     kinds_of,
 )
-from spec_trl.generation.value_checks import require_folder_or_id
-from spec_trl.scheduling.draft_length import DraftLengthController
+from spec_trl.value_checks import require_folder_or_id
 
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -145,7 +145,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"verification": ["exact"]}, r"^verification=\['exact'\] is unknown"),
     ({"sd_margin": True}, "^sd_margin=True is out of range"),
     ({"roofline_profile": "p.json", "sd_toggle": "always"}, "^roofline_profile='p.json' is not read under"),
-    ({"roofline_profile": "no.json"}, r"^roofline_profile='no.json' is no file that exists; .*sd_toggle=.roofline."),
+    ({"roofline_profile": "no.json"}, r"^roofline_profile='no.json' does not exist; .*sd_toggle=.roofline."),
     ({"roofline_profile": "no/p.json", "sd_toggle": "roofline"}, "^roofline_profile='no/p.json' must be a file in"),
     ({"roofline_profile": ".", "sd_toggle": "roofline"}, "^roofline_profile='.' must be a file in a folder"),
     ({"max_graph_memory": 0}, "^max_graph_memory=0 is out of range; it must be a positive number of GiB, e.g. 4.0"),

@@ -10,6 +10,11 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
+from spec_trl.efficient_rollout import profile_cache
+from spec_trl.efficient_rollout.profile import Profile
+from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
+from spec_trl.efficient_rollout.rounds import roofline_of
+from spec_trl.efficient_rollout.toggle import RooflineToggle
 from spec_trl.generation import decoding
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.thread import DraftThread
@@ -17,18 +22,17 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.model_costs import model_constants
-from spec_trl.generation.strategies import KeptControl, keep_control, make_control, roofline_of, take_control
-from spec_trl.measuring import fill_ladder, profile_cache
+from spec_trl.generation.strategies import KeptControl, keep_control, make_control, take_control
 from spec_trl.measuring.known_rounds import KnownRounds
 from spec_trl.scheduling.control import AlwaysSpeculate, Chain, Control, NeverSpeculate
-from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.ledger import Times
+from spec_trl.scheduling.model_constants import ModelConstants
 from spec_trl.scheduling.plain_decoding import PlainRounds
 from spec_trl.scheduling.planner import Planner
-from spec_trl.scheduling.profile import Profile, ProfileKey
-from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
+from spec_trl.scheduling.profile_key import ProfileKey
 from spec_trl.scheduling.round_costs import ForwardSeconds, ProbedRounds
-from spec_trl.scheduling.toggle import RooflineToggle
+from spec_trl.specactor import fill_ladder
+from spec_trl.specactor.ladder import Ladder, Rung
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.conftest import Clock, Make

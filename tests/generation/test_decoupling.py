@@ -11,11 +11,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from spec_trl import release
+from spec_trl.efficient_rollout.profile import Profile
+from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.generation import decoding, decoupling
 from spec_trl.generation.configuration import SpeculativeConfig
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
-from spec_trl.scheduling.profile import Profile
-from spec_trl.scheduling.roofline import Coefficients, Roofline
 from spec_trl.trainers import rollout_checks
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs

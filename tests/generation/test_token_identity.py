@@ -1,5 +1,6 @@
 """The lossless contract: whatever drafts, however rounds are planned and whatever fails, tokens, lengths and logprobs
-are those of plain decoding with the same seed; and what is said of the rounds agrees with them."""
+are those of plain decoding with the same seed, in float32 and bfloat16 bit for bit; and what is said of the rounds
+agrees with them."""
 
 import functools
 import itertools
@@ -22,10 +23,12 @@ from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.filters import keep_top_p
 from spec_trl.generation.engine.statistics import DraftCounts, SpeculationStatistics
 from spec_trl.generation.engine.verification import Proposal
+from spec_trl.native_code import compiler
 from spec_trl.scheduling.control import Chain
+from tests.conftest import WIDE, add_noise, tiny_llama
 from tests.generation import grammars
 from tests.generation.calls import Alternate, EndByPrefix, generate, outputs, pad_left, plain_decoding, random_rows
-from tests.generation.conftest import Make
+from tests.generation.conftest import Make, maker, write_checkpoints
 from tests.generation.engine.pools import install_pool
 from tests.generation.engine.tape import install_tape
 from tests.generation.grammars import WIDTH, EndsOnce, Trie, grammar
@@ -36,6 +39,9 @@ NEW = 24
 ROWS = random_rows((5, 1, 9, 12, 3, 9))
 ROWS += [ROWS[2]] * 2  # three copies of one prompt
 Answers = list[tuple[list[int], list[float]]]
+Targets = dict[str, tuple[LlamaForCausalLM, Make]]
+# Dtypes of targets whose bits are compared; "autocast": float32 weights. Without a compiler attention reads masks.
+EXACT = ["float32", "bfloat16", "autocast"] if compiler() else []
 
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -147,6 +153,7 @@ class Scenario:
     """One generation.
 
     Args:
+        dtype: "float64", or of `EXACT`.
         rows: of `ROWS`, in the order of the batch; their places there are their request ids.
         split: the rows before it are one call, the others another.
         capacity: rows in flight at most.
@@ -162,6 +169,7 @@ class Scenario:
         fault: of one drafter.
     """
 
+    dtype: str
     rows: tuple[int, ...]
     split: int
     capacity: int
@@ -189,7 +197,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=4))
     names = [draw(st.sampled_from(LEARNING)) if name == "tts" else name for name in names]
     subsets = [None, None, *(tuple(range(first, len(rows), step)) for first, step in ((0, 2), (1, 2), (1, 3)))]
-    chain = st.builds(Chain, st.integers(0, len(names) - 1), st.integers(1, 6), st.sampled_from(subsets))
+    chain = st.builds(Chain, st.integers(0, len(names) - 1), st.integers(1, 8), st.sampled_from(subsets))
     fault = None
     if draw(st.sampled_from([False, False, True])):
         method = draw(st.sampled_from(["propose"] * 4 + ["begin", "admit", "move", "observe", "end"]))
@@ -197,8 +205,11 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         fault = Fault(draw(st.integers(0, len(names) - 1)), method, draw(st.integers(1, 3)), trouble)
     rounds = tuple(map(tuple, draw(st.lists(st.lists(chain, max_size=4), min_size=1, max_size=4))))
     plans = draw(st.sampled_from([None, rounds, rounds, rounds]))
+    dtype = draw(st.sampled_from(["float64", "float64", *EXACT]))
     is_capturable = fault is None or fault.trouble not in OF_NETWORK  # what is not says so in a warning of its own
+    is_capturable = is_capturable and dtype == "float64"  # a tape hears torch alone, whose sums are not exact
     return Scenario(
+        dtype=dtype,
         rows=tuple(rows),
         split=draw(st.sampled_from([0, 0, len(rows) // 2])),
         capacity=draw(st.integers(1, len(ROWS))),
@@ -216,21 +227,49 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny: LlamaForCausalLM) -> Callable[[str, tuple[tuple[int, int], ...]], tuple[Answers, list[int]]]:
-    """Tokens and logprobs of all `ROWS` by :func:`plain_decoding`, and the EOS ids that end them."""
+def targets(tiny, drafters, tmp_path_factory: pytest.TempPathFactory) -> Targets:
+    """A target in each dtype, and what makes drafters for it."""
+    found = {"float64": (tiny, drafters)}
+    heads = dict(num_attention_heads=2)  # of 96, which attention reads in blocks of 32 columns: rows are longer
+    folders = write_checkpoints(tmp_path_factory.mktemp("wide"), **WIDE)
+    for name in EXACT:
+        dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+        model, assistant = (tiny_llama(**WIDE | heads).to(dtype) for _ in range(2))
+        found[name] = model, maker(model, add_noise(assistant), folders)
+    return found
+
+
+def autocast_of(dtype: str) -> torch.autocast:
+    """In which a target of this dtype generates."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast")
+
+
+@pytest.fixture(scope="module")
+def plain(targets: Targets) -> Callable[..., tuple[Answers, list[int]]]:
+    """Tokens and logprobs of all `ROWS`, and the EOS ids that end them: by :func:`plain_decoding`, or in `EXACT`,
+    whose bits that has not, by "none"."""
 
     @functools.cache
-    def decode(sampling: str, eos: tuple[int, ...]) -> Answers:
+    def decode(dtype: str, sampling: str, eos: tuple[int, ...]) -> Answers:
+        model, _ = targets[dtype]
         options = dict(do_sample=True, top_k=0, max_new_tokens=NEW, pad_token_id=0, eos_token_id=list(eos) or None)
-        _, own = sampling_options(sampling, range(len(ROWS)), lenient=True)
-        found = tiny.generate(**pad_left(ROWS, WIDTH), custom_generate=plain_decoding, **(options | own))
-        return list(zip(*found, strict=True))
+        _, own = sampling_options(sampling, range(len(ROWS)), lenient=dtype == "float64")
+        if dtype == "float64":
+            found = model.generate(**pad_left(ROWS, WIDTH), custom_generate=plain_decoding, **(options | own))
+            return list(zip(*found, strict=True))
+        with autocast_of(dtype):
+            result = generate(model, pad_left(ROWS, WIDTH), **(options | own))
+        assert result.statistics.exact is True
+        texts = outputs(result)
+        return [(text, own[: len(text)]) for text, own in zip(texts, result.logprobs.tolist(), strict=True)]
 
-    def find(sampling: str, places: tuple[tuple[int, int], ...]) -> tuple[Answers, list[int]]:
+    def find(
+        sampling: str, places: tuple[tuple[int, int], ...], dtype: str = "float64"
+    ) -> tuple[Answers, list[int]]:
         always = {grammars.EOS} if sampling.startswith("grammar") else set()
-        texts = [tokens for tokens, _ in decode(sampling, tuple(always))]
+        texts = [tokens for tokens, _ in decode(dtype, sampling, tuple(always))]
         eos = sorted(always | {texts[row][min(position, len(texts[row]) - 1)] for row, position in places})
-        return decode(sampling, tuple(eos)), eos
+        return decode(dtype, sampling, tuple(eos)), eos
 
     return find
 
@@ -240,21 +279,22 @@ def plain(tiny: LlamaForCausalLM) -> Callable[[str, tuple[tuple[int, int], ...]]
     phases=[Phase.generate], report_multiple_bugs=False,  # a scenario is short enough without minutes of shrinking
 )  # fmt: skip
 @given(scenario=scenarios())
-def test_tokens_are_those_of_plain_decoding(scenario: Scenario, tiny, drafters: Make, plain) -> None:
-    answers, eos = plain(scenario.sampling, scenario.eos)
+def test_tokens_are_those_of_plain_decoding(scenario: Scenario, targets: Targets, plain) -> None:
+    answers, eos = plain(scenario.sampling, scenario.eos, scenario.dtype)
+    model, make = targets[scenario.dtype]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "_QUERIES_PER_FORWARD", scenario.prefill[0])
         patch.setattr(runner, "TOKENS_PER_FORWARD", scenario.prefill[1])
         patch.setattr(overheard, "SHARE", 1e9)  # however long lookups take, they draft
         patch.setattr(processors, "keep_top_p", functools.partial(keep_top_p, count=2))  # of a small vocabulary
         if scenario.captured:
-            release(tiny)
+            release(model)
             install_tape(patch)
         if scenario.pages:
             install_pool(patch, scenario.pages)
         for part in (scenario.rows[: scenario.split], scenario.rows[scenario.split :]):
             for _ in range(1 + scenario.captured if part else 0):
-                check(scenario, part, [answers[row] for row in part], eos, tiny, drafters)
+                check(scenario, part, [answers[row] for row in part], eos, model, make)
 
 
 @pytest.mark.parametrize("capacity", [3, 8])  # rows that end give way to others, or not
@@ -267,7 +307,7 @@ def test_controls_that_listen(
     answers, eos = plain(sampling, ((0, 9), (3, 20)))
     names = ("half right", "history", "self", "model", "ngram")
     scenario = Scenario(
-        tuple(range(len(ROWS))), 0, capacity, NEW, sampling, ((0, 9), (3, 20)), names, rounds,
+        "float64", tuple(range(len(ROWS))), 0, capacity, NEW, sampling, ((0, 9), (3, 20)), names, rounds,
         listened=3, prefill=(1024, 8192), captured=False, pages=0, fault=None,
     )  # fmt: skip
     control = check(scenario, scenario.rows, answers, eos, tiny, drafters)
@@ -277,7 +317,7 @@ def test_controls_that_listen(
 
 
 def check(
-    scenario: Scenario, rows: Sequence[int], expected: Answers, eos: list[int], tiny: LlamaForCausalLM, make: Make
+    scenario: Scenario, rows: Sequence[int], expected: Answers, eos: list[int], model: LlamaForCausalLM, make: Make
 ) -> Plans:
     """Generates `rows`, compares, and returns the control."""
     texts = [tokens for tokens, _ in expected]
@@ -290,10 +330,10 @@ def check(
     control = Plans(len(members), scenario.rounds) if scenario.rounds else Planned(members)
     control.listens_to, control.most_listened = lookups if scenario.listened else (), scenario.listened
     trie, options = sampling_options(scenario.sampling, rows)
-    with warnings.catch_warnings(record=True) as warned:
+    with warnings.catch_warnings(record=True) as warned, autocast_of(scenario.dtype):
         warnings.simplefilter("always")
         result = generate(
-            tiny,
+            model,
             pad_left([ROWS[row] for row in rows], WIDTH),
             config={"max_batch_size": scenario.capacity, "runner": "graph" if scenario.captured else "compiled"},
             drafter=members,
@@ -309,9 +349,11 @@ def check(
             starts = [tokens[:count] for tokens in texts for count in range(NEW + 1)]
             assert all(output in starts for _, output in trie.shown), "shown a draft that the target did not take"
     assert outputs(result) == [tokens[: scenario.new_tokens] for tokens in texts]
+    is_exact = scenario.dtype in EXACT
+    assert result.statistics.exact is (True if is_exact else None)
     for row, (_, logprobs) in enumerate(expected):
         own = torch.tensor(logprobs[: scenario.new_tokens])
-        torch.testing.assert_close(result.logprobs[row, : len(own)], own, rtol=0, atol=1e-5)
+        torch.testing.assert_close(result.logprobs[row, : len(own)], own, rtol=0, atol=0 if is_exact else 1e-5)
         assert not result.logprobs[row, len(own) :].any()
     statistics = result.statistics
     assert statistics.logprob_sum == pytest.approx(float(result.logprobs.double().sum()), rel=1e-6)

@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from benchmarks.tiny_families import make
 from spec_trl import SpeculativeConfig, cpu_products, dense_linear
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.ngram import NgramDrafter
@@ -26,6 +25,7 @@ from spec_trl.measuring.probe import TOKENS, probe
 from spec_trl.native_code import compiler
 from spec_trl.scheduling.round_costs import ForwardSeconds
 from tests.conftest import tiny_llama
+from tests.tiny_families import make
 
 
 CONFIG = SpeculativeConfig()

@@ -6,10 +6,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from benchmarks.tiny_families import make
 from spec_trl.quantization.awq import ActivationStatistics
 from spec_trl.quantization.experts import QuantizedExperts, matrices_of, matrix_names
 from tests.quantization.conftest import addresses, all_equal, logits, quantized
+from tests.tiny_families import make
 
 
 @pytest.mark.filterwarnings("ignore:.*16 input features:UserWarning")  # deepseek's q_b_proj

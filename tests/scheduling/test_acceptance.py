@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_trl.scheduling.acceptance import Acceptance
-from spec_trl.scheduling.draft_length import expected_block_efficiency
+from spec_trl.scheduling.acceptance import Acceptance, acceptance_of, expected_block_efficiency
 
 
 RATES = st.floats(0, 1)
@@ -34,3 +33,12 @@ def test_block_efficiency(first: float, further: float, draft_length: int) -> No
 )
 def test_block_efficiency_by_hand(first: float, further: float, draft_length: int, expected: float) -> None:
     assert Acceptance(first, further).block_efficiency(draft_length) == pytest.approx(expected)
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(st.floats(0, 1), st.integers(1, 16))
+def test_acceptance_inverts_block_efficiency(acceptance: float, draft_length: int) -> None:
+    tau = expected_block_efficiency(acceptance, draft_length)
+    assert expected_block_efficiency(acceptance_of(tau, draft_length), draft_length) == pytest.approx(tau)
+    assert acceptance_of(draft_length + 4.0, draft_length) == pytest.approx(1.0)  # outside the possible range
+    assert acceptance_of(0.5, draft_length) == pytest.approx(0.0, abs=1e-9)

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
+from spec_trl.scheduling.affine_seconds import AffineSeconds
 from spec_trl.scheduling.migration import MoveCosts, measured_send_seconds, rows_to_give, step_seconds
-from spec_trl.scheduling.token_speed import AffineSeconds
 
 
 def line(fixed: float, per_row: float) -> AffineSeconds:

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
+from spec_trl.efficient_rollout.rounds import RooflineRounds
 from spec_trl.scheduling.account import Account
 from spec_trl.scheduling.control import Candidate
 from spec_trl.scheduling.ledger import Drafts, Kind, Times
 from spec_trl.scheduling.planner import Planner
-from spec_trl.scheduling.round_costs import RooflineRounds
-from tests.scheduling.test_toggle import A100
+from tests.efficient_rollout.test_toggle import A100
 
 
 DRAFTING = {"self": 0.2, "model": 1.0, "ngram": 0.05}  # autoregressive rounds that a draft takes

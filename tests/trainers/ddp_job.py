@@ -20,7 +20,7 @@ from spec_trl.drafter_training import adaptation
 from spec_trl.drafter_training.adaptation import DrafterAdaptation
 from spec_trl.drafter_training.sequence_loss import TargetView
 from spec_trl.generation.configuration import SpeculativeConfig
-from spec_trl.scheduling.ladder import Ladder
+from spec_trl.specactor.ladder import Ladder
 from spec_trl.trainers import shared_measurements
 from tests.trainers.harness import Run, tiny_dataset, train
 

@@ -17,9 +17,9 @@ from trl import GRPOTrainer
 
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
-from spec_trl.generation.configuration import CHOOSING
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.registry import CHOOSING
 from spec_trl.quantization.awq import ActivationStatistics
 from spec_trl.scheduling.control import Control
 from spec_trl.scheduling.planner import Planner

@@ -21,6 +21,7 @@ from trl import GRPOConfig, TrlParser
 
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer, SpeculativeConfig
 from spec_trl.generation.configuration import OPTIONS
+from spec_trl.trainers.checkpoint import DraftLengthState
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.harness import make_run, tiny_dataset, tiny_policy, train
 
@@ -40,7 +41,7 @@ TTS = {"assistant_strategy": "tts"}
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"assistant_strategy": "selv"}, r"assistant_strategy='selv' is unknown; choose one of \['none', 'self'"),
+        ({"assistant_strategy": "selv"}, r"assistant_strategy='selv' is unknown; choose one of .*Did you mean 'self'"),
         ({"assistant_strategy": "model"}, "assistant_strategy='model' with assistant_model=None"),
         ({"assistant_model": "gpt2"}, "assistant_strategy='self' with assistant_model='gpt2'"),
         ({"assistant_strategy": "auto", "assistant_model": "./nothing"}, "^assistant_model='./nothing' is a folder"),
@@ -52,9 +53,14 @@ TTS = {"assistant_strategy": "tts"}
         ({"initial_draft_length": 6}, r"^initial_draft_length=6 is not one of draft_lengths=\[5, 7, 9, 11\]"),
         ({"draft_lengths": [5, 5]}, r"^draft_lengths=\[5, 5\] is not ascending"),
         ({"draft_lengths": [0]}, r"^draft_lengths=\[0\] must lie between 1 and 64"),
+        ({"draft_lengths": []}, r"^draft_lengths=\[\] must be a list of at least one integer"),
+        ({"draft_lengths": [5, 65]}, r"^draft_lengths=\[5, 65\] must lie between 1 and 64"),
+        ({"draft_lengths": [5, 7.5]}, r"^draft_lengths=.* must be a list of at least one integer"),
         ({"draft_lengths": 5}, r"^draft_lengths=5 must be a list of .*integer, e.g. \[5, 7, 9, 11\]"),
         ({"draft_length_up": 1.5}, "^draft_length_up=1.5 must lie between 0 and 1"),
         ({"draft_length_down": 0.94}, "^draft_length_down=0.94 must be above 0 and below draft_length_up=0.94"),
+        ({"draft_length_down": 0.0}, "^draft_length_down=0.0 must be above 0"),
+        ({"draft_length_patience": 1.5}, "^draft_length_patience=1.5 must be an integer of at least 1"),
         ({"draft_length_patience": 0}, "^draft_length_patience=0 must be an integer of at least 1"),
         ({"roofline_profile": "p.json", "assistant_strategy": "none"}, "^roofline_profile='p.json' has no use with"),
         ({"rollout_sharing": "all"}, "^rollout_sharing='all' is unknown; choose one of"),
@@ -163,7 +169,7 @@ OWN: dict[str, Any] = {
     "assistant_strategy": "best_of_n", "assistant_model": "some/drafter", "draft_lengths": [3, 7],
     "initial_draft_length": 7, "draft_length_up": 0.9, "draft_length_down": 0.8, "draft_length_patience": 3,
     "rollout_batch_size": 4, "rollout_sharing": "own", "drafter_adaptation": False, "drafter_learning_rate": 2e-6,
-    "drafter_hidden_weight": 0.5, "drafter_token_weight": 0.2, "draft_ranks": 0,
+    "drafter_hidden_weight": 0.5, "drafter_token_weight": 0.2, "draft_ranks": 0, "exact_logprobs": True,
 }  # fmt: skip
 """The same for the trainer's own options; others of "draft_ranks" do not go with these."""
 
@@ -192,10 +198,14 @@ def test_the_controller_of_the_draft_length() -> None:
     """Rises and falls by the shares and after the number of rollouts that the options say."""
     options = dict(draft_lengths=[2, 4, 8], initial_draft_length=4, draft_length_up=0.75, draft_length_down=0.25)
     for share, patience, expected in ((0.75, 1, 8), (0.74, 1, 4), (0.26, 1, 4), (0.25, 1, 2), (0.75, 2, 4)):
-        controller = make_config(**options, draft_length_patience=patience).draft_length_controller()
+        config = make_config(**options, draft_length_patience=patience, assistant_strategy="self", sd_toggle="always")
+        (controller,) = config.draft_length_controllers(["self"], {}).values()
         controller.observe(1 + 4 * share)
         assert controller.draft_length == expected
-    assert make_config().draft_length_controller().draft_length == 5
+        saved = DraftLengthState(2, 1.5, [])
+        assert config.draft_length_controllers(["self"], {"self": saved})["self"].draft_length == 2
+    assert make_config(sd_toggle="roofline").draft_length_controllers(["self"], {})["self"].draft_length == 5
+    assert make_config().draft_length_controllers(["self"], {}) == {}  # a planner chooses
 
 
 def test_the_command_line() -> None:

@@ -14,15 +14,15 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTraine
 
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
+from spec_trl.efficient_rollout import profile_cache as profiles_module
+from spec_trl.efficient_rollout.profile import Profile
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine import kept_runner
-from spec_trl.measuring import fill_ladder
-from spec_trl.measuring import profile_cache as profiles_module
 from spec_trl.scheduling.planner import Planner
-from spec_trl.scheduling.profile import Profile
+from spec_trl.specactor import fill_ladder
 from spec_trl.trainers import spec_grpo_trainer
 from spec_trl.trainers.run_log import read_run
 from tests.generation.drafters.watching import make_checkpoint

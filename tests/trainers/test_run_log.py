@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from spec_trl.generation.engine.statistics import DraftCounts
-from spec_trl.generation.engine.timeline import PlanChange
+from spec_trl.generation.engine.statistics import DraftCounts, PlanChange
 from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog, StepRecord, read_run
 from tests.cli.sample_run import make_header, make_rollout, make_step, write_run
 

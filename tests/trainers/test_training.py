@@ -23,8 +23,8 @@ from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.verification import Proposal
-from spec_trl.scheduling.ladder import Ladder
 from spec_trl.scheduling.planner import Planner
+from spec_trl.specactor.ladder import Ladder
 from spec_trl.trainers import collapse_alarm
 from spec_trl.trainers.checkpoint import STATE_FILE
 from spec_trl.trainers.verdict import verdict_of

@@ -9,11 +9,12 @@ import pytest
 from spec_trl.generation.engine.statistics import (
     DraftCounts,
     LearningStatistics,
+    PlanChange,
     RacingStatistics,
+    RequestTimeline,
     RoundPoint,
     SpeculationStatistics,
 )
-from spec_trl.generation.engine.timeline import PlanChange, RequestTimeline
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, Tally
 from spec_trl.trainers import rollout_totals, run_log
 from spec_trl.trainers.rollout_totals import RolloutTotals, metrics

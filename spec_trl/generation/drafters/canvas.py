@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from ..configuration import SpeculativeConfig
 from ..engine.cache import RaggedCache, ReplayCache
 from ..engine.drafter import Drafter
 
@@ -88,6 +90,11 @@ class TrainableDrafter(Drafter):
     """The same where the drafter learns, else 0: then nothing is kept for replays."""
     attended_layers: int | None = None
     """Number of the first layers of the cache that replays read; None: all."""
+
+    @classmethod
+    def make_student(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "TrainableDrafter":
+        """A drafter with weights that nobody else uses, for `"tts"`; arguments and errors are those of `make`."""
+        return cls.make(model, assistant, config)
 
     @abstractmethod
     def replay(self, network: Any, canvas: Canvas) -> Tensor:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...scheduling.draft_length import MAX_DRAFT_LENGTH
+from ...scheduling.acceptance import MAX_DRAFT_LENGTH
+from ...value_checks import require_folder_or_id
+from ..configuration import SpeculativeConfig
 from ..engine.draft_loop import Forward, NetworkDraft
 from ..engine.drafter import DraftCost, DraftSession
 from ..engine.noise import RoundNoise
@@ -20,9 +22,10 @@ from ..engine.runner import COLUMN_BUCKET
 from ..engine.verification import Proposal
 from .borrowed import plain_embedding
 from .canvas import TrainableDrafter
-from .checkpoints import load_exactly, read_checkpoint, tensors_to_store, write_checkpoint
+from .checkpoints import load_exactly, read_checkpoint, read_config, tensors_to_store, write_checkpoint
 from .feature_config import FeatureConfig
 from .feature_network import FeatureNetwork
+from .vocabulary import check_sizes
 
 
 class FeatureDrafter(TrainableDrafter):
@@ -41,6 +44,7 @@ class FeatureDrafter(TrainableDrafter):
         ValueError: the checkpoint is broken, or was made for another target.
     """
 
+    assistant = "required"
     has_probabilities = True
     uses_pool = True
     drafts_ahead = False
@@ -57,6 +61,30 @@ class FeatureDrafter(TrainableDrafter):
     """Number of committed tokens below which a row is not drafted for."""
     lag: int = 0
     """Columns by which a token's K/V lies before its position."""
+
+    @classmethod
+    def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "FeatureDrafter":
+        if not isinstance(assistant, str):
+            raise cls._no_checkpoint("assistant_model", assistant)
+        return cls(assistant, model)
+
+    @classmethod
+    def check_assistant(
+        cls, argument: str, assistant: Any, target: PreTrainedModel, config: SpeculativeConfig
+    ) -> None:
+        if not isinstance(assistant, str):
+            raise cls._no_checkpoint(argument, assistant)
+        require_folder_or_id(argument, assistant)
+        vocabulary = target.config.get_text_config(decoder=True).vocab_size
+        settings: Any = read_config(assistant, argument)
+        found = settings.get("transformer_layer_config", settings).get("vocab_size", vocabulary)
+        check_sizes(f"{argument}={assistant!r}", found, vocabulary)
+
+    @classmethod
+    def _no_checkpoint(cls, argument: str, given: object) -> ValueError:
+        shown = type(given).__name__ if isinstance(given, nn.Module) else repr(given)
+        way_out = "give the folder or hub id of a drafter's checkpoint"
+        return ValueError(f"{argument}={shown} with a drafter of kind {cls.strategy!r}: {way_out}.")
 
     def __init__(self, checkpoint: str | Path, target: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
         self._settings, self._stored = read_checkpoint(checkpoint)

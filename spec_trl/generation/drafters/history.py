@@ -5,16 +5,20 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from ..engine.drafter import Drafter, DraftSession
+from ...value_checks import require_int
+from ..configuration import SpeculativeConfig
+from ..engine.drafter import Drafter, DraftSession, take_drafter
 from ..engine.noise import RoundNoise
 from ..engine.outcome import Integers
 from ..engine.rows import Admission
 from ..engine.verification import Proposal
-from ..value_checks import require_int
+from ..registry import register_drafter
 from .suffix_index import SuffixIndex
 
 
@@ -33,6 +37,7 @@ MOST_INDEXED = 1 << 15
 second, and a prompt that is asked a thousand times would take seconds."""
 
 
+@register_drafter
 class HistoryDrafter(Drafter):
     """Proposes what followed the longest suffix match in the texts of a row's prompt: completions of earlier
     generations (epochs), those of its group siblings, in flight or finished, and the row's own text.
@@ -48,6 +53,11 @@ class HistoryDrafter(Drafter):
 
     def __init__(self, history_max_tokens: int) -> None:
         self.history = RolloutHistory(history_max_tokens)
+
+    @classmethod
+    def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "HistoryDrafter":
+        bound = config.history_max_tokens
+        return take_drafter(model, cls, (bound,), lambda: cls(bound))
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)

@@ -1,12 +1,18 @@
 """Prompt lookup: the row's own text proposes what followed the same n-gram before (SA §4.2, n-gram drafting)."""
 
-import torch
+from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
+from ..configuration import SpeculativeConfig
 from ..engine.drafter import Drafter
 from ..engine.noise import RoundNoise
 from ..engine.verification import Proposal
+from ..registry import register_drafter
 
 
+@register_drafter
 class NgramDrafter(Drafter):
     """Proposes the tokens after the most recent earlier occurrence of a row's last n tokens, longest n first, at most
     `ngram_size`."""
@@ -17,6 +23,10 @@ class NgramDrafter(Drafter):
 
     def __init__(self, ngram_size: int) -> None:
         self._ngram_size = ngram_size
+
+    @classmethod
+    def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "NgramDrafter":
+        return cls(config.ngram_size)
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         rows = self.session.rows

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,15 +11,23 @@ from transformers import PreTrainedModel
 
 from ...quantization import quantize_projections
 from ...quantization.awq import ActivationStatistics
+from ...quantization.kernels import PackedWeight
 from ...quantization.source_weight import modules_by_name
 from .. import kept
-from ..engine.drafter import DraftSession
+from ..configuration import SpeculativeConfig
+from ..engine.drafter import DraftSession, take_drafter
 from ..engine.noise import RoundNoise
 from ..engine.shadow import make_shadow, structure
 from ..engine.verification import Proposal
+from ..registry import register_drafter
 from .autoregressive import NetworkDrafter
 
 
+# Kernels whose layers keep locks or partial sums between thread blocks: drafting and learning would share them.
+_ONE_STREAM = {"humming", "marlin"}
+
+
+@register_drafter
 class SelfDrafter(NetworkDrafter):
     """A twin of the policy with quantized projections; everything else is the policy's own, by reference.
 
@@ -46,6 +55,34 @@ class SelfDrafter(NetworkDrafter):
         self._policy = kept.weak(policy)
         self._versions = versions(policy)
         self._may_have_changed = False
+
+    @classmethod
+    def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "SelfDrafter":
+        """The copy of an earlier call, unless the structure of `model` has changed since: other adapters, dtype or
+        device."""
+        packing = config.packing()
+        made_for = (*packing, structure(model))
+        drafter = take_drafter(model, cls, made_for, lambda: cls(model, *packing, packs_later=True))
+        drafter.refresh_if_changed()
+        return drafter
+
+    @classmethod
+    def make_student(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "SelfDrafter":
+        if assistant is not None:
+            name = assistant if isinstance(assistant, str) else type(assistant).__name__
+            raise ValueError(
+                f"assistant_model={name!r} is given, and tts_drafter='self' uses none. Drop it, or say what it is: "
+                "tts_drafter='eagle3', 'dflash' or 'model'."
+            )
+        student = cls(model, *config.packing())
+        modules = (module for layer in student.quantized.layers.values() for module in layer.modules())
+        names = {module.name for module in modules if isinstance(module, PackedWeight)}
+        if config.tts_asynchronous and (alone := sorted(names & _ONE_STREAM)):
+            raise ValueError(
+                f"tts_asynchronous=True with layers of the kernels {alone}, whose scratch memory serves one stream. "
+                'Set draft_kernel="triton" or "torch_int4", or tts_asynchronous=False.'
+            )
+        return student
 
     def refresh(self, statistics: ActivationStatistics | None = None) -> None:
         """Requantizes the policy's present weights into the same buffers (ER §3.1, Algorithm 1 line 3).
@@ -120,21 +157,6 @@ class SelfDrafter(NetworkDrafter):
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def self_drafter_of(policy: PreTrainedModel, quantization: str, kernel: str, lm_head: str) -> SelfDrafter:
-    """The self-drafter that is kept for `policy`, refreshed if its weights have changed; or a new one, where none is
-    kept, another call has it, or the policy's structure has changed (other adapters, dtype or device). It is the
-    caller's until :func:`~spec_trl.generation.engine.drafter.keep_drafters`."""
-    made_for = (quantization, kernel, lm_head, structure(policy))
-    drafter: SelfDrafter | None = kept.take(policy, SelfDrafter.strategy)
-    if drafter is not None and drafter.made_for == made_for:
-        drafter.refresh_if_changed()
-        return drafter
-    drafter = None  # frees its memory before another one takes some
-    drafter = SelfDrafter(policy, quantization, kernel, lm_head, packs_later=True)
-    drafter.made_for = made_for
-    return drafter
 
 
 def versions(policy: PreTrainedModel) -> tuple[tuple[int, int], ...]:

@@ -5,6 +5,7 @@ One tokenizer may come with vocabularies of two sizes, padded for the hardware: 
 has no row for is fed as its last one: neither can change an output.
 """
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -16,16 +17,20 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from ...value_checks import require_folder_or_id
+from ..configuration import SpeculativeConfig
 from ..engine.cache import autocast_dtype
 from ..engine.drafter import DraftCost
 from ..engine.model_costs import model_constants
 from ..engine.requirements import check_model, policy_in
 from ..engine.shadow import fingerprint, make_shadow
+from ..registry import register_drafter
 from .autoregressive import NetworkDrafter
 from .canvas import Canvas
 from .vocabulary import check_sizes
 
 
+@register_drafter
 class SmallModelDrafter(NetworkDrafter):
     """Drafts with `assistant`, a causal LM that is neither copied nor changed, over a K/V cache of its own.
 
@@ -34,6 +39,7 @@ class SmallModelDrafter(NetworkDrafter):
     """
 
     strategy = "model"
+    assistant = "required"
 
     def __init__(self, assistant: PreTrainedModel, target: PreTrainedModel) -> None:
         try:
@@ -55,6 +61,29 @@ class SmallModelDrafter(NetworkDrafter):
             self.target_ids = torch.arange(size, device=target.device)
         constants = model_constants(assistant)
         self.cost = DraftCost(constants.weight_bytes, constants.dense_flops)
+
+    @classmethod
+    def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "SmallModelDrafter":
+        return cls(load_assistant(assistant, model), model)
+
+    @classmethod
+    def make_student(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "SmallModelDrafter":
+        loaded = load_assistant(assistant, model)
+        return cls(copy.deepcopy(loaded) if isinstance(assistant, nn.Module) else loaded, model)
+
+    @classmethod
+    def check_assistant(
+        cls, argument: str, assistant: Any, target: PreTrainedModel, config: SpeculativeConfig
+    ) -> None:
+        if not isinstance(assistant, str):
+            as_assistant(argument, assistant)
+            return
+        require_folder_or_id(argument, assistant)
+        try:
+            found = read_assistant_config(assistant).get_text_config(decoder=True).vocab_size
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{argument}={assistant!r} is no causal LM that can be loaded: {error}") from error
+        check_sizes(f"{argument}={assistant!r}", found, target.config.get_text_config(decoder=True).vocab_size)
 
     def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
         return super().replay(network, canvas)[..., : self._shared]

@@ -1,5 +1,6 @@
 """Attention over a ragged cache: additive masks by position, and grouped heads without repeated K/V."""
 
+import functools
 import inspect
 import threading
 import warnings
@@ -7,10 +8,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
@@ -77,7 +80,7 @@ class MaskPlan:
 
     @property
     def unmasked_window(self) -> int | None:
-        """A window that no mask has, though transformers' cache keeps to it, and forgets what lies before."""
+        """Sliding window that transformers applies by truncating its cache, not in the mask."""
         return self.sliding_window or None if self.layer_types == (FULL,) and not self.per_type else None
 
     def spans(
@@ -90,8 +93,8 @@ class MaskPlan:
         long the rows, so that a captured forward serves every length.
 
         A `table` of pages (`PagedCache.table_to_read`, `[B, pages]` int32, an even number) follows the queries, two
-        pages in the place of one query's columns: `[B, 1, q + pages / 2, 2]`. Families hand masks on to attention, and
-        nothing else as surely.
+        pages in the place of one query's columns: `[B, 1, q + pages / 2, 2]`. The table
+        travels inside the mask, since the mask is the only argument that every family passes on to attention.
 
         `places` of :meth:`build` make `[B, 1, q, 4]`: the first and the last position that each query sees, and from
         which column on, and by how much, a position's column lies further than its number.
@@ -169,7 +172,32 @@ def takes_spans(device: torch.device, dtype: torch.dtype) -> bool:
 
 def reads_spans(network: PreTrainedModel) -> bool:
     """Whether attention in `network` takes spans for masks; families with attention code of their own need masks."""
-    return takes_spans(network.device, network.dtype) and network._supports_attention_backend
+    return takes_spans(network.device, network.dtype) and calls_attention(network)
+
+
+def calls_attention(network: PreTrainedModel) -> bool:
+    """Whether all attention of a network's shadow is :func:`ragged_attention`. Many families call what their config
+    names, and do not declare it."""
+    kinds: set[Any] = {type(module) for module in network.modules() if hasattr(module, "is_causal")}
+    all_do = bool(kinds) and all(_calls_attention(attention_class(kind)) for kind in kinds)
+    return network._supports_attention_backend or all_do
+
+
+@functools.cache
+def _calls_attention(kind: Any) -> bool:
+    forward = inspect.unwrap(kind.forward)
+    names = forward.__code__.co_names if inspect.isfunction(forward) else ()
+    return issubclass(kind, _OwnAttention) or "ALL_ATTENTION_FUNCTIONS" in names
+
+
+@functools.cache
+def attention_class(kind: Any) -> Any:
+    """The class that a shadow should have for a module of class `kind`: one whose attention is
+    :func:`ragged_attention` where transformers wrote other code into it and we know where, else `kind`."""
+    mixin: Any = _OWN_ATTENTION.get(kind.__name__)
+    if mixin is None or not kind.__module__.startswith("transformers."):
+        return kind
+    return type(f"Ragged{kind.__name__}", (mixin, kind), {})
 
 
 def attends_exactly(network: PreTrainedModel) -> bool:
@@ -293,6 +321,44 @@ for _name, _function in ATTENTIONS.items():
     # Masks arrive ready made. Without this entry transformers takes an unknown backend to need no mask at all and
     # would drop a sliding window silently.
     AttentionMaskInterface.register(_name, eager_mask)
+
+
+class _OwnAttention(nn.Module):
+    """Attention of a family with code of its own in the place of a call."""
+
+
+class _Method(_OwnAttention):
+    """The code is a method."""
+
+    config: PreTrainedConfig
+
+    def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor) -> tuple[Tensor, None]:
+        scale = 1 / float(getattr(self, "scale_attn", 1))
+        attention = ATTENTIONS[self.config._attn_implementation]
+        output, _ = attention(self, query, key, value, attention_mask, scale)  # [B, q, heads, d]
+        return output.transpose(1, 2), None
+
+
+class _Call(_OwnAttention):
+    """The code calls torch's attention, where the config names that."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _RaggedCalls():
+            return super().forward(*args, **kwargs)
+
+
+class _RaggedCalls(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        query, key, value = args
+        output, _ = ragged_attention(nn.Identity(), query, key, value, kwargs["attn_mask"])  # [B, q, heads, d]
+        return output.transpose(1, 2)
+
+
+_OWN_ATTENTION = {
+    "GPTNeoSelfAttention": _Method, "GPTJAttention": _Method, "FalconAttention": _Call,
+}  # fmt: skip
 
 
 def warn_of_masks(network: nn.Module, error: Exception) -> None:

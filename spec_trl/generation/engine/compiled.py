@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from . import cpu_attention
+from .attention import calls_attention
 from .cache import RaggedCache
-from .cpu_attention import runs_compiled
 from .runner import EagerRunner
 from .shadow import decoder_layers, make_shadow
 
@@ -31,7 +32,8 @@ class CompiledRunner(EagerRunner):
 
 def cpu_runner(network: PreTrainedModel, cache: RaggedCache) -> EagerRunner:
     """A runner with compiled attention where that serves `network`, else an eager one."""
-    return (CompiledRunner if runs_compiled(network) else EagerRunner)(network, cache)
+    is_served = cpu_attention.runs(network.device, network.dtype) and calls_attention(network)
+    return (CompiledRunner if is_served else EagerRunner)(network, cache)
 
 
 class _LayerCache:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ...native_code import compiler, load
 
@@ -21,10 +21,9 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _Numbers = ctypes.c_int64 * 12  # struct Sizes
 
 
-def runs_compiled(network: PreTrainedModel) -> bool:
-    """Whether attention in `network` can take spans (:meth:`MaskPlan.spans`) for masks on a CPU."""
-    is_served = network.device.type == "cpu" and network.dtype in _SCALARS and network._supports_attention_backend
-    return is_served and compiler() is not None
+def runs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether attention of queries in `dtype` can take spans (:meth:`MaskPlan.spans`) for masks on `device`."""
+    return device.type == "cpu" and dtype in _SCALARS and compiler() is not None
 
 
 def attend(
@@ -40,18 +39,24 @@ def attend(
     these. Sums are in float32, of float64 in float64.
 
     Args:
-        query, key, value: in one dtype: bfloat16, float16, float32 or float64.
+        query, key, value: in one dtype: bfloat16, float16, float32 or float64. Values may have another `d`.
         spans: `[B, 1, q, 2]` int64, first and last column of each query; or `[B, 1, q, 4]`: from the column in the
             third place on, columns lie as many further as the fourth says (:meth:`MaskPlan.spans`).
         scale: of the scores.
         softcap: scores become `tanh(score / softcap) * softcap`.
         sinks: `[heads]`, a score per head that joins the denominator.
     """
-    head_size = query.shape[3]
-    alike = key.shape == value.shape and key.stride() == value.stride() and key.stride(3) == 1
-    function = compiled(query.dtype, head_size) if alike and query.dtype == key.dtype == value.dtype else None
+    head_size, value_size = max(query.shape[3], value.shape[3]), value.shape[3]
+    function = compiled(query.dtype, head_size) if query.dtype == key.dtype == value.dtype else None
     if function is None:
         return None
+    # Heads of two sizes are filled with zeros. Such K/V is computed for each call (DeepSeek), which takes longer.
+    query, key, value = (
+        each if each.shape[3] == head_size else F.pad(each, (0, head_size - each.shape[3]))
+        for each in (query, key, value)
+    )
+    if key.stride() != value.stride() or key.stride(3) != 1:
+        key, value = key.contiguous(), value.contiguous()
     if query.stride(3) != 1:
         query = query.contiguous()
     batch, heads, count, _ = query.shape
@@ -65,7 +70,7 @@ def attend(
     )  # fmt: skip
     given = (None if tensor is None else tensor.data_ptr() for tensor in (query, key, value, spans, sinks, output))
     function(*given, sizes, scale, softcap or 0.0)
-    return output
+    return output[..., :value_size].contiguous()
 
 
 @functools.cache

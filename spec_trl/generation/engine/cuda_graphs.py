@@ -106,8 +106,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass
 class GraphBudget:
-    """What the captured forwards of one model and its drafters, captured by `recorder`, may take together: from
-    `limit` bytes on shapes make do with a larger one that is captured, or run eagerly."""
+    """Memory limit, in bytes, for the forwards that `recorder` captures of one model and its drafters. Above it, new
+    shapes use a larger captured shape, or run eagerly."""
 
     recorder: CudaRecorder
     limit: float

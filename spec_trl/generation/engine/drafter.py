@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Thread
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ...scheduling.draft_length import MAX_DRAFT_LENGTH
+from ...scheduling.acceptance import MAX_DRAFT_LENGTH
 from .. import kept
+from ..configuration import SpeculativeConfig
 from .cache import TailCache
 from .filters import Filters
 from .noise import Draw, RoundNoise, draw, stream_keys, widen
@@ -25,6 +26,9 @@ from .rows import Admission, Request, Rows
 from .runner import EagerRunner
 from .statistics import LearningStatistics
 from .verification import Proposal
+
+
+D = TypeVar("D", bound="Drafter")
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,17 @@ class DraftCost:
     tokens: int = 1
 
 
+def take_drafter(model: PreTrainedModel, kind: type[D], made_for: tuple[object, ...], make: Callable[[], D]) -> D:
+    """The drafter of `kind` that an earlier call left for `model`, if it was `made_for` the same; else a new one. The
+    caller has it alone until :func:`keep_drafters`, and a caller that asks meanwhile gets another."""
+    drafter: D | None = kept.take(model, kind.strategy)
+    if drafter is None or drafter.made_for != made_for:
+        drafter = None  # frees its memory before another one takes some
+        drafter = make()
+        drafter.made_for = made_for
+    return drafter
+
+
 def keep_drafters(model: PreTrainedModel, drafters: Iterable["Drafter"]) -> None:
     """Keeps those of `drafters` that serve further calls for `model`, until `spec_trl.release(model)`."""
     for drafter in drafters:
@@ -110,7 +125,9 @@ class Drafter(CandidateGenerator):
     """
 
     strategy: str = "custom"
-    """The `assistant_strategy` it belongs to; statistics go by this name."""
+    """The `assistant_strategy` that names it, if it is registered; statistics go by this name."""
+    assistant: Literal["none", "optional", "required"] = "none"
+    """Whether it drafts with what is passed as `assistant_model`."""
     has_probabilities: bool
     """Whether proposals can carry draft logits, which rejection verification needs."""
     uses_pool: bool = False
@@ -134,6 +151,28 @@ class Drafter(CandidateGenerator):
     """Later calls with the same get this drafter again (:func:`keep_drafters`); None: it is not kept."""
     hangs_in: Thread | None = None
     """The thread of an earlier generation that was given up while in this drafter."""
+
+    @classmethod
+    def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "Drafter":
+        """The drafter of a call for `model` that names the strategy: a new one, or the one of an earlier call
+        (:func:`take_drafter`).
+
+        Args:
+            model: the target.
+            assistant: what is passed as `assistant_model`: a model, a path, a hub id, or None.
+            config: options of the call.
+
+        Raises:
+            ValueError: the assistant cannot draft.
+        """
+        return cls()
+
+    @classmethod
+    def check_assistant(
+        cls, argument: str, assistant: Any, target: PreTrainedModel, config: SpeculativeConfig
+    ) -> None:
+        """Raises ValueError, naming the `argument`, where `assistant` cannot draft for `target`, as far as its config
+        tells."""
 
     @property
     def stood(self) -> float:

@@ -1,12 +1,14 @@
 """Whether what a network computes for a token is the same, bit for bit, whatever else a forward computes with it.
 
 Then drafts, other rows and the order of requests change no bit of a log-probability, in any dtype. Libraries promise
-nothing of the kind, so it is tried: on the first layers of the network itself, once per machine, in a dozen forwards.
+nothing of the kind, so it is tried: on the first layers of the network itself, once per machine, in some fifty
+forwards.
 """
 
 import hashlib
 import json
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from ...cpu_products import reading_prompts
 from ...json_files import write_atomically
 from ...native_code import cache_directory
 from .cache import RaggedCache, autocast_dtype
+from .chains import ChainLayout
+from .narrow_weights import make_copies
 from .runner import EagerRunner
 from .shadow import decoder_layers, make_shadow
 from .snapshot import while_unchanged
@@ -29,8 +33,12 @@ ROWS = 12
 """Rows of the trial. With `NEW` tokens each they are more than what any kernel takes for few."""
 NEW = 7
 """Tokens of a row after its prompt."""
-COLUMNS = 32
-_PROMPTS = tuple(range(5, 5 + ROWS))  # their lengths
+COLUMNS = 64
+_PROMPTS = (*range(5, 4 + ROWS), 27)  # their lengths; with the last, attention under masks reads more columns
+# Rows, tokens of a forward, and tokens of a draft beside it, that are compared with all rows and all tokens at once: a
+# row alone, verified alone and with another, the other rows too, whose numbers stand elsewhere in every tensor, and a
+# race, whose keys do.
+_CASES = (1, 1, 0), (1, NEW, 0), (2, NEW, 0), (ROWS, 1, 0), (ROWS, NEW, 3)
 
 
 def inexact_parts(model: PreTrainedModel, make: Callable[[PreTrainedModel, RaggedCache], EagerRunner]) -> list[str]:
@@ -70,7 +78,7 @@ def _inexact_parts(
 def _describe(model: PreTrainedModel, settings: str) -> str:
     """Everything that decides which kernels run."""
     package = Path(__file__).parents[2]
-    sources = sorted([*package.rglob("*.cpp"), *package.rglob("*.h")])
+    sources = sorted(path for suffix in ("py", "cpp", "h") for path in package.rglob(f"*.{suffix}"))
     ours = hashlib.sha256(b"".join(map(Path.read_bytes, sources))).hexdigest()
     layers = [
         f"{type(module).__name__} {[(tuple(tensor.shape), str(tensor.dtype)) for tensor in module.parameters(False)]}"
@@ -92,20 +100,29 @@ def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
     inside = ["".join(type(module).__name__ for module in layer.modules()) for layer in layers]
     kinds = list(zip(types, inside, strict=False))
     del layers[max(2, 1 + max(map(kinds.index, kinds), default=0)) :]
+    make_copies(shadow)  # as generations do under autocast
     return shadow
 
 
 def _try_out(runner: EagerRunner) -> list[str]:
-    """Compares the bits of a row's logits: steps of one token, alone, against a verification among other rows."""
+    """Compares the bits of rows' logits, and then those of all modules, which show more: what is added to rounds much
+    away. In half precision nothing shows enough of attention under masks."""
     with torch.no_grad():
-        alone = _Trial(runner, 1)
-        steps = torch.cat([alone.forward(step, 1) for step in range(NEW)], dim=1)  # [1, NEW, V]
-        for rows in (2, ROWS):
-            together = _Trial(runner, rows)
-            found = together.forward(0, NEW)[:1]
-            if not torch.equal(found, steps) or not torch.equal(together.prompt[:1], alone.prompt):
-                return _first_that_differs(runner) or ["what decoder layers compute"]
-    return []
+        together = _Trial(runner, ROWS)
+        verified = together.forward(0, NEW)  # [ROWS, NEW, V]
+        is_alike = True
+        for rows, count, beside in _CASES:
+            trial = _Trial(runner, rows)
+            found = torch.cat([trial.forward(step, count, beside) for step in range(0, NEW, count)], dim=1)
+            is_alike &= torch.equal(found, verified[:rows]) and torch.equal(trial.prompt, together.prompt[:rows])
+        differs = _first_that_differs(runner) or ([] if is_alike else ["what decoder layers compute"])
+        hides = type(runner) is EagerRunner and _name_of(runner) != "float32"
+        return differs or ([f"attention under masks, {_name_of(runner)}"] if hides else [])
+
+
+def _name_of(runner: EagerRunner) -> str:
+    dtype = autocast_dtype(runner.network.device) or runner.network.dtype
+    return str(dtype).removeprefix("torch.")
 
 
 class _Trial:
@@ -127,39 +144,64 @@ class _Trial:
         self.prompt = read.clone()
         runner.cache.trim(0, list(lengths))
 
-    def forward(self, step: int, count: int) -> Tensor:
-        """Logits `[rows, count, V]` of the tokens from `step` on after the prompts."""
-        positions = self.lengths[:, None] + torch.arange(step, step + count, device=self.lengths.device)
-        self.runner.cache.reserve((self.lengths + step + count).tolist(), 0)
-        tokens = self.tokens.gather(1, positions)  # [rows, count]
-        return self.runner.forward(tokens, positions, int(positions.max()) + 1).clone()
+    def forward(self, step: int, count: int, beside: int = 0) -> Tensor:
+        """Logits `[rows, count, V]` of the tokens from `step` on after the prompts; with a draft of `beside` tokens
+        after the first of them, which the others come after."""
+        places = self.lengths[:, None] + torch.arange(step, step + count + beside, device=self.lengths.device)
+        self.runner.cache.reserve((self.lengths + step + count + beside).tolist(), 0)
+        columns = int(places.max()) + 1
+        if not beside:
+            return self.runner.forward(self.tokens.gather(1, places), places, columns).clone()
+        slots = torch.tensor(_slots_of(count, beside), device=places.device)  # [count]
+        positions = places.clone()  # [rows, count + beside]
+        positions[:, slots] = places[:, :count]
+        layout = ChainLayout(self.tokens.gather(1, positions), places, positions, slots.expand(1, len(places), -1))
+        logits = self.runner.forward_chains(layout, columns)[:, slots].clone()
+        self.runner.keep_chains(layout.slots[0])
+        return logits
+
+
+def _slots_of(count: int, beside: int) -> list[int]:
+    """Where in a forward of `count` tokens and a draft of `beside` tokens the former stand."""
+    return [0, *range(1 + beside, count + beside)]
 
 
 def _first_that_differs(runner: EagerRunner) -> list[str]:
     """Names the first module that gives a token something else, and whether it was given the same."""
-    dtype = str(autocast_dtype(runner.network.device) or runner.network.dtype).removeprefix("torch.")
-    alone = _Trial(runner, 1)
-    steps = [_outputs(alone, step, 1) for step in range(NEW)]
-    together = _Trial(runner, ROWS)
-    many = _outputs(together, 0, NEW)
-    for step, one in enumerate(steps):
-        for name, (given, output) in one.items():  # in the order in which they ran
-            others = many.get(name)
-            if others is None or torch.equal(output[0], others[1][step]):
-                continue
-            is_alike = given is None or others[0] is None or torch.equal(given[0], others[0][step])
-            return [f"{name if is_alike else f'what {name} is given'}, {dtype}, 1 row"]
+    dtype = _name_of(runner)
+    many = _outputs(_Trial(runner, ROWS), 0, NEW)
+    for rows, count, beside in _CASES:
+        trial = _Trial(runner, rows)
+        for step in range(0, NEW, count):
+            for name, pair in _outputs(trial, step, count, beside).items():  # in the order in which they ran
+                others = [None if each is None else each[:rows, step : step + count] for each in many[name]]
+                given, output = (
+                    own is None or other is None or torch.equal(own, other)
+                    for own, other in zip(pair, others, strict=True)
+                )
+                if not output:
+                    which = "a race" if beside else "1 row" if rows == 1 else f"{rows} rows"
+                    return [f"{name if given else f'what {name} is given'}, {dtype}, {which}"]
     return []
 
 
-def _outputs(trial: _Trial, step: int, count: int) -> dict[str, tuple[Tensor | None, Tensor]]:
-    """Inputs and outputs `[tokens, features]` of the modules in a forward; of modules of other shapes nothing."""
-    found: dict[str, tuple[Tensor | None, Tensor]] = {}
+def _outputs(
+    trial: _Trial, step: int, count: int, beside: int = 0
+) -> defaultdict[str, tuple[Tensor | None, Tensor | None]]:
+    """Inputs and outputs `[rows, count, features]` of the modules in a forward; None for what has no such shape."""
+    found: defaultdict[str, tuple[Tensor | None, Tensor | None]] = defaultdict(lambda: (None, None))
+    slots = _slots_of(count, beside)
+
+    def by_token(value: Any) -> Tensor | None:
+        rows, width = len(trial.lengths), count + beside
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return None
+        is_by_token = value.shape[:2] == (rows, width) or value.shape[:1] == (rows * width,)
+        return value.reshape(rows, width, -1)[:, slots].clone() if is_by_token else None
 
     def keep(name: str, inputs: Any, output: Any) -> None:
-        states = _by_token(output[0] if isinstance(output, tuple) else output)
-        if states is not None:
-            found[name] = _by_token(inputs[0] if inputs else None), states
+        first = output[0] if isinstance(output, tuple) else output
+        found[name] = by_token(inputs[0] if inputs else None), by_token(first)
 
     handles = [
         module.register_forward_hook(lambda _, inputs, output, name=name: keep(name, inputs, output))
@@ -167,13 +209,8 @@ def _outputs(trial: _Trial, step: int, count: int) -> dict[str, tuple[Tensor | N
         if name
     ]
     try:
-        trial.forward(step, count)
+        trial.forward(step, count, beside)
     finally:
         for handle in handles:
             handle.remove()
     return found
-
-
-def _by_token(value: Any) -> Tensor | None:
-    is_states = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
-    return value.reshape(-1, value.shape[-1]).clone() if is_states else None

@@ -1,8 +1,7 @@
 """Ways into forwards that take no positions, or the same mask for all layers: a shadow gets hooks that lead there.
 
 Most families of transformers take `position_ids` and a mask for each type of layer. BART's kin and layers of Llama 4
-ask the cache for its length instead, and GPT-Neo cuts the windows of its local layers out of a buffer; all mean one
-length for all rows.
+ask the cache for its length instead, as if all rows had one; GPT-Neo hands one mask to all layers.
 """
 
 import functools
@@ -88,10 +87,6 @@ def adapt(shadow: PreTrainedModel) -> None:
                 layer.register_forward_pre_hook(_scale_queries, with_kwargs=True)
     if shadow.config.model_type == "gpt_neo":
         for layer in shadow.get_decoder().h:
-            attention = layer.attn.attention
-            # The additive mask says it all. A view of one element, as wide as any cache.
-            everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=attention.bias.device)
-            attention._buffers = attention._buffers | {"bias": everything.expand(1, 1, 2**20, 2**20)}
             layer.register_forward_pre_hook(_take_mask, with_kwargs=True)
         shadow.register_forward_pre_hook(_hand_out_masks, with_kwargs=True)
 

@@ -86,7 +86,7 @@ class Filters:
         """The filters that `processors` are; None where there are others, or these in another order."""
         filters = cls()
         for each in processors:
-            # Whether what it filters out cannot be drawn at all, and whether it filters by its number alone.
+            # bars: filtered tokens get -inf. alone: no min_tokens_to_keep.
             bars = isinstance(each, _FILTERS) and each.filter_value == -math.inf
             alone = bars and each.min_tokens_to_keep == 1
             if type(each) is hf.TemperatureLogitsWarper and filters == cls():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 
+from ...elementwise import ByRegisters
 from ...native_code import compiler
 from ...quantization.linear import QuantizedLinear, project
 from ...quantization.quantized_copy import SIBLINGS
@@ -202,8 +203,12 @@ def with_fused_kernels(kind: type, module: nn.Module) -> type:
     fused = _fused(kind, on_cpu)
     if fused is kind or not _has_its_forward(kind):
         return kind
-    if issubclass(fused, _Mlp) and not (type(module.act_fn) in _SILU and _has_its_forward(type(module.act_fn))):
-        return kind
+    if issubclass(fused, _Mlp):
+        activation = type(module.act_fn)
+        if issubclass(activation, ByRegisters):
+            activation = activation.__bases__[1]
+        if activation not in _SILU or not _has_its_forward(activation):
+            return kind
     runs = compiler() is not None if on_cpu else run_on(device) and launches(device)
     return fused if runs else kind
 

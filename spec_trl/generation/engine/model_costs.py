@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from ...quantization import QuantizedNetwork
 from ...quantization.experts import is_experts, matrix_names
 from ...quantization.source_weight import under_adapters
-from ...scheduling.roofline import ModelConstants
+from ...scheduling.model_constants import ModelConstants
 
 
 def model_constants(

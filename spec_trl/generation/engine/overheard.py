@@ -1,4 +1,5 @@
-"""What lookups would have drafted while others did: their drafts are compared with the text for nothing."""
+"""Estimates the acceptance of lookup drafters that are not in use, by comparing their drafts with the committed text.
+This needs no forward."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +22,16 @@ _END = -1  # no token: the draft has ended before it
 
 @dataclass
 class _Lookup:
-    """One that is listened to."""
+    """A lookup drafter that is being evaluated."""
 
     pending: dict[int, tuple[Integers, int]] = field(default_factory=dict)  # by request: draft, how far it was right
-    rounds: int = 0  # that it rests yet
-    since: float = 0.0  # when it drafted last
-    seconds: float = 0.0  # that it has taken since
+    rounds: int = 0  # left until it is evaluated again
+    since: float = 0.0  # when it was last evaluated
+    seconds: float = 0.0  # that evaluating has taken since
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Takes the time of what it does."""
+        """Adds the time spent inside to `seconds`."""
         started = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - started

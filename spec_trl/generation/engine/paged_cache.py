@@ -109,7 +109,7 @@ class PagedCache(RaggedCache):
         self.pages.most = 0
 
     def bytes_of(self, lengths: Sequence[int]) -> int:
-        """Bytes of the pages that were taken when they were most."""
+        """Peak bytes of allocated pages."""
         return self.pages.most * PAGE_COLUMNS * self.column_bytes
 
     @property

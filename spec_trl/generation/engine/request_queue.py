@@ -28,7 +28,8 @@ class RequestQueue:
         return self._own[0] if self._own else None
 
     def take(self, free: int, active: int) -> list[Request]:
-        """At most `free` requests, to be decoded next to the `active` rows; none where none is active: it is over."""
+        """Returns up to `free` requests to start now, next to `active` rows. No request while `active` is 0 ends the
+        rollout."""
         taken, self._own = self._own[:free], self._own[free:]
         self.waiting = len(self._own)
         return taken
@@ -39,8 +40,8 @@ class RequestQueue:
         self.waiting += len(requests)
 
     def keeps(self, index: int) -> bool:
-        """Whether what request `index` has come to counts: a row has ended. Asked once."""
+        """Called once when request `index` ends; False discards its completion: another rank ended it first."""
         return True
 
     def after_round(self, rollout: "Rollout") -> None:
-        """A round is over and its ended rows have left: the queue may take further rows out of `rollout`."""
+        """Called after a round, when its ended rows have left; the queue may take further rows out of `rollout`."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ...scheduling.control import Chain, Control
-from ...scheduling.race_helper import RaceHelper
 from .chains import Lanes, draft_lengths, is_one_chain
 from .drafter import Drafter, DraftSession
 from .entering import Entrance, first_tokens
@@ -25,7 +24,7 @@ from .noise_ahead import NoiseAhead
 from .outcome import Outcome
 from .overheard import Overheard
 from .processors import LogitsPipeline
-from .record import Completion, RolloutRecord
+from .record import Completion, Record
 from .request_queue import RequestQueue
 from .rows import Rows
 from .runner import EagerRunner
@@ -68,7 +67,7 @@ class Rollout:
         self.drafters = GuardedDrafters(drafters, control.drop)
         self.control = self._own_control = control
         self.want_logprobs = want_logprobs
-        self.record = RolloutRecord(strategy, queue.requests, self.drafters.names, rows.tokens.device)
+        self.record = Record(strategy, queue.requests, self.drafters.names, rows.tokens.device)
         self._pipeline, self._stopping = pipeline, stopping
         self._do_sample, self._rejection = do_sample, rejection and do_sample
         self._on_tokens, self._kv_room = on_tokens, room
@@ -113,7 +112,7 @@ class Rollout:
                 count, logits = self.target.read_prompts(rows, admission)
                 self.record.tokens_read += count
                 raced = {self.drafters.names.index(own.method) for own in admission.moved.values() if own.method}
-                self.control = RaceHelper(self._own_control, raced.pop()) if raced else self._own_control
+                self.control = self._own_control.helper(raced.pop()) if raced else self._own_control
                 for row, progress in admission.moved.items():
                     self.target.cache.import_row(row, progress.head, progress.tail())
             with self.record.phase("draft"):

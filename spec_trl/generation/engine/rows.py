@@ -25,7 +25,7 @@ class Progress:
         head: columns of K/V that have to be computed again.
         columns: all columns of its text but for the last token's, which the next forward writes.
         tail: waits for the K/V of the columns from `head` on.
-        method: of the drafter with which this rank races against that one; None: that one has it no more.
+        method: name of the drafter to race with while the other rank still decodes the row; None: it gave the row up.
     """
 
     tokens: Tensor
@@ -222,7 +222,7 @@ class Rows:
             self.logprobs[: self.active].scatter_(1, columns, logprobs.float())
         self.host_lengths[:] = lengths
         given = torch.from_numpy(lengths)  # [active]
-        # From pinned memory the copy waits for nothing.
+        # Pinned memory makes the copy asynchronous.
         self.lengths.copy_(given.pin_memory() if self.lengths.is_cuda else given, non_blocking=True)
 
     def drop(self, finished: list[int]) -> tuple[list[int], list[int]]:

@@ -14,8 +14,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...dense_linear import dense_class
+from ...elementwise import activation_class
 from ...quantization.source_weight import WRAPPED
-from .attention import EXACT_ATTENTION, RAGGED_ATTENTION, attends_exactly
+from .attention import EXACT_ATTENTION, RAGGED_ATTENTION, attends_exactly, attention_class, calls_attention
 from .exact_layers import ExactConv1D, ExactLinear, exact_kind
 from .family_hooks import adapt
 from .fused_layers import has_fused_sums, launches, with_fused_kernels
@@ -46,10 +47,16 @@ def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel
     )
     configs: dict[int, Any] = {}
     shadow = _cloned(policy, configs, exact)
-    attention = EXACT_ATTENTION if exact else RAGGED_ATTENTION
+    attention = (EXACT_ATTENTION if exact else RAGGED_ATTENTION) if calls_attention(policy) else "eager"
+    if policy.config.model_type == "falcon":
+        attention = "sdpa"  # the call that :func:`attention_class` makes ours
     for config in configs.values():
         if isinstance(config, PreTrainedConfig):
-            config._attn_implementation_internal = attention if policy._supports_attention_backend else "eager"
+            config._attn_implementation_internal = attention
+    if policy.device.type == "cpu":
+        for module in shadow.modules():
+            kind: Any = type(module)
+            module.__class__ = activation_class(kind)
     adapt(shadow)
     return shadow
 
@@ -157,10 +164,11 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     module = unwrapped(module)
     if id(module) in clones:  # a module registered twice stays one module
         return clones[id(module)]
-    kind = type(module)
+    kind: Any = type(module)
     if kind.__bases__[0].__name__ == "FSDPModule":  # FSDP2 puts a class of its own before the module's
         kind = kind.__bases__[1]
-    kind = with_fused_kernels(exact_kind(kind) if exact else dense_class(kind, module), module)
+    kind = exact_kind(kind) if exact else dense_class(kind, module)
+    kind = with_fused_kernels(attention_class(kind), module)
     clone = kind.__new__(kind)
     clones[id(module)] = clone
     state = lasting_attributes(module)  # hooks are not cleared: TRL's `cast_lm_head_to_fp32` lives in them

@@ -1,15 +1,18 @@
-"""Statistics of one `generate` call, as plain data; `counters.py` fills them in."""
+"""Statistics of one `generate` call, as plain data that neither torch nor transformers is needed to read; `record.py`
+fills them in."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
-
-from .timeline import PlanChange, RequestTimeline
+from typing import Any, NamedTuple
 
 
 DEPTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Lower edges of the output-depth bins in tokens; from 512 on those of ER Tab. 7."""
+MOST_CHANGES = 32
+"""Of one request. Where there are more, two spells in a row, the shortest together, become one: that of the longer."""
+MOST_PLANS = 128
+"""Changes of the plan of a rollout, likewise: about as many as a figure of it can show."""
 
 
 def added(one: Any, other: Any) -> Any:
@@ -125,6 +128,57 @@ class RoundPoint:
     rounds: int = 0
     seconds: float = 0.0
     tokens: int = 0
+
+
+@dataclass
+class RequestTimeline:
+    """Who drafted for one request.
+
+    Args:
+        request: its row in the caller's batch.
+        changes: (seconds since the start, decoding round counted from 0, names of those who draft from then on), at
+            most `MOST_CHANGES`. The first is when the request got a row. Several names: they race; none: it decodes
+            autoregressively.
+        ended: seconds since the start.
+    """
+
+    request: int
+    changes: list[tuple[float, int, list[str]]] = field(default_factory=list)
+    ended: float = 0.0
+
+
+class PlanChange(NamedTuple):
+    """What rounds do from one of them on.
+
+    Args:
+        round: the first of them, counted from 0.
+        draft_length: as of a `RoundPoint`; 0 is autoregressive decoding.
+        rows: in flight. None: the log is older than this field.
+        drafter: who drafts, several joined by "+". None: nobody, or the log is older than this field.
+    """
+
+    round: int
+    draft_length: int
+    rows: int | None = None
+    drafter: str | None = None
+
+
+def slowest(timelines: Sequence[RequestTimeline], count: int) -> list[RequestTimeline]:
+    """The `count` requests that ended last, in the order of their ends."""
+    return sorted(timelines, key=lambda timeline: timeline.ended)[-count:]
+
+
+def thin(changes: list[Any], most: int, when: int) -> None:
+    """Merges the two shortest neighbouring spans until `most` of `changes` remain. The open span is never merged. The
+    field `when` of a change is its round; the fields after it are what changed."""
+    while len(changes) > most:
+        at = min(range(1, len(changes) - 1), key=lambda at: changes[at + 1][when] - changes[at - 1][when])
+        one, other, ended = changes[at - 1 : at + 2]
+        longer = one if 2 * other[when] >= one[when] + ended[when] else other
+        changes[at - 1 : at + 1] = [(*one[: when + 1], *longer[when + 1 :])]
+        for place in (at, at - 1):
+            if place and changes[place][when + 1 :] == changes[place - 1][when + 1 :]:
+                del changes[place]
 
 
 @dataclass

@@ -1,15 +1,13 @@
 """What each kernel was measured to take on a layer of one shape, and the choice among the kernels. Plain Python."""
 
 import dataclasses
-import hashlib
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ...json_files import read_json, write_json
-from ...native_code import cache_directory
+from ...user_cache import cache_directory, file_name
 
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of x at which kernels are timed
@@ -32,8 +30,7 @@ class TableKey:
     def path(self) -> Path:
         """The table's file, under a readable name that no other key has."""
         text = "_".join(dataclasses.astuple(self))
-        readable = re.sub(r"[^A-Za-z0-9.+-]+", "-", f"{self.device}_{self.layer}")[:120].strip("-")
-        return cache_directory() / f"{readable}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+        return cache_directory() / file_name(f"{self.device}_{self.layer}", text)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...user_cache import save_kept
 from .base import LayerSpec, PackedWeight, QuantizedRows, join_rows, normal_floats
 from .kernel_table import ROWS, KernelChoice, KernelTable, TableKey, Times
 
@@ -83,10 +84,7 @@ def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer:
                 warnings.warn(f"the kernels are measured again: {error}", stacklevel=2)
             table = tables[key] = measure(layer, kernels, timer)
             if len(table.kernels) == len(kernels):
-                try:
-                    table.save()
-                except OSError as refused:  # a read-only home
-                    warnings.warn(f"the times of the kernels could not be kept in {key.path}: {refused}", stacklevel=2)
+                save_kept(lambda _: table.save(), key.path, "times of the kernels")
     return tables[key]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...native_code import cache_directory
+from ...user_cache import cache_directory
 
 
 UINT4 = 1125899906843648  # the kernel's number for unsigned 4-bit codes with zero points

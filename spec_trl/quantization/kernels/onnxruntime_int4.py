@@ -24,7 +24,7 @@ AVX-512 and without AMX; 32 in the others."""
 
 def is_fastest(layer: LayerSpec) -> bool:
     """Whether the kernel is faster than torch's: with AVX-512 only where it takes several threads, without it anywhere
-    (benchmarks/cpu_kernels.py). A rule and no measurement: a busy machine would keep a wrong choice."""
+   . A rule and no measurement: a busy machine would keep a wrong choice."""
     is_large = layer.out_features * layer.in_features >= 2 * WEIGHTS_PER_THREAD and torch.get_num_threads() > 1
     return is_large or torch.backends.cpu.get_cpu_capability() != "AVX512"
 

@@ -12,8 +12,9 @@ from peft.tuners.lora import LoraLayer
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import spec_trl
+from spec_trl import SpeculativeConfig
 from spec_trl.generation import kept
-from spec_trl.generation.drafters.self_copy import SelfDrafter, self_drafter_of
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import keep_drafters
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
@@ -23,6 +24,10 @@ from tests.generation.drafters.watching import before, untouched
 OPTIONS = ("auto", "reference", "auto")
 
 
+def config_of(quantization: str, kernel: str, lm_head: str) -> SpeculativeConfig:
+    return SpeculativeConfig(draft_quantization=quantization, draft_kernel=kernel, draft_lm_head=lm_head)
+
+
 @pytest.fixture(scope="module")
 def prompts() -> Prompts:
     return pad_left(random_rows([4, 7, 2]))
@@ -30,7 +35,7 @@ def prompts() -> Prompts:
 
 def drafter_of(policy: PreTrainedModel, *options: str) -> SelfDrafter:
     """That of a call, which drafts and ends at once."""
-    drafter = self_drafter_of(policy, *(options or OPTIONS))
+    drafter = SelfDrafter.make(policy, None, config_of(*(options or OPTIONS)))
     drafter.refresh_if_stale()
     keep_drafters(policy, [drafter])
     return drafter
@@ -55,7 +60,7 @@ def test_kept_between_calls(fresh: LlamaForCausalLM) -> None:
 
 
 def test_packed_when_something_is_drafted(fresh: LlamaForCausalLM, prompts: Prompts) -> None:
-    drafter = self_drafter_of(fresh, *OPTIONS)
+    drafter = SelfDrafter.make(fresh, None, config_of(*OPTIONS))
     empty = packed_of(drafter)
     generate(fresh, prompts, drafter=drafter, max_new_tokens=1)  # no room for a draft
     assert equal(empty, packed_of(drafter)) and drafter.stood == 0

@@ -321,10 +321,32 @@ def test_half_precision_is_compiled_too(tiny: LlamaForCausalLM, lengths: list[in
     assert max(lengths) == 14
 
 
-def test_attention_code_of_a_familys_own_stays_eager() -> None:
+class _OfItsOwn(nn.Module):
+    is_causal = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.transpose(-1, -2) @ x
+
+
+def test_attention_code_that_nobody_knows_stays_eager() -> None:
     layers = dict(num_layers=2, attention_types=[[["global", "local"], 1]])
     model = AutoModelForCausalLM.from_config(GPTNeoConfig(vocab_size=64, hidden_size=32, num_heads=2, **layers))
-    assert type(cpu_runner(model, RaggedCache.for_network(model, 1, 8))) is EagerRunner
+    cache = RaggedCache.for_network(model, 1, 8)
+    assert type(cpu_runner(model, cache)) is not EagerRunner
+    model.transformer.h[0].attn.attention = _OfItsOwn()
+    assert type(cpu_runner(model, cache)) is EagerRunner
+
+
+@DTYPES
+@pytest.mark.parametrize("sizes", [(24, 16), (16, 24)], ids=str)
+def test_heads_of_two_sizes(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    (query, key, _), (_, _, value) = (heads(5, 40, 2, 3, size, dtype) for size in sizes)
+    spans, mask = spans_of(5, 40)
+    scores = query.double() @ key.double().repeat_interleave(3, 1).transpose(2, 3) * 0.3 + mask
+    exact = scores.softmax(-1) @ value.double().repeat_interleave(3, 1)  # [B, heads, q, d]
+    found = attended(query, key, value, spans)
+    assert (found.double() - exact.transpose(1, 2)).abs().max() < TOLERANCES[dtype]
+    assert torch.equal(attended(query[:, :, 7:9], key, value, spans[:, :, 7:9]), found[:, 7:9])
 
 
 def test_under_autocast_training_goes_on_after_it(lengths: list[int]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from spec_trl.efficient_rollout.toggle import RooflineToggle
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.guarded_drafters import GuardedDrafters
 from spec_trl.generation.engine.noise import RoundNoise
@@ -15,7 +16,6 @@ from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Candidate
 from spec_trl.scheduling.ledger import Drafts, Times
 from spec_trl.scheduling.planner import Planner
-from spec_trl.scheduling.toggle import RooflineToggle
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs
 from tests.generation.races import PROMPTS, Knowing

@@ -17,8 +17,6 @@ from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.kv_room import KVRoom, RowNeeds
 from spec_trl.generation.engine.request_queue import RequestQueue
 from spec_trl.generation.engine.rows import Request, Rows
-from spec_trl.native_code import compiler
-from tests.conftest import tiny_llama
 from tests.distributed import test_pool as pools
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
@@ -63,14 +61,11 @@ def test_rows_that_leave_and_come_back_have_the_same_tokens(
     assert found.statistics.preemptions >= 3 and found.statistics.drafter_failure is None
 
 
-@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_bit_differs_after_they_came_back(dtype: torch.dtype, memory_of: Callable[[int], None]) -> None:
+def test_no_bit_differs_after_they_came_back(narrow: LlamaForCausalLM, memory_of: Callable[[int], None]) -> None:
     """What they had generated is read again as steps computed it, and not as a prompt."""
-    model = tiny_llama(hidden_size=192).to(dtype)
-    plain = generate(model, PROMPTS, **ENDS)
+    plain = generate(narrow, PROMPTS, **ENDS)
     memory_of(330)
-    found = generate(model, PROMPTS, "ngram", **ENDS)
+    found = generate(narrow, PROMPTS, "ngram", **ENDS)
     assert found.statistics.preemptions >= 3 and found.statistics.total.drafted > 20
     assert outputs(found) == outputs(plain) and torch.equal(found.logprobs, plain.logprobs)
 

@@ -185,6 +185,14 @@ def test_rows_that_leave_a_pool_come_back(
     assert all(cache.pages.free == cache.pages.count for cache in caches), "all have been given back"
 
 
+def test_no_bit_differs_after_they_came_back(narrow: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = generate(narrow, PROMPTS, **ENDS)
+    install_pool(monkeypatch, most=45)
+    found = generate(narrow, PROMPTS, "ngram", **ENDS)
+    assert found.statistics.preemptions >= 2 and found.statistics.total.drafted > 20
+    assert found.statistics.exact is True and torch.equal(found.logprobs, plain.logprobs)
+
+
 @pytest.mark.parametrize("strategy", ["none", "self", "model"])
 def test_captured_forwards_outlive_rollouts(
     strategy: str, tiny_assistant: LlamaForCausalLM, tape, monkeypatch: pytest.MonkeyPatch

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from benchmarks.tiny_families import make
 from spec_trl.generation.engine import memory
 from spec_trl.generation.engine.shadow import make_shadow, share_weights, structure
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.tiny_families import make
 
 
 PROMPTS = pad_left(random_rows([4, 6]))

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from benchmarks.tiny_families import make
 from spec_trl.generation.drafters import self_copy
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.engine import kept_runner, shadow
@@ -25,6 +24,7 @@ from spec_trl.generation.engine.shadow import structure
 from spec_trl.generation.engine.snapshot import is_unchanged, snapshot_of
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.tiny_families import make
 
 
 PROMPTS = pad_left(random_rows([5, 9]))

@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import memory
-from spec_trl.generation.engine.counters import LENGTH_BIN, DraftCounter, PhaseTimer, RoundLog
+from spec_trl.generation.engine.record import LENGTH_BIN, DraftCounter, PhaseTimer, RoundLog
 from spec_trl.generation.engine.statistics import (
     DEPTH_EDGES,
+    MOST_PLANS,
     DraftCounts,
+    PlanChange,
     RacingStatistics,
     RoundPoint,
     SpeculationStatistics,
     Tail,
     added,
 )
-from spec_trl.generation.engine.timeline import MOST_PLANS, PlanChange
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
 from spec_trl.scheduling.plain_decoding import PlainRounds
 from tests.generation.calls import generate, pad_left, random_rows

@@ -6,7 +6,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_trl.generation.engine.timeline import MOST_CHANGES, RequestTimeline, TimelineLog, slowest
+from spec_trl.generation.engine.record import TimelineLog
+from spec_trl.generation.engine.statistics import MOST_CHANGES, RequestTimeline, slowest
 from spec_trl.scheduling.control import Chain
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spec_trl.native_code import cache_directory
 from spec_trl.quantization.kernels.kernel_table import ROWS, KernelChoice, KernelTable, TableKey
+from spec_trl.user_cache import cache_directory
 
 
 KEY = TableKey("GPU", "torch 2", "8x8", "a, b")

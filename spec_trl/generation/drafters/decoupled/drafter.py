@@ -2,20 +2,23 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....scheduling.draft_length import MAX_DRAFT_LENGTH
-from ....scheduling.reconfiguration import RequestPlans
+from ....scheduling.acceptance import MAX_DRAFT_LENGTH
 from ...engine.drafter import Drafter, DraftSession
 from ...engine.noise import RoundNoise
 from ...engine.outcome import Integers
 from ...engine.rows import Admission
 from ...engine.verification import Proposal
 from .messages import DraftLink, Kind
+
+
+if TYPE_CHECKING:
+    from ....specactor.reconfiguration import RequestPlans
 
 
 class DecoupledDrafter(Drafter):
@@ -34,7 +37,7 @@ class DecoupledDrafter(Drafter):
 
     One rule covers all of it: drafts stay as far as they follow the committed text. So it does not matter which
     drafts were verified, and another drafter's, or none, may have been. In the paper's period 3 the verifier waits for
-    the drafter; here it decodes (:func:`~spec_trl.scheduling.token_speed.busy_window_tokens`).
+    the drafter; here it decodes (:func:`~spec_trl.specactor.token_speed.busy_window_tokens`).
 
     Drafter and target wait for each other after each period. So drafts and statistics do not depend on how fast
     either is, as tokens never do.
@@ -48,7 +51,7 @@ class DecoupledDrafter(Drafter):
     has_probabilities = False  # its drafts are verified exactly
     drafts_ahead = False  # it does so already
 
-    def __init__(self, link: DraftLink, plans: RequestPlans[int] | None = None) -> None:
+    def __init__(self, link: DraftLink, plans: "RequestPlans[int] | None" = None) -> None:
         self.link = link
         self.strategy, self.max_rows, self.cost = link.strategy, link.max_rows, link.cost
         self._plans = plans
@@ -154,7 +157,7 @@ class DecoupledDrafter(Drafter):
         if self._plans is None:
             return torch.full((self._active,), most), torch.zeros(self._active, dtype=torch.bool)
         own = [self._plans.of(request) for request in self.session.rows.indices]
-        # Of what a coupled request drafts, the first stands beside the token that is decoded meanwhile.
+        # Coupled requests draft one more: their first draft token coincides with the token being decoded.
         window = torch.tensor([min(plan.window + (plan.mode == "coupled"), most) for plan in own])
         return window, torch.tensor([plan.mode == "coupled" for plan in own])
 

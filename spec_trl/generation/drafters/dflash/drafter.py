@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from ...engine.cache import autocast_dtype
 from ...engine.draft_loop import Forward
 from ...engine.narrow_weights import NarrowProduct
+from ...registry import register_drafter
 from ..canvas import Canvas
 from ..feature_drafter import FeatureDrafter
 from ..feature_network import Store
@@ -18,6 +19,7 @@ from .config import DFlashConfig
 from .network import DFlashNetwork
 
 
+@register_drafter
 class DFlashDrafter(FeatureDrafter):
     """Drafts blocks with a DFlash checkpoint of the z-lab or the speculators format (arXiv 2602.06036).
 

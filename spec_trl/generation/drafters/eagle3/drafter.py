@@ -13,6 +13,7 @@ from ...engine.draft_loop import Forward
 from ...engine.drafter import DraftSession
 from ...engine.outcome import Integers
 from ...engine.rows import Admission
+from ...registry import register_drafter
 from ..autoregressive import CATCH_UP
 from ..canvas import Canvas
 from ..feature_drafter import FeatureDrafter
@@ -24,6 +25,7 @@ _PROMPT_PAIRS = 8192  # fed at once, padding included: bounds activations and ma
 CAUSAL = MaskPlan((FULL,), per_type=False, sliding_window=0, chunk_size=0)
 
 
+@register_drafter
 class Eagle3Drafter(FeatureDrafter):
     """Drafts with an EAGLE-3 checkpoint of SafeAILab's format (AngelSlim, SpecForge) or of speculators'.
 

@@ -6,28 +6,35 @@ drafter's q nearer to p before it drafts again (TTS §4.1, Algorithm 1). The tar
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from ...configuration import Distillation
+from ...configuration import Distillation, SpeculativeConfig
 from ...engine.cuda_graphs import CAPTURING
-from ...engine.drafter import DraftCost, Drafter, DraftSession
+from ...engine.drafter import DraftCost, Drafter, DraftSession, take_drafter
 from ...engine.noise import RoundNoise, widen
 from ...engine.outcome import Integers
 from ...engine.rows import Admission
+from ...engine.shadow import structure
 from ...engine.statistics import LearningStatistics
 from ...engine.verification import Proposal
+from ...registry import DRAFTERS, register_drafter
 from ..canvas import Canvas, TrainableDrafter
+from ..self_copy import SelfDrafter, versions
+from ..small_model import as_assistant
 from .learners import Learner, make_learner
 from .price import LearningPrice
 from .stride import UpdateStride
 
 
+@register_drafter
 class DistilledDrafter(Drafter):
     """Drafts with `student` and lets it learn (TTS Algorithm 1).
 
@@ -51,6 +58,7 @@ class DistilledDrafter(Drafter):
     """
 
     strategy = "tts"
+    assistant = "optional"
     drafts_ahead = False
     learns = True
 
@@ -72,6 +80,27 @@ class DistilledDrafter(Drafter):
         self._update: Future[float] | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._saved: Mapping[str, Any] | None = None  # for the learner of the next generation
+
+    @classmethod
+    def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "DistilledDrafter":
+        """The drafter of an earlier call with the same options, with what it has learned."""
+        made_for: tuple[object, ...] = (config.tts_drafter, config.distillation(), config.packing())
+        made_for = (*made_for, model.dtype, model.device, *map(id, model.parameters()), *_identity(assistant))
+        if config.tts_drafter == SelfDrafter.strategy:
+            made_for += structure(model)
+        kind = DRAFTERS[config.tts_drafter]
+        drafter = take_drafter(
+            model, cls, made_for, lambda: cls(kind.make_student(model, assistant, config), config.distillation())
+        )
+        if isinstance(drafter.student, SelfDrafter):
+            drafter.student.refresh_if_changed()
+        return drafter
+
+    @classmethod
+    def check_assistant(
+        cls, argument: str, assistant: Any, target: PreTrainedModel, config: SpeculativeConfig
+    ) -> None:
+        DRAFTERS[config.tts_drafter].check_assistant(argument, assistant, target, config)
 
     @property
     def cost(self) -> DraftCost | None:  # type: ignore[override]
@@ -150,7 +179,7 @@ class DistilledDrafter(Drafter):
         if not self._is_due():
             return
         if logits.is_cuda:
-            torch.cuda.synchronize(logits.device)  # the verification's time is none of learning's
+            torch.cuda.synchronize(logits.device)  # so that verification is not counted as learning
         started = time.perf_counter()
         if self.learner is None:
             self.learner = self._learner_for(self.session)
@@ -351,3 +380,14 @@ def distillation_loss(drafts: Tensor, target: Tensor, target_ids: Tensor | None,
     terms = log_p.exp() * (log_p - log_q)  # [B, C, draft V]
     losses = terms.where(log_p > -torch.inf, 0).sum(-1).where(is_known, 0)  # [B, C]; a ruled-out token: 0 log 0
     return losses @ torch.tensor(weights, dtype=losses.dtype, device=losses.device)  # [B]
+
+
+def _identity(assistant: Any) -> Iterator[object]:
+    """Differs when the assistant has changed: its weights' storage and versions, or its files' times."""
+    if isinstance(assistant, nn.Module):
+        network = as_assistant("assistant_model", assistant)
+        yield from (*structure(network), *versions(network))
+    elif isinstance(assistant, str):
+        yield assistant
+        if (folder := Path(assistant)).is_dir():
+            yield from sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir())

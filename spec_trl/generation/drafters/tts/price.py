@@ -95,8 +95,8 @@ class LearningPrice:
         return True
 
     def learned(self, seconds: float, rise: float) -> None:
-        """An update took `seconds`; before it, on its round, the weights that have learned had a log τ by `rise` above
-        that of the first weights."""
+        """Records an update's `seconds`, and `rise` = log τ (learned weights) - log τ (first weights), measured on the
+        update's round before it."""
         self._purse += self._charged - seconds
         self._charged = 0.0
         self._of_updates.append(seconds)

@@ -79,7 +79,7 @@ def _attend(
     e = tl.arange(0, BLOCK_E)  # [E]
     step = m % length
 
-    # A query past the last one sees what padding sees: from 1 to 0, nothing.
+    # Out-of-range queries get the empty span (1, 0).
     first = tl.load(first_ptr + row * first_row + step * first_step, mask=m < folded, other=1)
     last = tl.load(last_ptr + row * last_row + step * last_step, mask=m < folded, other=0)
     first = tl.maximum(first, 0).to(tl.int32)  # [M]

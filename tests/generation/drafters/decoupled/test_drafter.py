@@ -18,10 +18,11 @@ from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.engine.verification import Proposal
+from spec_trl.scheduling.affine_seconds import AffineSeconds
 from spec_trl.scheduling.control import Chain
-from spec_trl.scheduling.decoupled_plan import ExecutionPlan
-from spec_trl.scheduling.reconfiguration import RequestPlan, RequestPlans
-from spec_trl.scheduling.token_speed import AffineSeconds, busy_window_tokens, replicated
+from spec_trl.specactor.decoupled_plan import ExecutionPlan
+from spec_trl.specactor.reconfiguration import RequestPlan, RequestPlans
+from spec_trl.specactor.token_speed import busy_window_tokens, replicated
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
 from tests.generation.drafters.decoupled.scripted import Chance, InTurn
 from tests.generation.races import EOS, PROMPTS, Knowing, Plans

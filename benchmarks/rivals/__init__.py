@@ -1,1 +1,0 @@
-"""Other engines, each in an environment of its own, next to ours."""

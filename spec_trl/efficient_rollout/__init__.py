@@ -1,0 +1,1 @@
+"""EfficientRollout's control: see README.md."""

@@ -1,0 +1,45 @@
+"""Drafters by the `assistant_strategy` that names them."""
+
+from typing import Any, TypeVar
+
+
+CHOOSING = ("auto", "best_of_n")
+"""Strategies of several drafters."""
+DRAFTERS: dict[str, Any] = {}
+"""Classes of drafters by strategy, those of users included (:func:`register_drafter`)."""
+T = TypeVar("T", bound=type)
+
+
+def register_drafter(kind: T) -> T:
+    """Class decorator: `generate(assistant_strategy=kind.strategy)`, and the trainer, draft with `kind`, a
+    :class:`~spec_trl.generation.engine.drafter.Drafter`.
+
+    Raises:
+        ValueError: another class has the name.
+    """
+    name: str = vars(kind)["strategy"]
+    taken = DRAFTERS.get(name, kind)
+    if name in ("none", "custom", *CHOOSING) or taken.__qualname__ != kind.__qualname__:
+        raise ValueError(f"strategy={name!r} of {kind.__name__} is taken; give the class another strategy name.")
+    DRAFTERS[name] = kind
+    return kind
+
+
+def strategies() -> tuple[str, ...]:
+    """All values of `assistant_strategy`."""
+    return ("none", *DRAFTERS, *CHOOSING)
+
+
+def needing_assistant() -> tuple[str, ...]:
+    """Drafters that draft with an `assistant_model`."""
+    return tuple(name for name, kind in DRAFTERS.items() if kind.assistant == "required")
+
+
+def taking_assistant() -> tuple[str, ...]:
+    """Strategies that may be given one."""
+    return (*(name for name, kind in DRAFTERS.items() if kind.assistant != "none"), *CHOOSING)
+
+
+def drafting_ahead() -> tuple[str, ...]:
+    """Drafters that can run decoupled."""
+    return tuple(name for name, kind in DRAFTERS.items() if kind.drafts_ahead)

@@ -1,0 +1,66 @@
+"""Names this machine, and what measured times of a model are valid for here."""
+
+import platform
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from ..generation.configuration import SpeculativeConfig
+from ..generation.engine.cache import autocast_dtype
+from ..generation.engine.kept_runner import runner_mode
+from ..quantization.kernels import find_kernel
+from ..quantization.quantized_copy import choose_scheme, layer_specs
+from ..quantization.scheme import Scheme
+from ..scheduling.profile_key import ProfileKey
+
+
+NO_KERNEL = "none"
+
+
+def profile_key(model: PreTrainedModel, config: SpeculativeConfig) -> ProfileKey:
+    """What a profile for `model` on this machine is keyed by."""
+    shape = model.config.get_text_config(decoder=True)
+    parameters = sum(p.numel() for p in model.parameters())
+    return ProfileKey(
+        hardware=hardware_name(model.device),
+        shape=f"{type(model).__name__}, {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
+        f"vocabulary {shape.vocab_size}, {parameters} parameters",
+        dtype=str(effective_dtype(model)).removeprefix("torch."),
+        quantization=f"{_scheme(model, config).name}, lm_head {config.draft_lm_head}",
+        kernel=_kernel_name(model, config),
+        runner=runner_mode(config, model.device),
+    )
+
+
+def _scheme(model: PreTrainedModel, config: SpeculativeConfig) -> Scheme:
+    return choose_scheme(config.draft_quantization, config.draft_kernel, model)
+
+
+def effective_dtype(model: PreTrainedModel) -> torch.dtype:
+    """What the forwards compute in."""
+    return autocast_dtype(model.device) or model.dtype
+
+
+def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
+    """Names of the kernels that the drafter's projections get."""
+    scheme = _scheme(model, config)
+    layers = [layer for parent in model.get_decoder().modules() for layer in layer_specs(parent, scheme).values()]
+    found = [find_kernel(config.draft_kernel, layer) for layer in layers if not isinstance(layer, str)]
+    names = {kernel.name for kernel in found if not isinstance(kernel, str)}
+    return "+".join(sorted(names)) or NO_KERNEL
+
+
+def hardware_name(device: torch.device) -> str:
+    """The device's name; of a CPU with the number of threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor_name()}, {torch.get_num_threads()} threads"
+
+
+def processor_name() -> str:
+    """The CPU's name, as the system gives it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    name = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")
+    return name or platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""SpecActor's plans, ladder and simulator: see README.md."""

@@ -1,0 +1,245 @@
+"""Profiles the draft ladder with the engine itself: real rounds, whose drafts are accepted at random (SA §4.2)."""
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from ..efficient_rollout.round_bench import RoundBench, bar_text, warm_up_rounds
+from ..generation import kept
+from ..generation.configuration import SpeculativeConfig
+from ..generation.drafters.history import HistoryDrafter
+from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..generation.engine.drafter import Drafter
+from ..generation.engine.noise import RoundNoise
+from ..generation.engine.requirements import position_limit
+from ..generation.engine.rollout import Rollout
+from ..generation.engine.verification import Proposal, Verdict
+from ..measuring.calibrated import ladder_folder
+from ..measuring.machine import profile_key
+from ..scheduling.control import Chain
+from ..scheduling.profile_key import ProfileKey
+from ..user_cache import read_kept, save_kept
+from .ladder import Ladder, Rung, ladder_path
+
+
+ACCEPTANCE = 0.6  # one p is enough: a round drafts and verifies the same number of tokens whatever is accepted
+BATCHES = (1, 4, 16, 64, 256)
+PROMPT = 32  # tokens of the random prompts
+FEWEST_ROUNDS = 3
+STABLE = 0.03  # no more rounds are timed once half of a cell's slowdowns are within this share of their median
+LEAST_SECONDS = 0.5  # per batch: where rounds are short, other work of a moment would touch all of the fewest rounds
+QUIET = 2.0  # seconds of profiling after which a progress bar appears
+
+
+def build_ladder(
+    model: PreTrainedModel,
+    drafters: Sequence[Drafter],
+    batches: Sequence[int],
+    draft_lengths: Sequence[int],
+    rounds: int = 9,
+    budget_seconds: float = 60.0,
+    progress: bool = True,
+    config: SpeculativeConfig | None = None,
+    kept_in: Path | None = None,
+) -> Ladder:
+    """Times rounds of each drafter at each batch and γ, each next to an autoregressive one; keeps medians.
+
+    On a quiet machine three rounds of a cell agree, and no more are run; on a busy one, or where rounds are short, up
+    to `rounds`. They are real, on random prompts, but each draft token is marked as accepted with probability p, so no
+    weights matter. A drafter that learns does not learn here, and one that remembers is timed with an empty memory.
+
+    Args:
+        model: the target, on the device it will decode on.
+        drafters: of different strategies.
+        batches: numbers of rows, each at least 1; a drafter that serves fewer is timed at as many as it serves.
+        draft_lengths: γ, ascending.
+        rounds: most timed rounds per cell, at least 1.
+        budget_seconds: for all cells; each is timed at least once, after its warm-up.
+        progress: show a progress bar where it takes longer than `QUIET` seconds.
+        config: names the runner, and what the quantized copy is packed with.
+        kept_in: folder in which the caller keeps the ladder; the progress bar says so.
+
+    Raises:
+        RuntimeError: a drafter failed.
+    """
+    config = config or SpeculativeConfig()
+    deadline = time.perf_counter() + budget_seconds
+    cells = [  # with more rows than it serves a drafter never drafts
+        (drafter, batch)
+        for drafter in drafters
+        for batch in sorted({min(batch, drafter.max_rows) for batch in batches})
+    ]
+    rungs: list[Rung] = []
+    text = bar_text("profiling the drafters of", model, kept_in)
+    with torch.no_grad(), tqdm(cells, text, disable=not progress, delay=QUIET) as bar:
+        for number, (drafter, batch) in enumerate(bar):
+            share = max(deadline - time.perf_counter(), 0.0) / (len(cells) - number)
+            rungs += _Bench(model, drafter, batch, draft_lengths, rounds, config).measure(share)
+    # In a short context some γ fit into few rounds; a choice must not change with the batch.
+    timed = Counter((rung.method, rung.draft_length) for rung in rungs)
+    batches_of = Counter(drafter.strategy for drafter, _ in cells)
+    everywhere = tuple(each for each in rungs if timed[each.method, each.draft_length] == batches_of[each.method])
+    return Ladder(everywhere, _fingerprint(profile_key(model, config), drafters, draft_lengths))
+
+
+def find_ladder(
+    model: PreTrainedModel,
+    drafters: Sequence[Drafter],
+    config: SpeculativeConfig,
+    max_batch_size: int,
+    draft_lengths: Sequence[int],
+) -> Ladder | None:
+    """The ladder of these drafters: kept, or saved by an earlier run, or else profiled and saved under
+    `sd_toggle="roofline"`; None: there is none.
+
+    It lies next to `config.roofline_profile`, or in the user's cache. A ladder that was profiled for less than half of
+    `max_batch_size`, the most rows in flight that will occur, is then replaced.
+
+    Raises:
+        RuntimeError: a drafter failed.
+    """
+    key = profile_key(model, config)
+    shape = _fingerprint(key, drafters, draft_lengths)
+    path = _path(key, config, shape)
+    found: Ladder | None = kept.look(model, _NAME)
+    if found is None or found.shape != shape:
+        found = _load(path, shape)
+    most = 2 * max(drafter.max_rows for drafter in drafters)  # more rows are not profiled
+    if config.sd_toggle == "roofline" and (found is None or 2 * found.batches[-1] < min(max_batch_size, most)):
+        # A batch close to the largest would tell nothing new.
+        batches = [batch for batch in BATCHES if 2 * batch <= max_batch_size] + [max_batch_size]
+        found = build_ladder(model, drafters, batches, draft_lengths, config=config, kept_in=path.parent)
+        save_kept(found.save, path, "draft ladder")
+    if found is not None:
+        kept.keep(model, _NAME, found)
+    return found
+
+
+_NAME = "ladder"
+
+
+def _load(path: Path, shape: str) -> Ladder | None:
+    """The ladder at `path`, if there is one, and for this shape."""
+    ladder = read_kept(path, Ladder.load, ", and the drafters are profiled again")
+    return ladder if ladder is not None and ladder.shape == shape else None
+
+
+def _path(key: ProfileKey, config: SpeculativeConfig, shape: str) -> Path:
+    if config.roofline_profile is not None:
+        return ladder_path(config.roofline_profile)
+    name = key.file_name.removesuffix(".json")
+    # Each set of drafters has a ladder of its own.
+    return ladder_path(ladder_folder(config) / f"{name}_{hashlib.sha256(shape.encode()).hexdigest()[:8]}.json")
+
+
+def _fingerprint(key: ProfileKey, drafters: Sequence[Drafter], draft_lengths: Sequence[int]) -> str:
+    """What a ladder is valid for: hardware, shapes, dtype and kernels, but no weights."""
+    target = f"{key.hardware}; {key.shape}; {key.dtype}; {key.runner}"
+    packing = f"{key.quantization}, {key.kernel}"
+    members = [f"{drafter.strategy} ({type(_stand_in(drafter)).__name__}, {drafter.cost})" for drafter in drafters]
+    return f"{target}; {packing}; {', '.join(members)}; γ {list(draft_lengths)}"
+
+
+def _stand_in(drafter: Drafter) -> Drafter:
+    """What is timed in place of `drafter`, which must not learn from random tokens."""
+    if isinstance(drafter, DistilledDrafter):
+        return drafter.student
+    if isinstance(drafter, HistoryDrafter):
+        return HistoryDrafter(1 << 20)
+    return drafter
+
+
+class _MarkedRollout(Rollout):
+    """Draft tokens are accepted with probability `ACCEPTANCE` each, whatever they are."""
+
+    generator: torch.Generator
+
+    def _verdict(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Verdict:
+        verdict = super()._verdict(proposal, logits, noise)
+        # A generator of its own, so that later samples do not depend on whether a ladder was profiled.
+        coins = torch.rand(proposal.tokens.shape, generator=self.generator, device=logits.device)  # [B, γ]
+        accepted = (coins < ACCEPTANCE).long().cumprod(1).sum(1)  # [B]
+        step = torch.arange(proposal.tokens.shape[1], device=logits.device)  # [γ]
+        # The drafts themselves are committed, since a network continues from its own K/V of them.
+        drafted = step < torch.minimum(accepted, proposal.drafted())[:, None]  # [B, γ]
+        tokens = verdict.tokens.clone()  # [B, γ + 1]
+        tokens[:, :-1] = proposal.tokens.where(drafted, tokens[:, :-1])
+        return replace(verdict, tokens=tokens, most=accepted)
+
+
+class _Bench(RoundBench):
+    """An engine that decodes `batch` random prompts, in rounds of each γ in turn; γ = 0: autoregressive ones."""
+
+    _rollout: _MarkedRollout
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter,
+        batch: int,
+        draft_lengths: Sequence[int],
+        rounds: int,
+        config: SpeculativeConfig,
+    ) -> None:
+        self._drafter, self._batch, self._visits = drafter, batch, rounds
+        self._gammas = [0, *draft_lengths]
+        self._warm_ups = warm_up_rounds(model, config)
+        # Rows only grow, as the drafter's own cache does.
+        visit = sum(gamma + 1 for gamma in self._gammas)  # most tokens that it adds
+        columns = PROMPT + (self._warm_ups + rounds) * visit + max(draft_lengths) + 1
+        limit = position_limit(model)
+        self._columns = columns if limit is None else min(columns, limit)
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        prompt = max(min(PROMPT, self._columns // 4), 1)
+        prompts = torch.randint(vocabulary, (batch, prompt), generator=generator).to(model.device)  # [B, n]
+        super().__init__(model, [_stand_in(drafter)], prompts, self._columns, config, _MarkedRollout)
+        self._rollout.generator = torch.Generator(model.device).manual_seed(0)
+
+    def measure(self, seconds: float) -> list[Rung]:
+        """Visits each γ in turn until their times agree, for at most about `seconds`."""
+        times: dict[int, list[float]] = {gamma: [] for gamma in self._gammas}
+        started_at = time.perf_counter()
+        for visit in range(self._warm_ups + self._visits):
+            spent = time.perf_counter() - started_at
+            if visit > self._warm_ups and spent > seconds:
+                break
+            is_enough = visit >= self._warm_ups + FEWEST_ROUNDS and spent >= LEAST_SECONDS
+            if is_enough and all(_agree(_slowdowns(found, times[0])) for found in times.values() if found):
+                break
+            for gamma, found in times.items():
+                if self._rows.longest + gamma + 1 > self._columns:
+                    break  # a short context is full before the visits end
+                took = self.round([Chain(0, gamma)] if gamma else [])
+                if visit >= self._warm_ups or not found:
+                    found.append(took)
+                if visit == self._warm_ups:
+                    del found[:-1]  # warm-up rounds count only where nothing else fits
+        self.close()
+        rungs = []
+        for gamma, found in times.items():
+            if gamma and found:
+                seconds, slowdown = median(found), median(_slowdowns(found, times[0]))
+                plain = seconds / slowdown
+                rungs.append(Rung(self._drafter.strategy, self._batch, gamma, ACCEPTANCE, seconds, plain))
+        return rungs
+
+
+def _slowdowns(times: list[float], plain: list[float]) -> list[float]:
+    """Seconds of rounds over those of the autoregressive one of the same visit, which other work slowed as much."""
+    return [seconds / plain_seconds for seconds, plain_seconds in zip(times, plain, strict=False)]
+
+
+def _agree(values: list[float]) -> bool:
+    """Whether half of the values are so close to their median that further ones would hardly move it."""
+    middle = median(values)
+    return median(abs(value - middle) for value in values) <= STABLE * middle

@@ -1,0 +1,227 @@
+"""Log-probabilities of training forwards that equal the sampler's, bit for bit, on a CPU.
+
+The sampler's engine reads a micro-batch as it was generated, without gradient, and leaves what each decoder layer is
+fed. In the policy's forward the layers, but for the last, return that and compute nothing, and the engine's
+log-probabilities take the place of the head's. In the backward pass a layer runs as usual on what it is fed, as under
+gradient checkpointing, and has its ordinary gradient.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessor, PreTrainedModel
+from trl import GRPOTrainer
+
+from ..cpu_products import DTYPES
+from ..generation.configuration import SpeculativeConfig
+from ..generation.engine.cache import autocast_dtype
+from ..generation.engine.given_completions import read_completions
+from ..generation.engine.kept_runner import exactness, runner_for
+from ..generation.engine.requirements import policy_in
+from ..generation.engine.shadow import decoder_layers
+from ..native_code import compiler
+from .sampler_mismatch import is_comparable
+
+
+class ExactLogprobs:
+    """What the sampler's engine computes for given completions, with the gradient of TRL's forward.
+
+    Args:
+        trainer: whose rollouts it repeats.
+        config: of rollouts.
+        processors: of rollouts, which act on each position alone.
+
+    Raises:
+        ValueError: the two could differ.
+    """
+
+    def __init__(
+        self, trainer: GRPOTrainer, config: SpeculativeConfig, processors: Iterable[LogitsProcessor] | None
+    ) -> None:
+        policy = policy_in(trainer.model)
+        _check(trainer, policy, config, processors)
+        with trainer.accelerator.autocast():
+            exact = exactness(policy, replace(config, exact="auto"), policy)
+        if exact is not True:
+            raise _refusal(f"{type(policy).__name__} is not exact on this machine: {exact}")
+        self._accelerator, self._config, self._processors = trainer.accelerator, config, list(processors or ())
+
+    def __call__(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """In the place of TRL's `_get_per_token_logps_and_entropies`: log-probabilities in nats, and entropies where
+        these are asked for, `[B, n]` each, of the last n = `logits_to_keep` columns of `input_ids` `[B, T]`."""
+        policy, size, parts = policy_in(self._accelerator.unwrap_model(model)), batch_size or len(input_ids), []
+        for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
+            with self._accelerator.autocast():
+                logprobs, states = self._read(policy, ids, mask, logits_to_keep)
+                labels = ids.masked_fill(mask == 0, -100)[:, -logits_to_keep:]  # [B, n]
+                logprobs, entropies = logprobs.masked_fill(labels == -100, 0), None
+                if torch.is_grad_enabled() or compute_entropy:
+                    with _returning(decoder_layers(policy), states), _before_completions(policy, logits_to_keep):
+                        output = model(
+                            input_ids=ids, attention_mask=mask, position_ids=_positions(mask), shift_labels=labels,
+                            fused_lm_head=True,
+                        )  # fmt: skip
+                    logprobs, entropies = _Value.apply(output.log_probs, logprobs), output.entropy
+            parts.append((logprobs, entropies))
+        found = [torch.cat(part) for part in zip(*parts, strict=True) if part[0] is not None]
+        return found[0], found[1] if compute_entropy else None, None
+
+    def _read(self, policy: PreTrainedModel, ids: Tensor, mask: Tensor, width: int) -> tuple[Tensor, list[Tensor]]:
+        """Log-probabilities `[B, width]`, and what the decoder layers after the first are fed, `[B, T, hidden]` each;
+        padding has any values."""
+        prompts = [row[own.bool()] for row, own in zip(ids[:, :-width], mask[:, :-width], strict=True)]
+        columns, exact = max(map(len, prompts)) + width, self._config.exact is True
+        runner = runner_for(policy, len(ids), columns, self._config, exact=exact)
+        layers = range(1, len(decoder_layers(policy)))
+        logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
+        positions = _positions(mask)[..., None]  # [B, T, 1]
+        return logprobs, [state.take_along_dim(positions, dim=1) for state in states]
+
+    def _process(self, scores: Tensor) -> Tensor:
+        for processor in self._processors:
+            scores = processor(torch.empty(len(scores), 0, dtype=torch.long), scores)
+        return scores
+
+
+def _check(
+    trainer: Any, policy: PreTrainedModel, config: SpeculativeConfig, processors: Iterable[LogitsProcessor] | None
+) -> None:
+    """Raises ValueError for a training whose two forwards could differ, or whose layers cannot be run later."""
+    args, device = trainer.args, trainer.accelerator.device
+    dropout = [name for name, module in policy.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    reasons = {
+        f"the policy is on {device}, not on a CPU": device.type != "cpu",
+        "there is no C++ compiler": compiler() is None,
+        f"the policy is in {policy.dtype}, not in one of {list(DTYPES)}": policy.dtype not in DTYPES,
+        "a rollout_func generates": processors is None,
+        "tools take turns, which are read as prompts": bool(trainer.tools),
+        "tokens are drawn from another distribution (top_p, top_k, min_p, a penalty, ...) than the loss is of": (
+            not is_comparable(processors or (), args.temperature)
+        ),
+        f"the policy has dropout ({', '.join(dropout[:3])}, ...); set disable_dropout=True": bool(dropout),
+        "the policy's config has attention_dropout": bool(getattr(policy.config, "attention_dropout", 0)),
+        "torch_compile=True": args.torch_compile,
+        "FSDP or ZeRO-3 shards the weights": trainer._dist.is_fsdp or trainer._dist.zero_stage == 3,
+        "the routers' loss reads their logits; set router_aux_loss_coef=0": trainer.aux_loss_enabled,
+        "draft_quantization='awq-...' reads what layers are fed in the loss's forward": (
+            config.draft_quantization.startswith("awq")
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise _refusal(reason)
+
+
+def _refusal(reason: str) -> ValueError:
+    return ValueError(f"exact_logprobs=True is not served: {reason}. Set exact_logprobs=False.")
+
+
+def _positions(mask: Tensor) -> Tensor:
+    """`[B, T]` int64, counted from the first token; those of padding exist."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@contextmanager
+def _before_completions(policy: PreTrainedModel, width: int) -> Iterator[None]:
+    """Within it the decoder gives the head the states that tell tokens of completions, of `width` tokens, alone."""
+
+    def cut(_: nn.Module, __: Any, output: Any) -> None:
+        output.last_hidden_state = output.last_hidden_state[:, -width - 1 : -1]  # [B, width, hidden]
+
+    handle = policy.get_decoder().register_forward_hook(cut)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _returning(layers: nn.ModuleList, states: Sequence[Tensor]) -> Iterator[None]:
+    """Within it decoder `layers` return `states`, but for the last one."""
+    forwards = [vars(layer).get("forward") for layer in layers]
+    returned: list[Tensor] = []
+    for layer, output in zip(layers, [*states, None], strict=True):
+        layer.forward = _replacement(layer, layer.forward, output, returned)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, forwards, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def _replacement(
+    layer: Any, usual: Callable[..., Tensor], output: Tensor | None, returned: list[Tensor]
+) -> Callable[..., Tensor]:
+    """A forward that returns `output`, and leaves it in `returned`, with the gradient of the `usual` one; None: the
+    usual one. It checks that it is fed what the layer before has left there."""
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        others = [given for given in (*args, *kwargs.values()) if isinstance(given, Tensor) and given.requires_grad]
+        if others or (returned and hidden_states is not returned[0]):
+            raise RuntimeError(
+                f"exact_logprobs=True: a {type(layer).__name__} is fed more than what the layer before returns. Set "
+                "exact_logprobs=False."
+            )
+        if output is None:
+            return usual(hidden_states, *args, **kwargs)
+
+        def compute(given: Tensor) -> Tensor:
+            checkpoints = getattr(layer, "gradient_checkpointing", False)
+            layer.gradient_checkpointing = False  # it is this very thing
+            try:
+                return usual(given, *args, **kwargs)
+            finally:
+                layer.gradient_checkpointing = checkpoints
+
+        learned = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        value: Tensor = _Layer.apply(compute, output, hidden_states, *learned)
+        returned[:] = [value]
+        return value
+
+    return forward
+
+
+class _Layer(torch.autograd.Function):
+    """`output` `[B, T, hidden]`, with the gradient that `compute` of `hidden` has, which runs in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Tensor], output: Tensor, hidden: Tensor, *learned: Tensor) -> Any:
+        ctx.compute, ctx.autocast = compute, autocast_dtype(hidden.device)
+        ctx.save_for_backward(hidden, *learned)
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        hidden, *learned = ctx.saved_tensors
+        with torch.enable_grad(), torch.autocast(hidden.device.type, ctx.autocast, ctx.autocast is not None):
+            given = hidden.detach().requires_grad_()
+            output = ctx.compute(given)
+        return None, None, *torch.autograd.grad(output, [given, *learned], gradient, allow_unused=True)
+
+
+class _Value(torch.autograd.Function):
+    """`value`, with the gradient of `given`, of the same shape."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, value: Tensor) -> Tensor:
+        return value.to(given.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None

@@ -1,0 +1,100 @@
+"""Each benchmark once with `--tiny`: it runs, and writes a result with findings. No time is looked at."""
+
+import re
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.part import Part
+from benchmarks.measure import read_result
+
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+NO_RESULT = {  # what is not run here
+    "between_commits": "takes a git checkout, and compiles in two processes",
+    "results_page": "test_results runs it",
+    "paper.published": "converts files; paper/test_published runs it",
+}
+NAMES = sorted(
+    ".".join(path.relative_to(BENCHMARKS).with_suffix("").parts)
+    for path in BENCHMARKS.rglob("*.py")
+    if 'if __name__ == "__main__"' in path.read_text() and path.parent.name != "gpu"
+)
+GPU = {
+    "checks --group kernels": {"tests of kernels"},
+    "decode --group default": {"default, B 2"},
+    "decode --group batched": {"batched, B 2"},
+    "decode --group static": {"static, B 2"},
+    "decode --group top_p": {"top_p, B 1"},
+    "decode --group exact": {"exact, B 2"},
+    "grpo": {"lesson", "float32 under autocast", "bfloat16", "bfloat16, graphs kept", "TRL", "ratios"},
+    "rounds": {"roofline", "head packed", "head dense", "believed over taken, second"},
+    "speculation": {
+        "policy", "identity, float32", "self, measured, first call, B 1", "self, measured, B 1", "self, always, B 1",
+    },
+}  # fmt: skip
+QUICK = ("decode --group default", "decode --group exact", "rounds")
+
+
+TOKENS_ARE_THE_SAME: dict[str, Callable[[Any], bool]] = {
+    "control_machine": lambda found: all(
+        cell["identical_rows"] == cell["rows"] > 0 for model in found["models"] for cell in model["cells"]
+    ),
+    "end_to_end": lambda found: all(
+        own["identical_steps"] == own["steps"] == 2 for name, own in found["methods"].items() if name != "trl"
+    ),
+    "identity": lambda found: all(
+        own["unexplained"] == own["near_ties"] == 0 and own["tokens_compared"] >= 100
+        for study in found["studies"] for own in study["strategies"].values()
+    ),
+    "identity_grid": lambda found: all(cell["identical"] == cell["rows"] > 0 for cell in found["cells"].values()),
+    "rollout": lambda found: all(
+        own["identical_rows"] in (None, own["rows"]) for each in found["batches"].values() for own in each
+    ),
+    "tts": lambda found: 0 < found["identity"]["tokens"] == found["identity"]["same"] and found["target_unchanged"],
+}  # fmt: skip
+"""In float64, by what a result says of it."""
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_RESULT])
+def test_a_benchmark_runs_on_the_smallest_input(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    import_module(f"benchmarks.{name}").main(["--tiny", "--threads", "1"])
+    (output,) = (tmp_path / "bench_output").rglob("*.json")
+    text = output.read_text()
+    assert str(tmp_path) not in text and str(ROOT) not in text
+    result = read_result(output)
+    assert result.findings and all(each.what for each in result.findings)
+    assert re.search(r"\d", capsys.readouterr().out)
+    assert name not in TOKENS_ARE_THE_SAME or TOKENS_ARE_THE_SAME[name](result.details)
+
+
+@pytest.mark.parametrize(
+    "command", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in GPU if each not in QUICK)]
+)
+def test_a_part_of_the_gpu_benchmark_runs_on_the_tiny_shape(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
+    parts: list[Part] = []
+    finish = Part.finish
+    monkeypatch.setattr(Part, "finish", lambda part: (parts.append(part), finish(part))[1])
+    name, *more = command.split()
+    assert import_module(f"benchmarks.gpu.{name}").main(["--tiny", "--output", str(tmp_path), *more]) == 0
+    found, result = parts[0].found, next(tmp_path.glob("*.json")).read_text()
+    assert GPU[command] <= found.keys() and '"errors": {}' in result and '"accelerator": null' in result
+
+
+def test_each_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = [f"gpu.{name.split()[0]}" for name in GPU]
+    for name in dict.fromkeys([*(name for name in NAMES if name != "results_page"), *parts]):
+        with pytest.raises(SystemExit) as ended:
+            import_module(f"benchmarks.{name}").main(["--help"])
+        assert ended.value.code == 0 and "--output" in capsys.readouterr().out, name

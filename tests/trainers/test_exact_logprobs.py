@@ -1,0 +1,193 @@
+"""With `exact_logprobs` the loss's log-probabilities are the sampler's, bit for bit, and its gradient is the ordinary
+one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from transformers import PreTrainedModel, TrainerCallback
+
+from spec_trl.native_code import compiler
+from tests.generation.drafters.watching import make_checkpoint
+from tests.generation.engine.test_families import build
+from tests.trainers.harness import Run, make_run, roll_out, tiny_policy, train
+from tests.trainers.tool_task import add, make_chat_tokenizer
+
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+DISTANCE, RATIO = "sampling/sampling_logp_difference/", "sampling/importance_sampling_ratio/"
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {}, "bfloat16": {}, "float32 weights under autocast": {"bf16": True},
+}  # fmt: skip
+LORA = {"trainer": {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian")}}
+
+
+def policy_of(kind: str, **config: Any) -> PreTrainedModel:
+    """Of four layers, whose sums are long enough to show their order."""
+    wide = dict(hidden_size=192, intermediate_size=256, num_hidden_layers=4, initializer_range=0.1)
+    return tiny_policy(**wide | config).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+
+
+def assert_equal_bits(run: Run, count: int) -> None:
+    assert run.metric(DISTANCE + "max") == run.metric(DISTANCE + "mean") == [0.0] * count
+    assert run.metric(RATIO + "min") == run.metric(RATIO + "max") == [1.0] * count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7, "gradient_checkpointing": True, "per_device_train_batch_size": 4},
+        {"num_iterations": 2, "max_steps": 4, "beta": 0.1} | LORA,
+    ],
+    ids=["plain", "another temperature, checkpointing, groups", "LoRA, old and reference policy"],
+)
+def test_sampler_and_trainer_agree_in_bits(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    """Also of drafted tokens, of prompts that several rows share, and where the policy has moved since the rollout."""
+    given = KINDS[kind] | {"max_completion_length": 24} | options
+    run = train(tmp_path / "exact", policy=policy_of(kind), exact_logprobs=True, **given)
+    assert_equal_bits(run, given.get("max_steps", 3))
+    assert min(run.metric("rollout/acceptance_rate")) > 0.2
+
+
+def test_without_the_option_they_differ(tmp_path: Path) -> None:
+    for kind, options in KINDS.items():
+        run = train(tmp_path / kind, policy=policy_of(kind), max_steps=1, **options)
+        assert run.metric(DISTANCE + "max")[0] > 0, kind
+
+
+class Gradients(TrainerCallback):
+    """Keeps those of the first step, as one vector, which has the signs and sizes of all."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        assert all(parameter.grad is not None for parameter in learned)
+        self.vector = torch.cat([parameter.grad.flatten().float() for parameter in learned])
+
+
+def difference_of_gradients(folder: Path, make: Callable[[bool], PreTrainedModel], **options: Any) -> float:
+    """Of a step with the option from a step without, in parts of the gradient's length."""
+    found: list[Tensor] = []
+    for exact in (False, True):
+        run, gradients = (
+            make_run(folder / str(exact), "ngram", make(exact), max_steps=1, exact_logprobs=exact, **options),
+            Gradients(),
+        )
+        run.trainer.add_callback(gradients)
+        run.train()
+        found.append(gradients.vector)
+    ordinary, ours = found
+    assert ordinary.norm() > 0
+    return float((ordinary - ours).norm() / ordinary.norm())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_checkpointing": True}, LORA, {"loss_type": "grpo", "top_entropy_quantile": 0.5}],
+    ids=["all weights", "checkpointing", "LoRA", "entropies"],
+)  # fmt: skip
+def test_gradients_are_the_ordinary_ones(tmp_path: Path, options: dict[str, Any]) -> None:
+    assert 0 < difference_of_gradients(tmp_path, lambda _: policy_of("float32"), **options) < 1e-4
+
+
+def test_gradients_under_autocast(tmp_path: Path) -> None:
+    """Rounding alone makes this difference: TRL's eager attention is as far from SDPA."""
+    computed_in = set()
+
+    def make(_: bool) -> PreTrainedModel:
+        policy = policy_of("float32")
+        policy.model.layers[0].mlp.register_forward_pre_hook(
+            lambda *_: computed_in.add(torch.is_autocast_enabled("cpu") if torch.is_grad_enabled() else None)
+        )
+        return policy
+
+    assert 0 < difference_of_gradients(tmp_path, make, bf16=True) < 0.1
+    assert computed_in == {None, True}  # rollouts, and what has a gradient
+
+
+def test_learned_positions_count_from_the_prompt(tmp_path: Path) -> None:
+    """TRL's count the padding, unless somebody says them."""
+
+    def add(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        mask = kwargs["attention_mask"]
+        return args, kwargs | ({"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if mask.dim() == 2 else {})
+
+    def make(exact: bool) -> PreTrainedModel:
+        policy = build("gpt2", vocab_size=48, num_hidden_layers=3).float()
+        if not exact:
+            policy.transformer.register_forward_pre_hook(add, with_kwargs=True)
+        return policy
+
+    assert 0 < difference_of_gradients(tmp_path, make) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "qwen3", "gpt_oss"])
+def test_families(tmp_path: Path, family: str) -> None:
+    options = {"router_aux_loss_coef": 0.0} if family == "gpt_oss" else {}
+    policy = build(family, vocab_size=48).to(torch.bfloat16)
+    assert_equal_bits(train(tmp_path, "ngram", policy=policy, exact_logprobs=True, max_steps=1, **options), 1)
+
+
+def test_a_drafter_that_learns_along(tmp_path: Path) -> None:
+    """It sees the hidden states of the loss's forward."""
+    losses = []
+    for exact in (True, False):
+        drafter = make_checkpoint(tmp_path / "drafter", "eagle3", 48)
+        options = dict(assistant_model=drafter, policy=tiny_policy().float(), exact_logprobs=exact)
+        run = train(tmp_path / str(exact), "eagle3", max_steps=2, **options)
+        losses.append(run.metric("drafter/loss"))
+        if exact:
+            assert_equal_bits(run, 2)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) == 2
+
+
+def test_evaluation(tmp_path: Path) -> None:
+    run = roll_out(tmp_path, policy=policy_of("bfloat16"), exact_logprobs=True)
+    assert run.metric(f"eval_{DISTANCE}max") == [0.0] and run.metric("eval_entropy")[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "reason"),
+    [
+        ({}, {"top_p": 0.9}, "another distribution"),
+        ({}, {"tokenizer": make_chat_tokenizer(), "trainer": {"tools": [add]}}, "tools take turns"),
+        ({}, {"trainer": {"rollout_func": lambda prompts, trainer: {}}}, "a rollout_func generates"),
+        ({"attention_dropout": 0.1}, {}, "attention_dropout"),
+        ({}, {"trainer": {"peft_config": LoraConfig(r=4, lora_dropout=0.1)}}, "lora_dropout.*disable_dropout=True"),
+        ({}, {"torch_compile": True}, "torch_compile=True"),
+        ({}, {"draft_quantization": "awq-w4-g128"}, "awq"),
+        ({}, {"runner": "eager"}, "is not exact on this machine"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else "",
+)
+def test_refusals(tmp_path: Path, policy: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^exact_logprobs=True is not served: .*{reason}.*Set exact_logprobs=False"):
+        make_run(tmp_path, policy=policy_of("float32", **policy), exact_logprobs=True, **options)
+
+
+def test_other_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="exact_logprobs=True is not served: the policy is in torch.float64"):
+        make_run(tmp_path, policy=tiny_policy(), exact_logprobs=True)
+    with pytest.raises(ValueError, match="exact_logprobs='yes' is"):
+        make_run(tmp_path, policy=policy_of("float32"), exact_logprobs="yes")
+    moe = build("gpt_oss", vocab_size=48).to(torch.bfloat16)
+    with pytest.raises(ValueError, match="the routers' loss.*router_aux_loss_coef=0"):
+        make_run(tmp_path, policy=moe, exact_logprobs=True)
+
+
+@pytest.mark.parametrize("hook", [lambda _, __, output: output * 2, lambda _, __, ___: None])
+def test_hooks_on_layers(tmp_path: Path, hook: Any) -> None:
+    """What one has changed is known of the next layer, and would be changed again."""
+    policy = policy_of("float32")
+    run = make_run(tmp_path, policy=policy, exact_logprobs=True, max_steps=1)
+    policy.model.layers[1].register_forward_hook(hook)
+    if hook(None, None, 1) is None:
+        assert_equal_bits(run.train(), 1)
+    else:
+        with pytest.raises(RuntimeError, match="LlamaDecoderLayer is fed more than what the layer before returns"):
+            run.train()
+    assert not any("forward" in vars(layer) for layer in policy.model.layers)
