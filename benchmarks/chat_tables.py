@@ -67,7 +67,10 @@ def performance_table(results: Mapping[str, Result]) -> str:
             lines = [f"| result | rows | {' | '.join(named)} |", "|---" * (len(named) + 2) + "|"]
         gains = [
             ", ".join(
-                f"{each['ratio_to'][GENERATE]:.2f}" for found in batches.values() for each in found if each["method"] == method
+                f"{each['ratio_to'][GENERATE]:.2f}"
+                for found in batches.values()
+                for each in found
+                if each["method"] == method
             )
             for method in methods
         ]

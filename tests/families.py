@@ -183,8 +183,8 @@ python -m tests.families --families llama qwen2_vl     # tries some; without nam
 ```
 
 Made with transformers {transformers.__version__}; a test marked `slow` checks it. Every causal language model of
-transformers, and common vision-language models, were tried as a tiny random model with every kind of layer, in float64,
-three unequal prompts, {NEW_TOKENS} tokens, greedy, under `"none"`, `"ngram"` and `"self"`.
+transformers, and common vision-language models, were tried as a tiny random model with every kind of layer, in
+float64, three unequal prompts, {NEW_TOKENS} tokens, greedy, under `"none"`, `"ngram"` and `"self"`.
 
 * **served**: each row's tokens are those of `generate` for the row by itself; vision-language models for text alone.
   In these checks {accepted:,} of {drafted:,} draft tokens were accepted.
