@@ -180,8 +180,8 @@ def calls_attention(network: PreTrainedModel) -> bool:
     names, and do not declare it."""
     if network._supports_attention_backend:
         return True
-    modules = network.modules()
-    calls = {_calls_attention(attention_class(type(module)), hasattr(module, "is_causal")) for module in modules}
+    kinds: set[tuple[Any, bool]] = {(type(module), hasattr(module, "is_causal")) for module in network.modules()}
+    calls = {_calls_attention(attention_class(kind), is_attention) for kind, is_attention in kinds}
     return True in calls and False not in calls
 
 
