@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from spec_trl import dense_linear, release
 from spec_trl.generation.engine import exactness
 from spec_trl.native_code import compiler
-from tests.conftest import tiny_llama
+from tests.conftest import WIDE, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.engine.test_families import build
 
@@ -81,7 +81,8 @@ def test_activations_that_fill_no_register(family: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sampling", [dict(do_sample=False), dict(temperature=0.7, top_k=20, top_p=0.9)], ids=str)
 def test_bits_of_other_distributions(sampling: dict[str, Any], dtype: torch.dtype) -> None:
-    check(tiny_llama(hidden_size=HIDDEN).to(dtype), sampling)
+    # Attention reads heads of 96 in blocks of 32 columns, and a row comes from its first to its second.
+    check(tiny_llama(**WIDE | dict(num_attention_heads=2)).to(dtype), sampling)
 
 
 class _Odd(nn.Module):
