@@ -56,22 +56,25 @@ def readme_table(results: Mapping[str, Result]) -> str:
 
 
 def performance_table(results: Mapping[str, Result]) -> str:
-    """Tokens/s of each method over `generate`'s at each batch size, and its tokens per round; raises KeyError where a
+    """A row per result: tokens/s of each method over `generate`'s at each number of rows; raises KeyError where a
     result is missing."""
-    lines = ["| result | method | × of `generate`, by rows | tokens per round that drafted, and their share |"]
-    lines.append("|---|---|---|---|")
+    lines: list[str] = []
     for name in DTYPES:
         batches = results[name].details["batches"]
-        for method in (each["method"] for each in next(iter(batches.values())) if each["method"].startswith("ours")):
-            own = {rows: next(each for each in found if each["method"] == method) for rows, found in batches.items()}
-            gains = " · ".join(f"{rows}: {each['ratio_to'][GENERATE]:.2f}" for rows, each in own.items())
-            drafted = " · ".join(
-                f"{rows}: {each['block_efficiency']:.2f} ({each['drafted_rounds'] / each['rounds']:.0%})"
-                for rows, each in own.items()
-                if each["drafted_rounds"]
+        methods = [each["method"] for each in next(iter(batches.values())) if each["method"].startswith("ours")]
+        if not lines:
+            named = [f'`"{method.removeprefix("ours ")}"`' for method in methods]
+            lines = [f"| result | rows | {' | '.join(named)} |", "|---" * (len(named) + 2) + "|"]
+        gains = [
+            ", ".join(
+                f"{each['ratio_to'][GENERATE]:.2f}"
+                for found in batches.values()
+                for each in found
+                if each["method"] == method
             )
-            strategy = method.removeprefix("ours ")
-            lines.append(f'| `{name}` | `"{strategy}"` | {gains} | {drafted or "none drafted"} |')
+            for method in methods
+        ]
+        lines.append(f"| `{name}` | {', '.join(batches)} | {' | '.join(gains)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -56,7 +56,7 @@ CLAIMS = {
     "identity_grid": "rows",
     "identity_stories": "float32.*(other mismatches|exact verification)",
     "sampler_mismatch": ": TRL's",
-    **dict.fromkeys(("exact_logprobs", "exact_logprobs_float32"), "forward|largest"),
+    **dict.fromkeys(("exact_logprobs", "exact_logprobs_float32"), "both with|sampler, exact_logprobs"),
     "end_to_end": "(ours|lossless), rollout tokens|(lossless|γ.), time of a rollout|always on, γ = [57].*block eff",
     "end_to_end_learned": "block efficiency|time of a rollout",
     **dict.fromkeys(("cpu_attention", "dense_linear"), ""),

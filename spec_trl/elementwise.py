@@ -20,10 +20,12 @@ _SHARE = 32768  # numbers for which torch wakes another thread (at::internal::GR
 
 def by_registers(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x), for a function of single numbers."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return function(x)
     size = x.numel()
     shares = max(1, min(torch.get_num_threads(), -(-size // _SHARE)))
     missing = -size % (_NUMBERS * shares)  # then threads' shares are multiples of `_NUMBERS` too
-    if x.device.type != "cpu" or (missing == 0 and x.is_contiguous()):
+    if missing == 0 and x.is_contiguous():
         return function(x)
     flat = x.reshape(-1)
     return function(F.pad(flat, (0, missing)) if missing else flat)[:size].view(x.shape)

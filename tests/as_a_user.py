@@ -6,14 +6,14 @@
 import re
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import spec_trl
 from spec_trl.drafter_training.untrained import write_dflash, write_eagle3
-from spec_trl.generation.configuration import Strategy
+from spec_trl.generation.registry import strategies
 
 
 CLONE = Path(sys.argv[1])
@@ -40,7 +40,7 @@ def run_strategies(model: PreTrainedModel) -> None:
     prompt = torch.tensor([[1, 403, 407, 261, 378, 403, 407, 261, 378, 403, 407]])  # repeats itself: lookups draft too
     plain = dict(input_ids=prompt, do_sample=False, max_new_tokens=40, min_new_tokens=40)
     expected = model.generate(**plain)
-    for strategy in get_args(Strategy):
+    for strategy in strategies():
         options: dict[str, Any] = {}
         if strategy not in ("none", "auto", "best_of_n"):
             options["sd_toggle"] = "always"

@@ -174,7 +174,7 @@ def document(outcomes: Sequence[Outcome]) -> str:
     remarks: dict[tuple[str, str], list[str]] = {}
     for o in outcomes:
         if o.why or o.verdict != SERVED:
-            remarks.setdefault((o.verdict, o.why), []).append(o.family)
+            remarks.setdefault((o.verdict, "" if o.verdict == UNTRIED else o.why), []).append(o.family)
     rows = [f"| {', '.join(names)} | {verdict} | {why} |" for (verdict, why), names in remarks.items()]
     return f"""# Model families
 
@@ -182,13 +182,12 @@ def document(outcomes: Sequence[Outcome]) -> str:
 python -m tests.families --families llama qwen2_vl     # tries some; without names all, and writes this page
 ```
 
-Made with transformers {transformers.__version__}; a test marked `slow` checks it. Tried was every entry of
-transformers' mapping for causal language models, and common vision-language models: a tiny random model in float64,
-three unequal prompts, {NEW_TOKENS} tokens, greedy, under `"none"`, `"ngram"` and `"self"`. A tiny model has every
-kind of layer that a model of its config's defaults has (tested), and those of published checkpoints with more kinds.
+Made with transformers {transformers.__version__}; a test marked `slow` checks it. Every causal language model of
+transformers, and common vision-language models, were tried as a tiny random model with every kind of layer, in
+float64, three unequal prompts, {NEW_TOKENS} tokens, greedy, under `"none"`, `"ngram"` and `"self"`.
 
 * **served**: each row's tokens are those of `generate` for the row by itself; vision-language models for text alone.
-  In these checks {accepted:,} of {drafted:,} draft tokens were accepted; `"self"` drafted for every family.
+  In these checks {accepted:,} of {drafted:,} draft tokens were accepted.
 * **refused**: a `ValueError` says why before any work. **not tried**: transformers cannot make or run a tiny one.
 
 {len(outcomes)} families: {said}, {len(counts[REFUSED])} refused, {len(counts[UNTRIED])} not tried.

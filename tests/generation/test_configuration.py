@@ -32,6 +32,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 TRAINER_ONLY = {
     "assistant_strategy", "assistant_model", "draft_lengths", "initial_draft_length", "draft_length_up",
     "draft_length_down", "draft_length_patience", "rollout_batch_size", "rollout_sharing", "draft_ranks",
+    "exact_logprobs",
     "drafter_adaptation", "drafter_learning_rate", "drafter_hidden_weight", "drafter_token_weight",
 }  # fmt: skip
 NOT_IN_THE_TRAINER = {"draft_length", "ngram_size", "max_batch_size", "seed"}

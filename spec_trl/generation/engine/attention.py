@@ -178,16 +178,22 @@ def reads_spans(network: PreTrainedModel) -> bool:
 def calls_attention(network: PreTrainedModel) -> bool:
     """Whether all attention of a network's shadow is :func:`ragged_attention`. Many families call what their config
     names, and do not declare it."""
-    kinds: set[Any] = {type(module) for module in network.modules() if hasattr(module, "is_causal")}
-    all_do = bool(kinds) and all(_calls_attention(attention_class(kind)) for kind in kinds)
-    return network._supports_attention_backend or all_do
+    if network._supports_attention_backend:
+        return True
+    kinds: set[tuple[Any, bool]] = {(type(module), hasattr(module, "is_causal")) for module in network.modules()}
+    calls = {_calls_attention(attention_class(kind), is_attention) for kind, is_attention in kinds}
+    return True in calls and False not in calls
 
 
 @functools.cache
-def _calls_attention(kind: Any) -> bool:
+def _calls_attention(kind: Any, is_attention: bool) -> bool | None:
+    """None: `kind` attends to nothing. Some attention, of text beside a vision tower's, has no `is_causal`."""
     forward = inspect.unwrap(kind.forward)
-    names = forward.__code__.co_names if inspect.isfunction(forward) else ()
-    return issubclass(kind, _OwnAttention) or "ALL_ATTENTION_FUNCTIONS" in names
+    code = forward.__code__ if inspect.isfunction(forward) else None
+    names, variables = ((), ()) if code is None else (code.co_names, code.co_varnames)
+    if issubclass(kind, _OwnAttention) or "ALL_ATTENTION_FUNCTIONS" in names:
+        return True
+    return False if is_attention or ("softmax" in names and "attention_mask" in variables) else None
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...cpu_products import reading_prompts
+from ...dense_linear import DenseConv1D, DenseLinear
 from ...json_files import write_atomically
 from ...native_code import cache_directory
 from .cache import RaggedCache, autocast_dtype
@@ -39,6 +40,9 @@ _PROMPTS = (*range(5, 4 + ROWS), 27)  # their lengths; with the last, attention 
 # row alone, verified alone and with another, the other rows too, whose numbers stand elsewhere in every tensor, and a
 # race, whose keys do.
 _CASES = (1, 1, 0), (1, NEW, 0), (2, NEW, 0), (ROWS, 1, 0), (ROWS, NEW, 3)
+# Of prompts: about the multiples of what kernels take at once, where they change.
+_TOKENS = 1, 2, 3, 7, 9, 11, 17, 19, 25, 27, 31, 63, 65
+_NUMBERS = 1 << 19  # of results, at least: of another order of sums one in 20,000 shows in bfloat16
 
 
 def inexact_parts(model: PreTrainedModel, make: Callable[[PreTrainedModel, RaggedCache], EagerRunner]) -> list[str]:
@@ -116,8 +120,28 @@ def _try_out(runner: EagerRunner) -> list[str]:
             found = torch.cat([trial.forward(step, count, beside) for step in range(0, NEW, count)], dim=1)
             is_alike &= torch.equal(found, verified[:rows]) and torch.equal(trial.prompt, together.prompt[:rows])
         differs = _first_that_differs(runner) or ([] if is_alike else ["what decoder layers compute"])
+        differs = differs or _products_of_prompts(runner)
         hides = type(runner) is EagerRunner and _name_of(runner) != "float32"
         return differs or ([f"attention under masks, {_name_of(runner)}"] if hides else [])
+
+
+def _products_of_prompts(runner: EagerRunner) -> list[str]:
+    """Names a dense layer that gives a token of a prompt something else beside another number of tokens: each shape is
+    multiplied by itself, for prompts have any length."""
+    kinds: set[tuple[object, ...]] = set()
+    for name, module in runner.network.named_modules():
+        if not isinstance(module, DenseLinear | DenseConv1D) or (type(module), module.weight.shape) in kinds:
+            continue
+        kinds.add((type(module), module.weight.shape))
+        size, out = module.weight.shape[:: -1 if isinstance(module, DenseLinear) else 1]
+        for seed in range(1 + _NUMBERS // (out * sum(_TOKENS))):
+            x = torch.randn(max(_TOKENS), size, generator=torch.Generator().manual_seed(seed)).to(module.weight)
+            with reading_prompts():
+                whole = module(x)  # [m, out]
+                for count in _TOKENS:
+                    if not torch.equal(module(x[:count]), whole[:count]):
+                        return [f"{name}, {_name_of(runner)}, {count} of a prompt's tokens"]
+    return []
 
 
 def _name_of(runner: EagerRunner) -> str:

@@ -67,7 +67,7 @@ def masked(*rows: list[int]) -> dict[str, Any]:
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     # the keyword and its options
-    (r"assistant_strategy='eagle' is unknown.*'none', 'self', 'model', 'ngram'", dict(strategy="eagle")),
+    (r"assistant_strategy='eagle' is unknown.*Did you mean 'eagle3'", dict(strategy="eagle")),
     (r"assistant_strategy='n-gram' is unknown.*Did you mean 'ngram", dict(strategy="n-gram")),
     (r"^draft_length=0 is out of range", dict(strategy="self", config={"draft_length": 0})),
     (r"inputs_embeds|input_ids is empty",
