@@ -26,7 +26,7 @@ from .workload import STORY_MODEL
 ROOT = Path(__file__).parents[1]
 WARM_UPS = 2  # calls of a cell by each version, of which the first packs, compiles and probes
 
-# Runs in the process of a version: reads one cell a line, answers with seconds. It uses public names alone, which both
+# Runs in the process of a version: reads one cell a line, answers with seconds and draft tokens. It uses public names alone, which both
 # versions have.
 WORKER = """
 import json, sys, time, warnings, torch, transformers, spec_trl
@@ -45,11 +45,13 @@ for line in sys.stdin:
     if cell["strategy"] != "generate":
         config = spec_trl.SpeculativeConfig(draft_length=cell["draft_length"], sd_toggle="always")
         options |= {"assistant_strategy": cell["strategy"], "speculative_config": config}
+        options["return_dict_in_generate"] = True
     torch.manual_seed(seed)
     clock = time.process_time if cell["new"] == 1 and cell["prompt"] < 100 else time.perf_counter
     started = clock()
-    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, **options)
-    print(clock() - started, flush=True)
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, **options)
+    ended = clock()
+    print(ended - started, out.statistics.total.drafted if "assistant_strategy" in options else 0, flush=True)
 """
 
 
@@ -78,12 +80,13 @@ def _answer(worker: subprocess.Popen[str]) -> str:
     return line
 
 
-def seconds(worker: subprocess.Popen[str], cell: Mapping[str, Any]) -> float:
-    """What a call of `cell` takes in a version's process."""
+def call(worker: subprocess.Popen[str], cell: Mapping[str, Any]) -> tuple[float, int]:
+    """Seconds of a call of `cell` in a version's process, and the tokens that it drafted."""
     assert worker.stdin is not None
     worker.stdin.write(json.dumps(cell) + "\n")
     worker.stdin.flush()
-    return float(_answer(worker))
+    taken, drafted = _answer(worker).split()
+    return float(taken), int(drafted)
 
 
 def cells_of(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -103,17 +106,19 @@ def cells_of(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(before: Path, model: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds of every cell, by both versions in turns."""
+    """Seconds of every cell, by both versions in turns, and the tokens that the last call of each drafted."""
     found = []
     with version(before, model, dtype, options) as old, version(ROOT, model, dtype, options) as new:
         for cell in cells_of(options):
             runs: dict[str, list[float]] = {"before": [], "now": []}
+            drafted = {}
             repeats = options.repeats * (10 if cell["what"] == "a call for one token" else 1)
             for turn in range(WARM_UPS + repeats):
                 for name in rotated(["before", "now"], turn):
-                    runs[name].append(seconds(old if name == "before" else new, cell))
+                    taken, drafted[name] = call(old if name == "before" else new, cell)
+                    runs[name].append(taken)
             runs = {name: own[WARM_UPS:] for name, own in runs.items()}
-            found.append({"model": Path(model).name, "dtype": dtype, "seconds": runs} | cell)
+            found.append({"model": Path(model).name, "dtype": dtype, "seconds": runs, "drafted": drafted} | cell)
             print(findings(found[-1:])[0], flush=True)
     return found
 
@@ -123,7 +128,8 @@ def findings(cells: Sequence[Mapping[str, Any]]) -> list[Finding]:
     found = []
     for cell in cells:
         gains = ratios(cell["seconds"]["before"], cell["seconds"]["now"])
-        what = f"{cell['model']}, {cell['dtype']}: {cell['what']}"
+        drafts = "" if cell["strategy"] in ("generate", "none") or cell["drafted"]["now"] else ", nothing drafted"
+        what = f"{cell['model']}, {cell['dtype']}: {cell['what']}{drafts}"
         found.append(Finding(what, median(gains), "×", "before", spread(gains)))
     return found
 
@@ -152,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         for model in options.models:
             for dtype in options.dtypes:
-                cells += measure(Path(folder), str(Path(model).resolve()), dtype, options)
+                cells += measure(Path(folder), str(Path(model).absolute()), dtype, options)
     write_result(
         options.output, "rollouts", f"This checkout against {options.commit}",
         f"Random prompts, {options.tokens} tokens a row, T = 1, γ = {options.draft_length} in every round of what "

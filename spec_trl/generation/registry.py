@@ -14,12 +14,15 @@ def register_drafter(kind: T) -> T:
     """Class decorator: `generate(assistant_strategy=kind.strategy)`, and the trainer, draft with `kind`, a
     :class:`~spec_trl.generation.engine.drafter.Drafter`.
 
+    A class of the same module and name takes the other's place, as when a notebook's cell runs again.
+
     Raises:
         ValueError: another class has the name.
     """
-    name: str = vars(kind)["strategy"]
-    taken = DRAFTERS.get(name, kind)
-    if name in ("none", "custom", *CHOOSING) or taken.__qualname__ != kind.__qualname__:
+    drafter: Any = kind
+    name, taken = drafter.strategy, DRAFTERS.get(drafter.strategy, kind)
+    is_other = (taken.__module__, taken.__qualname__) != (kind.__module__, kind.__qualname__)
+    if name in ("none", "custom", *CHOOSING) or is_other:
         raise ValueError(f"strategy={name!r} of {kind.__name__} is taken; give the class another strategy name.")
     DRAFTERS[name] = kind
     return kind

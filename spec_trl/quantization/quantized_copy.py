@@ -42,11 +42,6 @@ class QuantizedNetwork:
         return sum(layer.packed_bytes for layer in self.layers.values())
 
     @property
-    def source_bytes(self) -> int:
-        """Bytes that the same weights take in bfloat16."""
-        return sum(2 * layer.weight_count for layer in self.layers.values())
-
-    @property
     def max_rows(self) -> int:
         """With more rows than this every layer runs the policy's dense weight; 0 where nothing is packed."""
         return max((layer.max_rows for layer in self.layers.values()), default=0)

@@ -34,7 +34,7 @@ TOKENS_PER_FORWARD = 8192
 _QUERIES_PER_FORWARD = 2048
 # Tokens of a prompt that a CPU reads as it computes generated tokens: a decoder layer of few tokens is one call there
 # (`cpu_decoder.py`). The prompt's length alone decides, so that its sums do not depend on other rows.
-_SHORT_PROMPT = 16
+SHORT_PROMPT = 16
 # Logits of one prefill forward of a network that names no head: half a GiB in float32.
 _LOGITS_PER_FORWARD = 2**27
 _READ = "what a runner reads of it"
@@ -56,7 +56,7 @@ def _facts_of(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool
 
 
 def _is_short(rows: Rows, row: int) -> bool:
-    return rows.tokens.device.type == "cpu" and int(rows.host_prompt_lengths[row]) <= _SHORT_PROMPT
+    return rows.tokens.device.type == "cpu" and int(rows.host_prompt_lengths[row]) <= SHORT_PROMPT
 
 
 def _pieces(start: int, end: int, most: int) -> list[tuple[int, int]]:
