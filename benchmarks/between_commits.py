@@ -26,8 +26,8 @@ from .workload import STORY_MODEL
 ROOT = Path(__file__).parents[1]
 WARM_UPS = 2  # calls of a cell by each version, of which the first packs, compiles and probes
 
-# Runs in the process of a version: reads one cell a line, answers with seconds and draft tokens. It uses public names alone, which both
-# versions have.
+# Runs in the process of a version: reads one cell a line, answers with seconds and the number of draft tokens. It uses
+# public names alone, which both versions have.
 WORKER = """
 import json, sys, time, warnings, torch, transformers, spec_trl
 warnings.simplefilter("ignore")

@@ -1,5 +1,4 @@
 // Matrix products of a few rows, over float32, bfloat16, 8-bit or 4-bit weights; x and y in float32 or bfloat16.
-//
 // An element of the result is summed in one order, whatever the number of rows or threads: in float32 the sums of every
 // eighth or sixteenth product, and these pairwise; on AMX in the order of its tiles. No -ffast-math, which reorders.
 
@@ -18,10 +17,10 @@
 #endif
 #ifdef __AVX512F__
 constexpr int LANES = 16;
-constexpr int MOST_OUT = 4, MOST_ROWS = 6;  // outputs and rows at once: as many sums as the registers hold
+constexpr int MOST_OUT = 4;  // outputs at once, with several rows: as many sums as the registers hold
 #else
 constexpr int LANES = 8;
-constexpr int MOST_OUT = 2, MOST_ROWS = 4;
+constexpr int MOST_OUT = 2;
 #endif
 
 typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -32,7 +31,7 @@ typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 constexpr int64_t AHEAD = 8192;           // bytes that are fetched ahead: some CPUs fetch too little by themselves
 constexpr int64_t ROWS_AHEAD = 8;         // the same, of weights that lie transposed
 constexpr int64_t PER_THREAD = 1 << 17;   // weights: with fewer, a second thread saves less than waking it takes
-constexpr int64_t BLOCK_BYTES = 1 << 18;  // of weights, which stay in the L2 cache for the next rows
+constexpr int64_t BLOCK_BYTES = 1 << 14;  // of weights, which stay in the L1 cache for the next rows
 constexpr int64_t COLUMNS = 4 * LANES;    // outputs at once, of weights that lie transposed
 constexpr int64_t PACKED_BYTES = 1 << 20;  // of x, which stay in the L2 cache for all outputs
 constexpr int64_t TILE = 16;              // rows of an AMX tile, and its columns of float32
@@ -153,6 +152,14 @@ static Vector rest(const NUMBER* from, int64_t count) {
   return found;
 }
 
+// `total` and the last `count` products, by fma: for some numbers of rows the compiler would round them. A function of
+// its own, for inline it would send the sums of the caller's loop to memory.
+template <typename NUMBER>
+__attribute__((noinline)) static Vector with_rest(Vector total, const NUMBER* weights, const float* x, int64_t count) {
+  for (int64_t l = 0; l < count; ++l) total[l] = __builtin_fmaf(weights[l], x[l], total[l]);
+  return total;
+}
+
 // OUT outputs of ROWS rows of x, without scales
 template <typename NUMBER, int ROWS, int OUT>
 static void by_row(const Matrix& w, const float* x, int64_t x_stride, int64_t first, Vector (*sums)[ROWS]) {
@@ -170,12 +177,9 @@ static void by_row(const Matrix& w, const float* x, int64_t x_stride, int64_t fi
     }
   }
   for (int o = 0; o < OUT; ++o)
-    for (int m = 0; m < ROWS; ++m) {
-      Vector total = totals[o][m];  // and the rest, by fma: for some numbers of rows the compiler would round products
-      for (int64_t l = 0; k + l < w.in; ++l)
-        total[l] = __builtin_fmaf(weights[o * w.in + k + l], x[m * x_stride + k + l], total[l]);
-      sums[o][m] = total;
-    }
+    for (int m = 0; m < ROWS; ++m)
+      sums[o][m] = k == w.in ? totals[o][m]
+                             : with_rest(totals[o][m], weights + o * w.in + k, x + m * x_stride + k, w.in - k);
 }
 
 // `count` outputs from `first` on, up to VECTORS * LANES, of weights that lie [in, out]
@@ -254,19 +258,15 @@ static void outputs(const Matrix& w, const float* x, int64_t x_stride, const flo
     default: by_row<float, ROWS, OUT>(w, x, x_stride, first, sums);
   }
 #ifdef __AVX512F__
-  if (ROWS >= 4 && OUT == 4 && !to.is_narrow) {
+  if (ROWS == 4 && OUT == 4 && !to.is_narrow) {
+    Vector by_row[16];
+    for (int i = 0; i < 16; ++i) by_row[i] = sums[i % OUT][i / OUT % ROWS];
+    float totals[16];
+    _mm512_storeu_ps(totals, sums_of(by_row));
     const __m128 scales = w.bits == 8 ? _mm_loadu_ps(w.scales + first) : _mm_set1_ps(1);
     const __m128 bias = w.bias ? _mm_loadu_ps((const float*)w.bias + first) : _mm_setzero_ps();
-    for (int four = 0; four < ROWS; four += 4) {
-      Vector by_row[16] = {};
-      for (int i = 0; i < 4 * std::min(4, ROWS - four); ++i) by_row[i] = sums[i % OUT][four + i / OUT];
-      float totals[16];
-      _mm512_storeu_ps(totals, sums_of(by_row));
-      for (int m = four; m < std::min(four + 4, ROWS); ++m) {
-        const __m128 total = _mm_loadu_ps(totals + 4 * (m - four));
-        _mm_storeu_ps((float*)to.y + m * to.stride + first, _mm_fmadd_ps(total, scales, bias));
-      }
-    }
+    for (int m = 0; m < ROWS; ++m)
+      _mm_storeu_ps((float*)to.y + m * to.stride + first, _mm_fmadd_ps(_mm_loadu_ps(totals + 4 * m), scales, bias));
     return;
   }
 #endif
@@ -437,12 +437,12 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
       const int64_t block = std::max(unit, std::min(BLOCK_BYTES * 8 / (in * w.bits), share) / unit * unit);
 #pragma omp for schedule(static) nowait
       for (int64_t first = tiles ? w.out / TILE * TILE : 0; first < w.out; first += block) {
-        const int64_t end = std::min(w.out, first + block), most = w.bits == 4 ? 4 : MOST_ROWS;
-        for (int64_t m = 0; m < count; m += most) {
+        const int64_t end = std::min(w.out, first + block);
+        for (int64_t m = 0; m < count; m += 4) {
           const float *from = given + m * given_stride, *sums = x_sums[n].data() + m * groups;
           const Output to = Output{y, y_stride, (bool)is_narrow}.after(m, column);
-          constexpr decltype(&rows<1>) of[] = {rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>};
-          of[std::min(most, count - m) - 1](w, from, given_stride, sums, to, first, end);
+          constexpr decltype(&rows<1>) of[] = {rows<1>, rows<2>, rows<3>, rows<4>};
+          of[std::min<int64_t>(4, count - m) - 1](w, from, given_stride, sums, to, first, end);
         }
       }
     }

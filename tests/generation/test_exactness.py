@@ -86,12 +86,10 @@ def test_bits_of_other_distributions(sampling: dict[str, Any], dtype: torch.dtyp
 
 
 class _Odd(nn.Module):
-    """What sums a token's numbers in an order that the number of tokens decides."""
+    """What gives a token something else beside many tokens than beside few."""
 
     def forward(self, x: Tensor) -> Tensor:
-        own = x.flatten(0, -2)
-        parts = own.chunk(1 if len(own) < 3 else 2, dim=-1)
-        return x * (1 + sum(part.sum(-1) for part in parts).view(*x.shape[:-1], 1) / 100)
+        return x * (1 if x[..., 0].numel() < 3 else 1.00001)
 
 
 def test_what_is_not_exact_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
