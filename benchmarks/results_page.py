@@ -42,8 +42,7 @@ CLAIMS = {
     "rollout_chat_256": r"ours (self|auto) / transformers generate$",
     "end_to_end_chat": "auto, (rollout tokens|tokens/s of a whole)",
     "fresh_machine": "auto / none",
-    "one_token": "none / |auto / ",
-    **dict.fromkeys(("rollout_none", "rollout_continuous", "rollout_continuous_450"), ""),
+    **dict.fromkeys(("rollout_none", "rollout_continuous_450"), ""),
     "rollout_batch1": "none / |model / transformers assisted",
     **dict.fromkeys(("rollout_qwen_093", "rollout_qwen_085"), "self / ours none"),
     "rollout_qwen_fp32": "self / ours none|none / transformers generate$",
@@ -53,17 +52,18 @@ CLAIMS = {
     "control_machine_05b": r"(batch \d+|first call) / none",
     "control_regret": "mean over worlds|worst eight",
     "control_regret_probes": "(probe right|verify x3): time",
-    "identity_grid": "rows",
+    **dict.fromkeys(("identity_grid", "identity_grid_bits"), "rows"),
     "identity_stories": "float32.*(other mismatches|exact verification)",
     "sampler_mismatch": ": TRL's",
-    **dict.fromkeys(("exact_logprobs", "exact_logprobs_float32"), "both with|sampler, exact_logprobs"),
+    "exact_logprobs": "forward with|both with|sampler, exact_logprobs",
+    "between_commits": "rows",
     "end_to_end": "(ours|lossless), rollout tokens|(lossless|γ.), time of a rollout|always on, γ = [57].*block eff",
     "end_to_end_learned": "block efficiency|time of a rollout",
     **dict.fromkeys(("cpu_attention", "dense_linear"), ""),
     "kv_memory": "K/V",
     "specactor": "SpecActor over veRL;",
     **dict.fromkeys(("tts_drafters", "tts_drafters_self"), "TTS, acceptance length /"),
-    **dict.fromkeys(("tts_defaults_run_eagle3_b1", "tts_defaults_run_eagle3_b8"), "together|last"),
+    "tts_defaults_run_eagle3_b1": "together|last",
     **dict.fromkeys(("tts_defaults_run_b1", "tts_defaults_run_b8"), "together"),
     "tts_run": "acceptance",
     "tts_run_S5": "",
@@ -73,8 +73,10 @@ CLAIMS = {
 }
 """By result: the findings that are claimed, as "what / baseline". All results are here."""
 _PARTS = re.compile(
+    r"^(?:float32 weights, autocast|float32|bfloat16)(?=: (?:seconds|largest))|(?<=, )\d+ rows\b|"
     r"batch \d+|\d+ layers|rows: \d+|\d+ tokens over \d+ columns|(?:all rows|rows are) [a-z ]+|(?<=sampler, )[^:]+|"
-    r"(?:first|second)(?= call: auto)|(?<=[ \"])(?:self|model|ngram)(?=[:\"]| is)|(?<=noise )[^:,]+|(?<=probe )[^:]+|"
+    r"(?:first|second)(?= call: auto)|(?<=[ \"])(?:self|model|ngram|history)(?=[:\"]| is)|(?<=noise )[^:,]+|"
+    r"(?<=probe )[^:]+|"
     r"^(?:EAGLE-3|DFlash|small LM|adapter on the self-drafter)|T = \d|\d+ updates in \d+ calls|last \d+[a-z0-9 ]*|"
     r"(?:S|K|η)=[\d.e-]+(?: async)?|λ=[\d.]+|TTS, per (?:request|rollout)|γ = \d(?: = γ\*)?|"
     r"(?<=learned auxiliary, )(?:as it came|adapted[a-z -]*|learning[a-zA-Z ()]*)"
