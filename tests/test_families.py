@@ -183,7 +183,7 @@ def test_every_tiny_model_has_every_kind_of_layer(family: str) -> None:
         pytest.skip("the defaults of its config make no model")
     if TABLE[family] == UNTRIED:
         pytest.skip("no tiny model of it can be made")
-    assert_every_kind_of_layer(family)
+    test_a_tiny_model_has_every_kind_of_layer_of_its_family(family)
 
 
 # ---- The table -------------------------------------------------------------------------------------------------

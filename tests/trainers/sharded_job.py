@@ -147,6 +147,8 @@ def train_sharded(folder: Path, name: str, resume: Path | None = None) -> dict[s
     def watched(*args: Any, **kwargs: Any) -> Any:
         with Collectives() as counted:
             output = generate(*args, **kwargs)
+        if isinstance(output, Tensor):  # of a check before training
+            return output
         rounds.append(output.statistics.rounds)
         collectives.append(counted.count)
         return output

@@ -199,7 +199,7 @@ def test_a_compiled_policy_is_drafted_for(
 ) -> None:
     is_compiled = []
 
-    def loss(trainer: Any, model: Any, inputs: Any, **_: Any) -> Any:
+    def loss(self: Any, model: Any, inputs: Any, **_: Any) -> Any:
         is_compiled.append(model is not unwrapped(model))
         return sum(parameter.sum() for parameter in model.parameters())  # a forward would be traced for seconds
 
