@@ -263,7 +263,7 @@ def test_through_the_kernels(tape, monkeypatch) -> None:
     pytest.importorskip("triton")
     model = tiny_llama(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1).float()
     prompts = pad_left(random_rows([66, 3]))  # of two pages and one
-    options = dict(max_new_tokens=5, temperature=0.7, top_k=20, top_p=0.9)
+    options = dict(max_new_tokens=8, temperature=0.7, top_k=20, top_p=0.9)
     expected = outputs(generate(model, prompts, "none", {"runner": "eager"}, **options))
     monkeypatch.setattr(runner, "reads_spans", lambda network: True)
     monkeypatch.setattr(fused_layers, "run_on", lambda device: True)
