@@ -9,7 +9,7 @@ import pytest
 from benchmarks import control_regret
 from benchmarks.control_worlds import Bounds, Cell, Decoder, Noise, World, decode
 from benchmarks.recorded_world import RecordedMachine, RecordedWorld, acceptance_of, lengths_of
-from spec_trl.generation.engine.record import RoundLog
+from spec_trl.generation.engine.record import Round, points_and_plans
 from spec_trl.generation.engine.statistics import RequestTimeline
 from spec_trl.scheduling.acceptance import Acceptance
 from spec_trl.scheduling.control import Candidate, Chain, Control, Tally
@@ -30,20 +30,20 @@ class Recorder(Control):
         self.records: list[RolloutRecord] = []
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
-        self._log, self._seconds, self._alive = RoundLog(), 0.0, set(range(len(prompts)))
+        self._rounds, self._seconds = list[Round](), 0.0
         self._ends: list[float] = []
         self._requests = len(prompts)
 
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
         ended = self._requests - waiting - len(requests) - len(self._ends)
         self._ends += [self._seconds] * ended
-        self._now, self._batch, self._length = PLANS[self._log.rounds // 3 % len(PLANS)], len(requests), length
-        return self._now
+        plan = PLANS[len(self._rounds) // 3 % len(PLANS)]
+        self._rounds.append(Round(self._seconds, list(requests), length, plan))
+        return plan
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
-        names = "+".join(NAMES[chain.which] for chain in self._now) if draft_length else None
         self._seconds += seconds
-        self._log.add(self._batch, self._length, draft_length, names, seconds, tokens)
+        self._rounds[-1] = replace(self._rounds[-1], draft_length=draft_length, seconds=seconds, tokens=tokens)
 
     def drop(self, index: int) -> None:
         raise NotImplementedError
@@ -52,7 +52,7 @@ class Recorder(Control):
         self._ends += [self._seconds] * (self._requests - len(self._ends))
         points = [
             RoundPoint(p.batch, p.length, p.draft_length, p.rounds, p.seconds / p.rounds, p.tokens, p.drafter)
-            for p in self._log.points
+            for p in points_and_plans(self._rounds, NAMES)[0]
         ]
         curve = [(second, done) for done, second in enumerate(self._ends, 1)]
         changes = dict(points=points, completion_curve=curve, timeline=[], first_token_acceptance=None)
