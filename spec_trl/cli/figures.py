@@ -18,8 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ..generation.engine.statistics import DraftCounts, added
-from ..trainers.run_log import RolloutRecord, Run, StepRecord
-from ..trainers.verdict import verdict_of
+from ..trainers.run_log import RolloutRecord, Run, StepRecord, verdict_of
 
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.

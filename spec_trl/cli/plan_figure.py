@@ -8,8 +8,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ..generation.engine.statistics import PlanChange
-from ..trainers.run_log import RolloutRecord, RoundPoint
+from ..generation.engine.statistics import PlanChange, RoundPoint
+from ..trainers.run_log import RolloutRecord
 from .figures import PALE, Drawing, canvas, drafter_colour, percent, spread
 
 
@@ -76,7 +76,7 @@ def _table(points: Sequence[RoundPoint], rounds: int) -> list[list[str]]:
     table = [["who drafts", "γ", "share of rounds", "mean rows", "tokens per row and round", "tokens/s"]]
     for (who, draft_length), own in sorted(by_plan.items(), key=lambda item: (item[0][1] > 0, item[0])):
         count, tokens = sum(point.rounds for point in own), sum(point.tokens for point in own)
-        rows, seconds = (sum(point.rounds * getattr(point, name) for point in own) for name in ("batch", "seconds"))
+        rows, seconds = sum(point.rounds * point.batch for point in own), sum(point.seconds for point in own)
         if count >= _SHOWN * rounds:
             speed = f"{tokens / seconds:.0f}" if seconds else "-"
             cells = [f"{count / rounds:.1%}", f"{rows / count:.1f}", f"{tokens / rows:.2f}", speed]

@@ -14,8 +14,7 @@ from tqdm import tqdm
 
 from ..json_files import write_atomically
 from ..papers import load
-from ..trainers.run_log import Run, read_run
-from ..trainers.verdict import verdict_of
+from ..trainers.run_log import Run, read_run, verdict_of
 from . import figures
 from .figures import Drawing
 from .plan_figure import plans_over_rounds

@@ -15,9 +15,8 @@ from spec_trl.cli import figures
 from spec_trl.cli.figures import PALE, Drawing, drafter_colour, verdict_of_run
 from spec_trl.cli.plan_figure import plans_over_rounds
 from spec_trl.cli.timeline_figure import timeline, timeline_of_run
-from spec_trl.generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline
-from spec_trl.trainers.run_log import TIMELINES, RolloutRecord, RoundPoint, Run
-from spec_trl.trainers.verdict import verdict_of
+from spec_trl.generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline, RoundPoint
+from spec_trl.trainers.run_log import TIMELINES, RolloutRecord, Run, verdict_of
 from tests.cli.sample_run import make_header, make_rollout, make_step
 
 
@@ -47,7 +46,7 @@ def speedups(*pairs: tuple[float | None, float]) -> Drawing | None:
     )
 
 
-VARIED = [RoundPoint(8, 9.0, 5, 89, 0.1, 1000, "self"), RoundPoint(8, 9.0, 2, 11, 0.1, 200, "ngram")]
+VARIED = [RoundPoint(8, 9.0, 5, "self", 89, 8.9, 1000), RoundPoint(8, 9.0, 2, "ngram", 11, 1.1, 200)]
 PHASED = make_rollout(0, seconds=10.0, refresh_seconds=1.0, phase_seconds={"draft": 3.0, "verify": 4.0}, tokens=500)
 
 
@@ -236,8 +235,8 @@ def test_the_last_rollout_that_raced_is_drawn() -> None:
 
 
 POINTS = [
-    RoundPoint(8, 60.0, 0, 30, 0.5, 240), RoundPoint(8, 90.0, 5, 10, 1.0, 320, "self"),
-    RoundPoint(4, 90.0, 10, 40, 0.8, 640, "self+ngram"), RoundPoint(2, 90.0, 0, 20, 0.4, 40),
+    RoundPoint(8, 60.0, 0, None, 30, 15.0, 240), RoundPoint(8, 90.0, 5, "self", 10, 10.0, 320),
+    RoundPoint(4, 90.0, 10, "self+ngram", 40, 32.0, 640), RoundPoint(2, 90.0, 0, None, 20, 8.0, 40),
 ]  # fmt: skip
 CHANGES = [
     PlanChange(0, 0, 8),
