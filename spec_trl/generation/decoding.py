@@ -18,6 +18,7 @@ from ..scheduling.control import Control, NeverSpeculate
 from .configuration import SpeculativeConfig, check_combination, check_decoupled, check_strategy
 from .decoupling import check_device, decoupled, keep_acceptance
 from .engine import requirements
+from .engine.states import keeps_states
 from .engine.captured import GraphRunner
 from .engine.drafter import Drafter, keep_drafters
 from .engine.in_step import RolloutInStep, must_run_in_step
@@ -236,6 +237,7 @@ def _prepare(
     for drafter in drafters:
         drafter.check_length(columns)
     rows = Rows(capacity, columns, device)
+    rows.has_states = keeps_states(model)
     prefixes = PrefixView(rows, call.input_ids)
     warn_of_slow_dtype(model)
     pages = None if in_step or not in_pool else needs.pages_that_fit(capacity, free_for_cache(model))

@@ -98,6 +98,7 @@ class NetworkDrafter(TrainableDrafter):
         session, rows = self.session, self.session.rows
         if self._owns_cache:
             self.cache.reserve((rows.host_lengths + draft_length).tolist())
+        self.cache.begin_drafts(rows.active)
         known = self._catch_up()
         columns = rows.columns_after(-known, known + draft_length).clamp(min=0)  # [B, known + γ]
         tokens = rows.tokens[: rows.active].gather(1, columns)  # [B, known + γ]

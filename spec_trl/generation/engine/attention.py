@@ -28,6 +28,8 @@ FULL, SLIDING, CHUNKED, DUMMY = "full_attention", "sliding_attention", "chunked_
 # Layers without attention of their own: they get no mask and store no K/V.
 _NO_ATTENTION = {"moe", "mlp", DUMMY}
 # Layers of hybrid families that keep nothing but K/V.
+STATE_LAYERS = frozenset({"conv", "linear_attention", "hybrid"})
+"""Layer types whose layers keep a state of convolutions or scans (`states.py`); "hybrid" attends too."""
 STATELESS = {FULL, *_NO_ATTENTION}
 # GPT-Neo has names of its own.
 GPT_NEO_LAYERS = {"global": FULL, "local": SLIDING}
@@ -55,7 +57,8 @@ class MaskPlan:
         if config.model_type == "gpt_neo":
             return cls(tuple({GPT_NEO_LAYERS[name] for name in config.attention_layers}), True, config.window_size, 0)
         if types := getattr(config, "layer_types", None):  # a property in some hybrid families
-            layer_types = tuple(sorted(set(types) - _NO_ATTENTION))
+            kinds = set(types) | ({FULL} if "hybrid" in types else set())  # such a layer attends, and keeps a state
+            layer_types = tuple(sorted(kinds - _NO_ATTENTION - STATE_LAYERS))
             unknown = [layer_type for layer_type in layer_types if layer_type not in (FULL, SLIDING, CHUNKED)]
             if unknown:
                 raise ValueError(
@@ -110,7 +113,7 @@ class MaskPlan:
             if places is not None:
                 moved = torch.stack([places[:, :1].expand_as(places) + 1, places - positions], dim=-1)  # [B, q, 2]
                 spans[layer_type] = torch.cat([spans[layer_type], moved[:, None]], dim=-1)
-        return spans if self.per_type else spans[self.layer_types[0]]
+        return self._by_type(spans)
 
     def build(
         self,
@@ -152,7 +155,11 @@ class MaskPlan:
             elif layer_type == CHUNKED:
                 masked = masked | (at // self.chunk_size != query // self.chunk_size)
             masks[layer_type] = torch.zeros(masked.shape, dtype=dtype, device=key.device).masked_fill_(masked, hidden)
-        return masks if self.per_type else masks[self.layer_types[0]]
+        return self._by_type(masks)
+
+    def _by_type(self, masks: dict[str, Tensor]) -> Any:
+        # Layers with a state take no mask: their cache knows what is padding.
+        return masks | dict.fromkeys(STATE_LAYERS) if self.per_type else masks[self.layer_types[0]]
 
 
 def as_spans(first: Tensor, last: Tensor, table: Tensor | None) -> Tensor:

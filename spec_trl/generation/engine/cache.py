@@ -60,7 +60,27 @@ class RaggedCache(Cache):
     @classmethod
     def for_network(cls, network: PreTrainedModel, rows: int, columns: int) -> "RaggedCache":
         """A cache with a layer for each of the network's decoder layers."""
-        return cls(network.config.get_text_config(decoder=True).num_hidden_layers, rows, columns)
+        from .states import States, keeps_states
+
+        config = network.config.get_text_config(decoder=True)
+        kind = States if keeps_states(network) else RaggedCache
+        return kind(config.num_hidden_layers, rows, columns)
+
+    def for_drafts(self) -> "RaggedCache":
+        """The cache with which the policy's copy drafts: what it writes for drafts, a verification overwrites."""
+        return self
+
+    def begin_drafts(self, rows: int) -> None:
+        """Has the drafts of `rows` rows begin at the committed states."""
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """Takes the first `lengths[b]` tokens that the last forward fed for row b into states. K/V need nothing."""
+
+    def forget(self, first: int, end: int) -> None:
+        """Rows `first..end` begin with new texts. K/V need nothing."""
+
+    def feeds(self, tokens: int, text: Sequence[int] | None) -> None:
+        """Says before a forward over `tokens` tokens of each row how many of them are text; None: not known yet."""
 
     def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
         """Says where the next forward writes: row `first_row + b` at columns `positions[b]` (`[B, q]` int64), and that

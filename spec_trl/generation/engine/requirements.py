@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from .attention import STATELESS, MaskPlan
+from .attention import MaskPlan
 from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
 from .patched_forwards import unfollowed_patch
 from .shadow import unwrapped
+from .states import follows_states
 from .snapshot import while_unchanged
 
 
@@ -86,7 +87,7 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     settings, decoder = vars(config), model.get_decoder()
     if settings.get("alibi"):
         return "with alibi=True is not served: ALiBi needs a two-dimensional mask"
-    if model._is_stateful and not set(getattr(config, "layer_types", None) or [None]) <= STATELESS:
+    if model._is_stateful and not follows_states(model):
         return (
             "keeps a recurrent state, which rejected tokens cannot be taken out of. Generate without "
             "`assistant_strategy`"

@@ -228,7 +228,7 @@ class Rollout:
         tokens = rows.tokens[: rows.active].gather(1, columns[:, :1])  # [B, 1]
         if width:
             tokens = torch.cat([tokens, proposal.tokens], dim=1)  # [B, γ + 1]
-        return self.target.forward(tokens, columns, rows.longest + width)
+        return self.target.forward(tokens, columns, rows.longest + width, is_text=width == 0)
 
     def _teach(self, which: int, proposal: Proposal, verified: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Shows a drafter that learns the target's logits on its drafts, and which rows they were verified for."""
@@ -268,6 +268,7 @@ class Rollout:
             self.record.rounds[-1].chains = DraftedChains(rows.host_generated, *counted)
             by_drafter = (outcome.of_each_drafter(values) for values in (accepted, drafted))
         rows.commit(rows.host_lengths + kept, verdict.logprobs)
+        self.target.cache.commit(kept.tolist())
         if outcome.width:
             self.control.record_rows(list(rows.indices), *by_drafter)
         self._overheard.after(rows.indices, outcome.tokens, kept)

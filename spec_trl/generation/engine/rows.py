@@ -112,6 +112,8 @@ class Rows:
     host_prompt_lengths: Integers
     host_limits: Integers
 
+    has_states = False
+
     def __init__(self, capacity: int, columns: int, device: torch.device) -> None:
         self.capacity, self.columns = capacity, columns
         check_memory(f"the tokens of {capacity} rows x {columns} columns", 20 * capacity * columns, device)
@@ -159,7 +161,7 @@ class Rows:
     def admit(self, requests: list[Request]) -> Admission:
         """Puts `requests` into the free rows after the active ones."""
         first = self.active
-        row_of_prompt = {prompt: row for row, prompt in enumerate(self.prompts)}
+        row_of_prompt = {} if self.has_states else {prompt: row for row, prompt in enumerate(self.prompts)}
         leaders: list[tuple[bytes, Request]] = []
         followers: list[tuple[bytes, Request]] = []
         moved: dict[int, Progress] = {}

@@ -89,12 +89,15 @@ class EagerRunner:
         self._listeners: list[tuple[tuple[int, ...], Heard]] = []
         self._hooks: list[RemovableHandle] = []
 
-    def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0, is_text: bool = False
+    ) -> Tensor:
         """Runs `tokens` (`[B, q]` int64) of cache rows `first_row..first_row + B` at `positions` (`[B, q]` int64).
 
         Writes their K/V, attends over columns `0..columns` and returns logits `[B, q, vocab]`.
         """
         self.forwards += 1
+        self.cache.feeds(tokens.shape[1], [tokens.shape[1]] * len(tokens) if is_text else None)
         logits, features = self._run(tokens, positions, columns, first_row)
         self._tell(features, positions, first_row)
         return logits
@@ -204,6 +207,7 @@ class EagerRunner:
         of the n leaders among the rows `ends`, whose lengths ascend."""
         device, logits = rows.tokens.device, list[Tensor | None]()
         self.cache.reserve(lengths[: admission.leaders], admission.first)
+        self.cache.forget(admission.first, admission.first + len(lengths))
         most = self._tokens_per_forward() if ends else TOKENS_PER_FORWARD
         queries = min(_QUERIES_PER_FORWARD, most)
         start = 0
@@ -221,6 +225,8 @@ class EagerRunner:
             prompt = min(int(rows.host_prompt_lengths[first]), longest) if is_moved else longest
             for column, stop in (*_pieces(0, prompt, queries), *_pieces(prompt, longest, queries)):
                 positions = torch.arange(column, stop, device=device).expand(end - start, -1)  # [n, q]
+                text = [max(min(stop, length) - column, 0) for length in lengths[start:end]]
+                self.cache.feeds(stop - column, text)
                 # Shorter rows feed scratch tokens after their text: masked now, overwritten later.
                 lasts = [(row, length - 1 - column) for row, length in enumerate(lengths[start:end])]
                 places = [(row, at) for row, at in lasts if first + row in ends and 0 <= at < stop - column]
@@ -320,7 +326,7 @@ class EagerRunner:
         return found[0] if found else sound
 
     def _cache_for(self, network: PreTrainedModel, shares_cache: bool) -> RaggedCache:
-        return self.cache if shares_cache else self.cache.like(network)
+        return self.cache.for_drafts() if shares_cache else self.cache.like(network)
 
     def _position_ids(self, positions: Tensor) -> Tensor:
         # Drafts of a row about to end may lie past the last position; their outputs are discarded, but a learned

@@ -19,6 +19,7 @@ from ...quantization.source_weight import WRAPPED
 from .attention import EXACT_ATTENTION, RAGGED_ATTENTION, attends_exactly, attention_class, calls_attention
 from .exact_layers import ExactConv1D, ExactLinear, exact_kind
 from .family_hooks import adapt
+from .states import adapt as follow_states
 from .fused_layers import has_fused_sums, launches, with_fused_kernels
 from .kernels import run_on
 from .narrow_weights import NarrowProduct
@@ -58,6 +59,7 @@ def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel
             kind: Any = type(module)
             module.__class__ = activation_class(kind)
     adapt(shadow)
+    follow_states(shadow)
     return shadow
 
 

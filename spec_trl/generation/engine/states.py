@@ -1,0 +1,374 @@
+"""Convolution windows and recurrent states of rows of different lengths: hold what a forward feeds, replay what stays.
+
+A state cannot forget a rejected draft as a column of K/V can. So a forward that verifies writes no state: it HOLDS what
+it feeds into convolutions and scans, and :meth:`States.commit` takes each row's accepted tokens from there into the
+states, without running the network again. Prompts, and rounds without drafts, feed text alone, and write.
+
+A convolution needs transformers' Cache API alone. A scan is the family's function over many tokens, which
+:func:`adapt` replaces in the mixers of a shadow by one that minds how long each row is: rows of equal length run
+through the family's function together, and a forward that holds goes token by token through its function for one
+token, whose sums are those of decoding.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .cache import RaggedCache
+
+
+Arguments = dict[str, Any]
+"""Arguments of a scan, by name."""
+_IDLE_STEP = -1e4  # of a Mamba time step: its softplus is exactly 0, in half precision too
+
+
+class Steps(Protocol):
+    """Runs `step`, the family's function for one token, over all tokens of a scan's arguments, from `state` on.
+
+    Returns outputs as the scan's, and the state after the last token. It does not write to `state`.
+    """
+
+    def __call__(self, mixer: Any, step: Callable[..., Any], given: Arguments, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See the class."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A recurrence over tokens, as families of transformers call it.
+
+    Args:
+        step: name of the family's function for one token.
+        axes: arguments with an axis of tokens, and which axis that is; `out_axis`: that of the outputs.
+        state: argument that takes the state; None: the function begins with zeros.
+        idle: values of arguments with which a token leaves the state as it is, bit for bit.
+        run: the scan token by token.
+    """
+
+    step: str
+    axes: Mapping[str, int]
+    out_axis: int
+    state: str | None
+    idle: Mapping[str, float]
+    run: Steps
+
+
+def _delta_rule(mixer: Any, step: Callable[..., Any], given: Arguments, state: Tensor) -> tuple[Tensor, Tensor]:
+    # Contiguous: Kimi's arguments lie channel by channel where they are several tokens, and sums follow the layout.
+    tokens = {name: given[name].contiguous() for name in ("query", "key", "value", "g", "beta")}
+    more = {"use_qk_l2norm_in_kernel": given["use_qk_l2norm_in_kernel"], "output_final_state": True}
+    outputs: tuple[Tensor, Tensor] = step(**tokens, **more, initial_state=state)
+    return outputs
+
+
+def _mamba_2(mixer: Any, step: Callable[..., Any], given: Arguments, state: Tensor) -> tuple[Tensor, Tensor]:
+    x, state = given["hidden_states"], state.clone()  # [B, T, heads, d], [B, heads, d, n]; a step writes to its state
+    size = x.shape[-1]
+    A = given["A"][:, None, None].expand(-1, size, given["B"].shape[-1])
+    D, bias = (given[name][:, None].expand(-1, size) for name in ("D", "dt_bias"))
+    outputs = [
+        step(
+            state, x[:, at], given["dt"][:, at, :, None].expand(-1, -1, size), A, given["B"][:, at], given["C"][:, at],
+            D=D, dt_bias=bias, dt_softplus=given["dt_softplus"], z=None,
+        )
+        for at in range(x.shape[1])
+    ]  # fmt: skip
+    return torch.stack(outputs, dim=1), state
+
+
+def _mamba_1(mixer: Any, step: Callable[..., Any], given: Arguments, state: Tensor) -> tuple[Tensor, Tensor]:
+    x, state = given["hidden_states"], state.clone()  # [B, d, T], [B, d, n]
+    more = {"dt_bias": given["delta_bias"], "dt_softplus": given["delta_softplus"]}
+    outputs = [
+        # The mixer gives D in float32 to its scan, and as it is to its step.
+        step(
+            state, x[..., at], given["dt"][..., at], given["A"], given["B"][..., at], given["C"][..., at], mixer.D,
+            z=given["z"][..., at], **more,
+        )
+        for at in range(x.shape[2])
+    ]  # fmt: skip
+    return torch.stack(outputs, dim=2), state
+
+
+def _delta(step: str) -> Scan:
+    axes = dict.fromkeys(("query", "key", "value", "g", "beta"), 1)
+    return Scan(step, axes, 1, "initial_state", {"g": 0.0, "beta": 0.0}, _delta_rule)
+
+
+SCANS = {
+    "torch_chunk_gated_delta_rule": _delta("torch_recurrent_gated_delta_rule"),
+    "chunk_kimi_delta_attention": _delta("recurrent_kimi_delta_attention"),
+    "mamba2_chunk_scan": Scan(
+        "mamba2_selective_state_update", dict.fromkeys(("hidden_states", "dt", "B", "C"), 1), 1, "initial_states",
+        {"dt": _IDLE_STEP}, _mamba_2,
+    ),
+    "mamba_selective_scan": Scan(
+        "mamba_selective_state_update", dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2), 2, None,
+        {"dt": _IDLE_STEP}, _mamba_1,
+    ),
+}  # fmt: skip
+"""By the name of the family's function over many tokens."""
+
+
+def scan_of(kind: Any) -> str | None:
+    """The name of the known scan that the forward of a module class calls; None: none."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return next((name for name in SCANS if code is not None and name in code.co_names), None)
+
+
+@functools.cache
+def _state_calls(kind: Any) -> tuple[bool, bool]:
+    """Whether the forward of a module class keeps a state, and whether all that it keeps is followed here."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    names = () if code is None else code.co_names
+    scans = "update_recurrent_state" in names
+    return scans or "update_conv_state" in names, not scans or scan_of(kind) is not None
+
+
+def keeps_states(network: nn.Module) -> bool:
+    """Whether modules of `network` keep states beside K/V."""
+    return any(_state_calls(type(module))[0] for module in network.modules())
+
+
+def follows_states(network: nn.Module) -> bool:
+    """Whether `network` keeps states beside K/V, all of which :class:`States` serves."""
+    return keeps_states(network) and all(_state_calls(type(module))[1] for module in network.modules())
+
+
+def adapt(shadow: nn.Module) -> None:
+    """Has the mixers of `shadow`, whose module objects nobody else runs, mind how long rows are."""
+    for mixer in shadow.modules():
+        if (name := scan_of(type(mixer))) is not None:
+            forward = inspect.unwrap(type(mixer).forward)
+            known = forward.__globals__
+            scanner = _Scanner(mixer, SCANS[name], known[name], known[SCANS[name].step])
+            twin = FunctionType(
+                forward.__code__, {**known, name: scanner}, forward.__name__, forward.__defaults__, forward.__closure__
+            )
+            twin.__kwdefaults__ = forward.__kwdefaults__
+            mixer.forward = MethodType(_WithCache(twin, scanner), mixer)
+
+
+class _WithCache:
+    """The forward of a mixer, which tells its scan about the cache."""
+
+    def __init__(self, forward: Callable[..., Any], scanner: "_Scanner") -> None:
+        self._forward, self._scanner = forward, scanner
+
+    def __call__(self, mixer: Any, *args: Any, **kwargs: Any) -> Any:
+        self._scanner.cache = next((it for it in (*args, *kwargs.values()) if isinstance(it, States)), None)
+        return self._forward(mixer, *args, **kwargs)
+
+
+class _Scanner:
+    """Takes the place of a mixer's scan over many tokens."""
+
+    cache: "States | None" = None
+
+    def __init__(self, mixer: Any, scan: Scan, many: Callable[..., Any], step: Callable[..., Any]) -> None:
+        self._mixer, self._scan, self._many, self._step = mixer, scan, many, step
+        self._signature = inspect.signature(many)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.cache is None:
+            return self._many(*args, **kwargs)
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        given |= given.pop("kwargs", {})
+        layer, state = self._mixer.layer_idx, self.cache.recurrent_state(self._mixer.layer_idx)
+        if self.cache.text is not None:
+            return self._over_text(given, state, self.cache.text)
+        if state is None:  # no row has a text: something is timed
+            return self._many(**given)
+        self.cache.hold(layer, self, given)
+        return self._scan.run(self._mixer, self._step, given, state)
+
+    def _over_text(self, given: Arguments, state: Tensor | None, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Outputs and states of the first `lengths[b]` tokens of each row; outputs of other tokens are zeros."""
+        scan, outputs = self._scan, None
+        tokens = next(given[name].shape[axis] for name, axis in scan.axes.items() if given[name] is not None)
+        for length in sorted(set(lengths) - {0}):
+            rows = [row for row, count in enumerate(lengths) if count == length]
+            part = {
+                name: value[rows].narrow(scan.axes[name], 0, length)
+                if name in scan.axes and value is not None
+                else value
+                for name, value in given.items()
+            }
+            before = None if state is None else state[rows]
+            if scan.state is None and before is not None and bool(before.any()):
+                result, after = scan.run(self._mixer, self._step, part, before)  # the function would begin with zeros
+            else:
+                result, after = self._many(**(part if scan.state is None else part | {scan.state: before}))
+            if outputs is None:
+                shape = list(result.shape)
+                shape[0], shape[scan.out_axis] = len(lengths), tokens
+                outputs = result.new_zeros(shape)
+                state = after.new_zeros(len(lengths), *after.shape[1:]) if state is None else state.clone()
+            assert state is not None
+            outputs.narrow(scan.out_axis, 0, length)[rows] = result
+            state[rows] = after.to(state.dtype)
+        assert outputs is not None and state is not None
+        return outputs, state
+
+    def replay(self, given: Arguments, state: Tensor, lengths: Sequence[int]) -> Tensor:
+        """`state` after the first `lengths[b]` tokens of each row of the arguments that a forward held."""
+        scan, most = self._scan, max(lengths)
+        given = dict(given)
+        stays = torch.arange(most)[None] >= torch.tensor(lengths)[:, None]  # [B, most]
+        for name, axis in scan.axes.items():
+            if given[name] is None:
+                continue
+            given[name] = value = given[name].narrow(axis, 0, most)
+            if name in scan.idle:
+                shape = [1] * value.dim()
+                shape[0], shape[axis] = stays.shape
+                given[name] = value.masked_fill(stays.view(shape).to(value.device), scan.idle[name])
+        return scan.run(self._mixer, self._step, given, state)[1]
+
+
+class States(RaggedCache):
+    """States of rows, beside the K/V of a ragged cache. A row without text has states of zeros, which is none.
+
+    Attributes:
+        text: how many tokens of text the present forward feeds in each of its rows, after which it feeds padding;
+            None: that is known later, and the forward holds.
+    """
+
+    text: Sequence[int] | None = None
+
+    def __init__(self, layers: int, rows: int, columns: int) -> None:
+        super().__init__(layers, rows, columns)
+        self._windows: dict[tuple[int, int], Tensor] = {}  # [rows, channels, kernel] by layer and index
+        self._recurrent: dict[int, Tensor] = {}  # [rows, ...] by layer
+        self._held_windows: dict[tuple[int, int], Tensor] = {}  # [B, channels, kernel + q]
+        self._held_scans: dict[int, tuple[_Scanner, Arguments]] = {}
+
+    def feeds(self, tokens: int, text: Sequence[int] | None) -> None:
+        self.text = text
+
+    def for_drafts(self) -> "DraftStates":
+        """A cache with the same K/V, and states that follow drafts."""
+        draft = object.__new__(DraftStates)
+        draft.__dict__ = self.__dict__ | {"_windows": {}, "_recurrent": {}, "committed": self}
+        return draft
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """Takes the first `lengths[b]` tokens of each row, of those that the last forward held, into the states."""
+        for key, window in self._held_windows.items():
+            self._write_window(key, window, lengths)
+        for layer, (scanner, given) in self._held_scans.items():
+            state = self._recurrent[layer][: len(lengths)]
+            state.copy_(scanner.replay(given, state, lengths))
+        self._held_windows.clear()
+        self._held_scans.clear()
+
+    def hold(self, layer: int, scanner: _Scanner, given: Arguments) -> None:
+        """Holds what the present forward feeds into a scan."""
+        self._held_scans[layer] = scanner, given
+
+    def recurrent_state(self, layer: int) -> Tensor | None:
+        """`[B, ...]` of the rows of the present forward."""
+        state = self._recurrent.get(layer)
+        return None if state is None else state[self._span]
+
+    def forget(self, first: int, end: int) -> None:
+        """Rows `first..end` begin with new texts."""
+        for state in self._states:
+            state[first:end] = 0
+
+    # ---- What mixers call -------------------------------------------------------------------------------------------
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        window = self._windows.get((layer_idx, state_idx))
+        return None if window is None else window[self._span]
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **_: Any
+    ) -> Tensor:
+        key = layer_idx, state_idx
+        if key not in self._windows:
+            self._windows[key] = self._zeros(conv_states.shape[1:-1] + (conv_kernel_size,), conv_states)
+        window = torch.cat([self._windows[key][self._span], conv_states], dim=-1)  # [B, channels, kernel + q]
+        if self.text is None:
+            self._held_windows[key] = window
+        else:
+            self._write_window(key, window, self.text)
+        return window
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        # With a state and one token a mixer takes a step, some of which write to it.
+        return self.recurrent_state(layer_idx) if self._is_step else None
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        if layer_idx not in self._recurrent:
+            self._recurrent[layer_idx] = self._zeros(recurrent_states.shape[1:], recurrent_states)
+        state = self._recurrent[layer_idx][self._span]
+        if self.text is not None and recurrent_states.data_ptr() != state.data_ptr():
+            state.copy_(recurrent_states)
+        return state
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return not self._is_step
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return True
+
+    # ---- What the engine calls --------------------------------------------------------------------------------------
+
+    def copy_rows(self, source: list[int], destination: list[int], columns: list[int], differing: int = 0) -> None:
+        super().copy_rows(source, destination, columns, differing)
+        for state in self._states:
+            state[destination] = state[source]
+
+    @property
+    def _states(self) -> list[Tensor]:
+        return [*self._windows.values(), *self._recurrent.values()]
+
+    @property
+    def _span(self) -> slice:
+        to_rows = self._window.to_rows
+        assert to_rows is not None
+        return slice(self.first_row, self.first_row + len(to_rows))
+
+    @property
+    def _is_step(self) -> bool:
+        """Whether the present forward feeds each row one token, of text."""
+        to_rows = self._window.to_rows
+        return self.text is not None and to_rows is not None and to_rows.shape[1] == 1 and min(self.text) == 1
+
+    @torch.inference_mode(False)
+    def _zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        return torch.zeros(self.rows, *shape, dtype=like.dtype, device=like.device)
+
+    def _write_window(self, key: tuple[int, int], window: Tensor, lengths: Sequence[int]) -> None:
+        state = self._windows[key][self._span]  # [B, channels, kernel]
+        ends = torch.tensor(lengths, device=window.device)[:, None] + torch.arange(state.shape[-1], device=window.device)
+        state.copy_(window.gather(-1, ends[:, None].expand(-1, state.shape[1], -1)))
+
+
+class DraftStates(States):
+    """The target's K/V, and states that begin at the committed ones in each round, and follow what is drafted."""
+
+    committed: States
+
+    def feeds(self, tokens: int, text: Sequence[int] | None) -> None:
+        self._tokens = tokens
+
+    def begin_drafts(self, rows: int) -> None:
+        for mine, theirs in ((self._windows, self.committed._windows), (self._recurrent, self.committed._recurrent)):
+            for key, state in theirs.items():
+                if key not in mine:
+                    mine[key] = torch.zeros_like(state)
+                mine[key][:rows] = state[:rows]
+
+    @property
+    def text(self) -> Sequence[int]:  # type: ignore[override]
+        """All that is fed counts as text."""
+        return [self._tokens] * (self._span.stop - self._span.start)
