@@ -158,6 +158,8 @@ class MaskPlan:
         return self._by_type(masks)
 
     def _by_type(self, masks: dict[str, Tensor]) -> Any:
+        if not self.layer_types:
+            return None  # no layer attends
         # Layers with a state take no mask: their cache knows what is padding.
         return masks | dict.fromkeys(STATE_LAYERS) if self.per_type else masks[self.layer_types[0]]
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from .attention import GPT_NEO_LAYERS, MaskPlan
 
 
-CACHE_NAMES = "cache", "past_key_values"
+CACHE_NAMES = "cache", "past_key_values", "cache_params"
 """What forwards call their K/V cache: since transformers 5.24, and before."""
 
 

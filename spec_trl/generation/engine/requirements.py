@@ -92,15 +92,15 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
             "keeps a recurrent state, which rejected tokens cannot be taken out of. Generate without "
             "`assistant_strategy`"
         )
-    MaskPlan.from_config(config)
     if not cache_argument(model):
         return f"is not served: its forward takes no K/V cache ({' or '.join(CACHE_NAMES)}){_renamed()}"
-    if not takes_positions(model) and not position_tables(model):
+    attends = bool(MaskPlan.from_config(config).layer_types)
+    if attends and not takes_positions(model) and not position_tables(model):
         return (
             "is not served: its forward takes no position_ids, and counts positions from the length of a cache whose "
             f"rows are all equally long{_renamed()}"
         )
-    if "max_position_embeddings" not in settings.keys() | config.attribute_map.keys():
+    if attends and "max_position_embeddings" not in settings.keys() | config.attribute_map.keys():
         return "is not served: its config has no max_position_embeddings, so nothing says how long its rows may become"
     two_way = settings.get("use_bidirectional_attention")
     if two_way not in (None, False, "vision"):

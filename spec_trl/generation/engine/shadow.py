@@ -19,7 +19,7 @@ from ...quantization.source_weight import WRAPPED
 from .attention import EXACT_ATTENTION, RAGGED_ATTENTION, attends_exactly, attention_class, calls_attention
 from .exact_layers import ExactConv1D, ExactLinear, exact_kind
 from .family_hooks import adapt
-from .states import adapt as follow_states
+from .states import mixer_class
 from .fused_layers import has_fused_sums, launches, with_fused_kernels
 from .kernels import run_on
 from .narrow_weights import NarrowProduct
@@ -59,7 +59,6 @@ def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel
             kind: Any = type(module)
             module.__class__ = activation_class(kind)
     adapt(shadow)
-    follow_states(shadow)
     return shadow
 
 
@@ -169,6 +168,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     kind: Any = type(module)
     if kind.__bases__[0].__name__ == "FSDPModule":  # FSDP2 puts a class of its own before the module's
         kind = kind.__bases__[1]
+    kind = mixer_class(kind)
     kind = exact_kind(kind) if exact else dense_class(kind, module)
     kind = with_fused_kernels(attention_class(kind), module)
     clone = kind.__new__(kind)

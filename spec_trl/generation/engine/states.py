@@ -5,16 +5,17 @@ it feeds into convolutions and scans, and :meth:`States.commit` takes each row's
 states, without running the network again. Prompts, and rounds without drafts, feed text alone, and write.
 
 A convolution needs transformers' Cache API alone. A scan is the family's function over many tokens, which
-:func:`adapt` replaces in the mixers of a shadow by one that minds how long each row is: rows of equal length run
+:func:`mixer_class` replaces in the mixers of a shadow by one that minds how long each row is: rows of equal length run
 through the family's function together, and a forward that holds goes token by token through its function for one
 token, whose sums are those of decoding.
 """
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -115,63 +116,80 @@ SCANS = {
 """By the name of the family's function over many tokens."""
 
 
-def scan_of(kind: Any) -> str | None:
-    """The name of the known scan that the forward of a module class calls; None: none."""
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return next((name for name in SCANS if code is not None and name in code.co_names), None)
-
-
 @functools.cache
-def _state_calls(kind: Any) -> tuple[bool, bool]:
-    """Whether the forward of a module class keeps a state, and whether all that it keeps is followed here."""
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    names = () if code is None else code.co_names
-    scans = "update_recurrent_state" in names
-    return scans or "update_conv_state" in names, not scans or scan_of(kind) is not None
+def _forward_of(kind: Any) -> FunctionType | None:
+    """The forward of a mixer's class in transformers, below the classes that a shadow puts before it."""
+    kinds = [base for base in kind.__mro__ if "forward" in vars(base) and base.__module__.startswith("transformers.")]
+    forward = inspect.unwrap(kinds[0].forward) if kinds else None
+    return forward if isinstance(forward, FunctionType) else None
+
+
+def _names_in(kind: Any) -> tuple[str, ...]:
+    forward = _forward_of(kind)
+    return () if forward is None else forward.__code__.co_names
+
+
+def _scan_in(kind: Any) -> str | None:
+    """The name of the known scan that the forward of a module's class calls; None: none."""
+    return next((name for name in SCANS if name in _names_in(kind)), None)
 
 
 def keeps_states(network: nn.Module) -> bool:
     """Whether modules of `network` keep states beside K/V."""
-    return any(_state_calls(type(module))[0] for module in network.modules())
+    return any("update_conv_state" in _names_in(type(module)) for module in network.modules())
 
 
 def follows_states(network: nn.Module) -> bool:
     """Whether `network` keeps states beside K/V, all of which :class:`States` serves."""
-    return keeps_states(network) and all(_state_calls(type(module))[1] for module in network.modules())
+    scans = [type(module) for module in network.modules() if "update_recurrent_state" in _names_in(type(module))]
+    return keeps_states(network) and all(_scan_in(kind) is not None for kind in scans)
 
 
-def adapt(shadow: nn.Module) -> None:
-    """Has the mixers of `shadow`, whose module objects nobody else runs, mind how long rows are."""
-    for mixer in shadow.modules():
-        if (name := scan_of(type(mixer))) is not None:
-            forward = inspect.unwrap(type(mixer).forward)
-            known = forward.__globals__
-            scanner = _Scanner(mixer, SCANS[name], known[name], known[SCANS[name].step])
-            twin = FunctionType(
-                forward.__code__, {**known, name: scanner}, forward.__name__, forward.__defaults__, forward.__closure__
-            )
-            twin.__kwdefaults__ = forward.__kwdefaults__
-            mixer.forward = MethodType(_WithCache(twin, scanner), mixer)
+def mixer_class(kind: Any) -> Any:
+    """The class that a shadow should have for a module of class `kind`: one whose scan minds how long rows are, where
+    it has a known scan."""
+    return kind if _scan_in(kind) is None or issubclass(kind, _Mixer) else _with_scan(kind)
 
 
-class _WithCache:
-    """The forward of a mixer, which tells its scan about the cache."""
-
-    def __init__(self, forward: Callable[..., Any], scanner: "_Scanner") -> None:
-        self._forward, self._scanner = forward, scanner
-
-    def __call__(self, mixer: Any, *args: Any, **kwargs: Any) -> Any:
-        self._scanner.cache = next((it for it in (*args, *kwargs.values()) if isinstance(it, States)), None)
-        return self._forward(mixer, *args, **kwargs)
+@functools.cache
+def _with_scan(kind: Any) -> Any:
+    return type(kind.__name__, (_Mixer, kind), {"__module__": kind.__module__})
 
 
-class _Scanner:
-    """Takes the place of a mixer's scan over many tokens."""
+class _Mixer(nn.Module):
+    """A mixer of transformers, whose forward calls a :class:`_Scanner` in place of its family's scan."""
 
+    layer_idx: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        twin, scanner = _twin_of(type(self))
+        scanner.mixer = self
+        scanner.cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, States)), None)
+        return twin(self, *args, **kwargs)
+
+
+@functools.cache
+def _twin_of(kind: Any) -> tuple[FunctionType, "_Scanner"]:
+    """The forward of a class of mixers with a scanner in place of the scan, and that scanner."""
+    forward, name = _forward_of(kind), _scan_in(kind)
+    assert forward is not None and name is not None
+    known, scan = forward.__globals__, SCANS[name]
+    scanner = _Scanner(scan, known[name], known[scan.step])
+    twin = FunctionType(
+        forward.__code__, {**known, name: scanner}, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    twin.__kwdefaults__ = forward.__kwdefaults__
+    return twin, scanner
+
+
+class _Scanner(threading.local):
+    """Takes the place of the scan over many tokens of a class of mixers, in each thread for one `mixer` at a time."""
+
+    mixer: _Mixer
     cache: "States | None" = None
 
-    def __init__(self, mixer: Any, scan: Scan, many: Callable[..., Any], step: Callable[..., Any]) -> None:
-        self._mixer, self._scan, self._many, self._step = mixer, scan, many, step
+    def __init__(self, scan: Scan, many: Callable[..., Any], step: Callable[..., Any]) -> None:
+        self._scan, self._many, self._step = scan, many, step
         self._signature = inspect.signature(many)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,13 +199,13 @@ class _Scanner:
         bound.apply_defaults()
         given = bound.arguments
         given |= given.pop("kwargs", {})
-        layer, state = self._mixer.layer_idx, self.cache.recurrent_state(self._mixer.layer_idx)
+        layer, state = self.mixer.layer_idx, self.cache.recurrent_state(self.mixer.layer_idx)
         if self.cache.text is not None:
             return self._over_text(given, state, self.cache.text)
         if state is None:  # no row has a text: something is timed
             return self._many(**given)
-        self.cache.hold(layer, self, given)
-        return self._scan.run(self._mixer, self._step, given, state)
+        self.cache.hold(layer, self, self.mixer, given)
+        return self._scan.run(self.mixer, self._step, given, state)
 
     def _over_text(self, given: Arguments, state: Tensor | None, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Outputs and states of the first `lengths[b]` tokens of each row; outputs of other tokens are zeros."""
@@ -203,7 +221,7 @@ class _Scanner:
             }
             before = None if state is None else state[rows]
             if scan.state is None and before is not None and bool(before.any()):
-                result, after = scan.run(self._mixer, self._step, part, before)  # the function would begin with zeros
+                result, after = scan.run(self.mixer, self._step, part, before)  # the function would begin with zeros
             else:
                 result, after = self._many(**(part if scan.state is None else part | {scan.state: before}))
             if outputs is None:
@@ -217,7 +235,7 @@ class _Scanner:
         assert outputs is not None and state is not None
         return outputs, state
 
-    def replay(self, given: Arguments, state: Tensor, lengths: Sequence[int]) -> Tensor:
+    def replay(self, mixer: _Mixer, given: Arguments, state: Tensor, lengths: Sequence[int]) -> Tensor:
         """`state` after the first `lengths[b]` tokens of each row of the arguments that a forward held."""
         scan, most = self._scan, max(lengths)
         given = dict(given)
@@ -230,7 +248,7 @@ class _Scanner:
                 shape = [1] * value.dim()
                 shape[0], shape[axis] = stays.shape
                 given[name] = value.masked_fill(stays.view(shape).to(value.device), scan.idle[name])
-        return scan.run(self._mixer, self._step, given, state)[1]
+        return scan.run(mixer, self._step, given, state)[1]
 
 
 class States(RaggedCache):
@@ -248,7 +266,7 @@ class States(RaggedCache):
         self._windows: dict[tuple[int, int], Tensor] = {}  # [rows, channels, kernel] by layer and index
         self._recurrent: dict[int, Tensor] = {}  # [rows, ...] by layer
         self._held_windows: dict[tuple[int, int], Tensor] = {}  # [B, channels, kernel + q]
-        self._held_scans: dict[int, tuple[_Scanner, Arguments]] = {}
+        self._held_scans: dict[int, tuple[_Scanner, _Mixer, Arguments]] = {}
 
     def feeds(self, tokens: int, text: Sequence[int] | None) -> None:
         self.text = text
@@ -263,15 +281,15 @@ class States(RaggedCache):
         """Takes the first `lengths[b]` tokens of each row, of those that the last forward held, into the states."""
         for key, window in self._held_windows.items():
             self._write_window(key, window, lengths)
-        for layer, (scanner, given) in self._held_scans.items():
+        for layer, (scanner, mixer, given) in self._held_scans.items():
             state = self._recurrent[layer][: len(lengths)]
-            state.copy_(scanner.replay(given, state, lengths))
+            state.copy_(scanner.replay(mixer, given, state, lengths))
         self._held_windows.clear()
         self._held_scans.clear()
 
-    def hold(self, layer: int, scanner: _Scanner, given: Arguments) -> None:
+    def hold(self, layer: int, scanner: _Scanner, mixer: _Mixer, given: Arguments) -> None:
         """Holds what the present forward feeds into a scan."""
-        self._held_scans[layer] = scanner, given
+        self._held_scans[layer] = scanner, mixer, given
 
     def recurrent_state(self, layer: int) -> Tensor | None:
         """`[B, ...]` of the rows of the present forward."""
