@@ -9,8 +9,8 @@ from torch import Tensor
 
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
-from spec_trl.generation.drafters.decoupled.messages import DraftLink, Kind
-from spec_trl.generation.drafters.decoupled.thread import DraftThread
+from spec_trl.generation.drafters.decoupled.pipe import DraftPipe, DraftThread
+from spec_trl.generation.drafters.decoupled.worker import Kind
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import memory
 from spec_trl.generation.engine.drafter import Drafter
@@ -74,12 +74,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("link", [DraftThread, InTurn, Before])
+@pytest.mark.parametrize("pipe", [DraftThread, InTurn, Before])
 @pytest.mark.parametrize("case", CASES)
-def test_an_exact_copy_drafts_what_the_target_says(case: str, link: Callable[[Drafter], DraftLink], tiny) -> None:
+def test_an_exact_copy_drafts_what_the_target_says(case: str, pipe: Callable[[Drafter], DraftPipe], tiny) -> None:
     options = dict(CASES[case])
     prompts = options.pop("prompts", PROMPTS)
-    drafter = DecoupledDrafter(link(exact_copy(tiny)))
+    drafter = DecoupledDrafter(pipe(exact_copy(tiny)))
     found = generate(tiny, prompts, drafter=drafter, max_new_tokens=70, **options)
     options.pop("config", None)
     assert outputs(found) == outputs(generate(tiny, prompts, max_new_tokens=70, **options))
