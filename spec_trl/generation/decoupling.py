@@ -115,7 +115,7 @@ def _plans(
     profile = find_profile(model, replace(config, sd_toggle="measured"), capacity, length)  # profiles nothing
     if profile is None:
         return None
-    plans: RequestPlans[int] = load("specactor.machine_plans").request_plans(
+    plans: RequestPlans[int] = load("specactor.reconfiguration").request_plans(
         drafter, profile, config, acceptance, capacity, length, _drafting_share()
     )
     return plans
