@@ -16,9 +16,10 @@ def broken_logits(rollout: "Rollout", row: int, sound: Integers, draft_length: i
     # The verified tokens are the row's drafts up to the position.
     tokens, columns = rows.window(-1, count), rows.columns_after(-1, count)  # [B, γ + 1] each
     where = rollout.target.first_broken_module(tokens, columns, rows.longest + draft_length)
+    done = sum(each.tokens > 0 for each in rollout.record.rounds)
     return FloatingPointError(
         f"the target's logits leave no token to sample (NaN, or -inf everywhere) for request "
         f"{rows.indices[row]} at generated position {rows.host_generated[row] + sound[row]}, after "
-        f"{rollout.record.log.rounds} decoding rounds; {where}. Check the weights of the last optimizer step and the "
-        "logits processors, or run this model in a wider dtype."
+        f"{done} decoding rounds; {where}. Check the weights of the last optimizer step and the logits processors, or "
+        "run this model in a wider dtype."
     )

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from .rollout import Rollout
 
 
+NEWEST = 1024  # rounds whose times tell what rounds take
+
+
 def hand_over(
     rollout: "Rollout", leaving: Sequence[int], head_share: float, method: str | None = None
 ) -> list[Request]:
@@ -49,8 +52,8 @@ def expected_tokens(rollout: "Rollout") -> float:
 
 
 def rounds_by_batch(rollout: "Rollout") -> list[tuple[int, int, float]]:
-    """(rows, tokens, seconds) of the rounds so far."""
-    return [(point.batch, point.tokens, point.seconds) for point in rollout.record.log.points]
+    """(rows, tokens, seconds) of the newest rounds, the last one over."""
+    return [(len(each.requests), each.tokens, each.seconds) for each in rollout.record.rounds[-NEWEST:]]
 
 
 def seconds_per_prompt_token(rollout: "Rollout") -> float:

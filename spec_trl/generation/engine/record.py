@@ -1,10 +1,12 @@
-"""What a rollout writes down while it runs, and the statistics that are made of it."""
+"""The record of a rollout: a :class:`Round` per decoding round, of which its statistics are computed at the end."""
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import deque
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +34,7 @@ from .statistics import (
 
 LENGTH_BIN = 128
 """Rounds whose mean lengths fall into the same bin of this width are one :class:`RoundPoint`."""
+_AT_ONCE = 1024  # rounds whose drafts are counted together: a bound on memory
 
 
 @dataclass(frozen=True)
@@ -42,222 +45,49 @@ class Completion:
     logprobs: Tensor | None
 
 
-class Record:
-    """The record of a rollout of `requests` under `strategy`, with drafters of these `names`.
+@dataclass(frozen=True)
+class DraftedChains:
+    """The chains that a round verified. In each of N lanes a row has one chain or none.
 
-    Attributes:
-        rounds: rounds begun.
-        tokens_read: prompt tokens read.
-        completions: of each request; None: it has not ended here.
-        preemptions: see :class:`~spec_trl.generation.engine.statistics.SpeculationStatistics`.
-        log, drafts: rounds and their seconds; draft tokens by request, depth and drafter.
+    Args:
+        depths: `[B]`, generated tokens of each row before the round.
+        owners: N lists of B numbers: the drafter of each chain, -1 where the row has none.
+        drafted, accepted: `[N, B]` tokens of each chain, up to the row's end.
+        committed: `[B]` tokens that each row took.
+        winner: `[B]`, the lane whose chain the row goes on with.
     """
 
-    def __init__(self, strategy: str, requests: Sequence[Request], names: Sequence[str], where: torch.device) -> None:
-        self.rounds = self.tokens_read = self.preemptions = 0
-        self.completions: list[Completion | None] = [None] * len(requests)
-        self.prompt_keys = [prompt_key(request.prompt) for request in requests]
-        self.log, self.drafts = RoundLog(), DraftCounter(len(requests), names)
-        self._strategy, self._requests = strategy, requests
-        self._timeline, self._timer = TimelineLog(len(requests), names), PhaseTimer(where)
-        self._ended_in, self._curve = [-1] * len(requests), list[tuple[float, int]]()
-
-    def begin(self) -> None:
-        """Starts the clock."""
-        self._started = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Since the beginning."""
-        return time.perf_counter() - self._started
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Adds the time spent inside to the phase `name`."""
-        return self._timer.phase(name)
-
-    def phase_seconds(self) -> dict[str, float]:
-        """Seconds of each phase so far."""
-        return self._timer.seconds()
-
-    def plan(self, plan: Sequence[Chain], requests: Sequence[int]) -> None:
-        """A round, or the first token, of the rows that hold `requests` begins, with the chains of `plan`."""
-        self._timeline.record(self.seconds, self.rounds, plan, requests)
-
-    def end(self, requests: Sequence[int], completions: dict[int, Completion]) -> None:
-        """`requests` have ended: those in `completions` here, the others on another rank, or they go on there."""
-        seconds = self.seconds
-        for index, completion in completions.items():
-            self.completions[index] = completion
-            self._ended_in[index] = self.rounds
-        if completions:
-            self._curve.append((seconds, sum(completion is not None for completion in self.completions)))
-        self._timeline.end(requests, seconds)
-
-    def statistics(
-        self, target: EagerRunner, rows: Rows, drafters: Sequence[Drafter], control: Control
-    ) -> SpeculationStatistics:
-        """The statistics of the whole rollout."""
-        statistics = SpeculationStatistics(self._strategy)
-        completions = [completion for completion in self.completions if completion is not None]
-        self.drafts.write_to(statistics)
-        self.log.write_to(statistics)
-        statistics.ended_in = [ended for ended in self._ended_in if ended >= 0]
-        statistics.completion_curve, statistics.preemptions = self._curve, self.preemptions
-        statistics.timeline = [timeline for timeline in self._timeline.timelines if timeline.changes]
-        lengths = [len(completion.tokens) for completion in completions]
-        statistics.tokens = sum(lengths)
-        logprobs = [completion.logprobs for completion in completions if completion.logprobs is not None]
-        statistics.logprob_sum = float(sum(of_row.double().sum() for of_row in logprobs))
-        statistics.target_forwards = target.forwards
-        most = [length + control.most_drafted for length in rows.most]
-        statistics.cache_bytes = target.cache.bytes_of(most)
-        statistics.graphs, statistics.graph_bytes = target.captured
-        for drafter in drafters:
-            statistics.draft_forwards += drafter.forwards
-            statistics.cache_bytes += drafter.cache_bytes
-            if drafter.learns:
-                statistics.learning = drafter.learning
-        account = control.account()
-        statistics.predicted_speedup, statistics.reason = account.predicted_speedup, account.reason
-        statistics.measured_speedup = sum(control.tallies, Tally()).measured_speedup
-        statistics.phase_seconds, statistics.seconds = self.phase_seconds(), self.seconds
-        statistics.plain_seconds = self._plain_seconds(statistics, rows.capacity, control)
-        return statistics
-
-    def _plain_seconds(self, statistics: SpeculationStatistics, capacity: int, control: Control) -> float | None:
-        """What plain decoding would have taken: the same prefill, the rounds before the first draft, and the rest."""
-        log = self.log
-        if log.plain_rounds == log.rounds:
-            return statistics.seconds
-        ended = [(request, self.completions[request.index]) for request in self._requests]
-        counts = [len(completion.tokens) - 1 for _, completion in ended if completion is not None]
-        begun = [
-            (len(request.prompt) + 1, self.prompt_keys[request.index])
-            for request, completion in ended
-            if completion is not None
-        ]
-        rest = control.plain_seconds(plain_rounds(begun, counts, capacity, log.plain_rounds))
-        return None if rest is None else statistics.phase_seconds["prefill"] + log.plain_seconds + rest
+    depths: Integers
+    owners: Sequence[Sequence[int]]
+    drafted: Integers
+    accepted: Integers
+    committed: Integers
+    winner: Integers
 
 
-class RoundLog:
-    """Collects the shapes and times of rounds; `plain_...` are of those before the first one that drafted."""
+@dataclass
+class Round:
+    """One decoding round.
 
-    def __init__(self) -> None:
-        self._points: dict[tuple[int, int, int, str | None], RoundPoint] = {}
-        self._plans: list[tuple[int, int, int, str | None]] = []  # see `PlanChange`
-        self.rounds, self.plain_rounds, self.plain_seconds = 0, 0, 0.0
+    Args:
+        began: seconds since the rollout began.
+        requests: the request in each of B rows.
+        length: mean cached tokens per row.
+        plan: the chains to draft.
+        draft_length: most draft tokens verified in any row; in a race over all its chains.
+        seconds: of the round, without what a drafter learned in it.
+        tokens: committed, over all rows.
+        chains: None: nothing was drafted.
+    """
 
-    def add(
-        self, batch: int, length: float, draft_length: int, drafter: str | None, seconds: float, tokens: int
-    ) -> None:
-        """Adds one round; see :class:`RoundPoint`."""
-        plan = draft_length, batch, drafter
-        if not self._plans or self._plans[-1][1:] != plan:
-            self._plans.append((self.rounds, *plan))
-            thin(self._plans, MOST_PLANS, 0)
-        if not draft_length and self.plain_rounds == self.rounds:
-            self.plain_rounds += 1
-            self.plain_seconds += seconds
-        self.rounds += 1
-        key = (batch, int(length) // LENGTH_BIN, draft_length, drafter)
-        point = self._points.setdefault(key, RoundPoint(batch, 0.0, draft_length, drafter))
-        point.rounds += 1
-        point.length += (length - point.length) / point.rounds
-        point.seconds += seconds
-        point.tokens += tokens
-
-    def write_to(self, statistics: SpeculationStatistics) -> None:
-        """Fills in `rounds`, `speculating` and `points`."""
-        statistics.rounds, statistics.points = self.rounds, self.points
-        statistics.speculating = [PlanChange(*plan) for plan in self._plans]
-
-    @property
-    def points(self) -> list[RoundPoint]:
-        """What the rounds took so far."""
-        return list(self._points.values())
-
-
-class DraftCounter:
-    """Counts drafts of `requests` rows. Drafters of one name are counted together."""
-
-    def __init__(self, requests: int, names: Sequence[str]) -> None:
-        def zeros(*shape: int) -> Integers:
-            return np.zeros(shape, np.int64)
-
-        self._names = list(dict.fromkeys(names))
-        self._name_of = np.array([self._names.index(name) for name in names], np.int64)
-        drafters, depths = len(self._names), len(DEPTH_EDGES)
-        # Columns in the order of DraftCounts.
-        self._of_request, self._of_depth, self._of_drafter = zeros(requests, 6), zeros(depths, 6), zeros(drafters, 6)
-        self._races = 0
-        self._raced = zeros(drafters, 2)  # columns: chains in races, wasted tokens
-        self._won, self._won_at_depth = zeros(requests, drafters), zeros(depths, drafters)
-
-    def add(
-        self,
-        requests: Sequence[int],
-        depths: Integers,
-        owners: Sequence[Sequence[int]],
-        drafted: Integers,
-        accepted: Integers,
-        kept: Integers,
-        winner: Integers,
-    ) -> None:
-        """Adds one round that drafted for `requests` at the generated positions `depths`, and committed `kept` tokens
-        of the lanes `winner` (B numbers each).
-
-        In each lane a row has a chain of one of the drafters `owners`, -1 where it has none, of which `drafted` tokens
-        up to the row's end were verified and `accepted` accepted (`[N, B]` each).
-        """
-        ones, rows = np.ones_like(drafted), np.arange(len(kept))
-        columns = [drafted, accepted, ones, drafted.clip(max=1), accepted.clip(max=1)]
-        counts = np.stack([*columns, np.minimum(accepted + 1, kept)], axis=-1)  # [N, B, 6]
-        drafters = np.array(owners)  # [N, B]
-        bins = np.searchsorted(DEPTH_EDGES, depths, side="right") - 1  # [B]
-        taken = counts[winner, rows]  # [B, 6]
-        self._of_request[requests] += taken
-        np.add.at(self._of_depth, bins, taken)
-        lane, row = (drafters >= 0).nonzero()  # of each chain
-        names = self._name_of[drafters[lane, row]]
-        np.add.at(self._of_drafter, names, counts[lane, row])
-        if len(drafters) == 1:
-            return
-        self._races += 1
-        is_raced = (drafters >= 0).sum(0)[row] > 1
-        lane, row, names = lane[is_raced], row[is_raced], names[is_raced]
-        won = winner[row] == lane
-        wasted = drafted[lane, row] - accepted[lane, row] * won
-        np.add.at(self._raced, names, np.stack([np.ones_like(wasted), wasted], axis=-1))
-        np.add.at(self._won, (np.array(requests)[row], names), won)
-        np.add.at(self._won_at_depth, (bins[row], names), won)
-
-    def write_to(self, statistics: SpeculationStatistics) -> None:
-        """Fills in `total`, `per_request`, `per_depth`, `per_drafter` and `racing`."""
-
-        def counts(rows: Integers) -> list[DraftCounts]:
-            return [DraftCounts(*row) for row in rows.tolist()]
-
-        def by_name(values: Integers) -> dict[str, int]:
-            return dict(zip(self._names, values.tolist(), strict=True))
-
-        statistics.per_request = counts(self._of_request)
-        statistics.total = sum(statistics.per_request, DraftCounts())
-        by_depth = zip(DEPTH_EDGES, counts(self._of_depth), strict=True)
-        statistics.per_depth = {edge: found for edge, found in by_depth if found.blocks}
-        statistics.per_drafter = dict(zip(self._names, counts(self._of_drafter), strict=True))
-        if self._races:
-            chains, wasted = self._raced.T  # [drafters] each
-            wins = self._won.sum(0)  # [drafters]
-            won_at_depth = zip(DEPTH_EDGES, self._won_at_depth, strict=True)
-            statistics.racing = RacingStatistics(
-                self._races,
-                by_name(wins),
-                by_name(chains - wins),
-                by_name(wasted),
-                [by_name(won) for won in self._won],
-                {edge: by_name(won) for edge, won in won_at_depth if won.any()},
-            )
+    began: float
+    requests: list[int]
+    length: float
+    plan: Sequence[Chain]
+    draft_length: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    chains: DraftedChains | None = None
 
 
 class PhaseTimer:
@@ -265,7 +95,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._seconds: dict[str, float] = {}
         self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()  # not added yet
 
     @contextmanager
@@ -282,7 +112,7 @@ class PhaseTimer:
         else:
             started = time.perf_counter()
             yield
-            self._seconds[name] += time.perf_counter() - started
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase so far."""
@@ -294,36 +124,222 @@ class PhaseTimer:
 
     def _add_oldest(self) -> None:
         name, start, end = self._events.popleft()
-        self._seconds[name] += start.elapsed_time(end) / 1e3
+        self._seconds[name] = self._seconds.get(name, 0.0) + start.elapsed_time(end) / 1e3
 
 
-class TimelineLog:
-    """Collects timelines of `requests` rows of the caller's batch, with the `names` of the drafters."""
+class Record:
+    """The record of a rollout of `requests` under `strategy`, whose drafters have these `names`. Its clock starts when
+    it is made.
 
-    def __init__(self, requests: int, names: Sequence[str]) -> None:
-        self.timelines = [RequestTimeline(request) for request in range(requests)]
-        self._names = names
-        self._chains: list[tuple[int, tuple[int, ...] | None]] = []
-        self._requests: list[int] = []
+    Attributes:
+        rounds: decoding rounds; the last one may still be going on.
+        tokens_read: prompt tokens read.
+        completions: of each request; None: it has not ended on this rank.
+        preemptions: see :class:`~spec_trl.generation.engine.statistics.SpeculationStatistics`.
+        phase, phase_seconds: as of :class:`PhaseTimer`.
+    """
 
-    def record(self, seconds: float, round_: int, plan: Sequence[Chain], requests: Sequence[int]) -> None:
-        """A round begins, of the chains of `plan` for the rows that hold `requests`."""
-        chains = [(chain.which, chain.rows) for chain in plan]
-        if chains == self._chains and requests == self._requests:  # most rounds cost no more than this
-            return
-        self._chains, self._requests = chains, list(requests)
-        drafters: list[list[str]] = [[] for _ in requests]
+    def __init__(self, strategy: str, requests: Sequence[Request], names: Sequence[str], where: torch.device) -> None:
+        self.rounds: list[Round] = []
+        self.tokens_read = self.preemptions = 0
+        self.completions: list[Completion | None] = [None] * len(requests)
+        self.prompt_keys = [prompt_key(request.prompt) for request in requests]
+        timer = PhaseTimer(where)
+        self.phase, self.phase_seconds = timer.phase, timer.seconds
+        self._strategy, self._requests, self._names = strategy, requests, names
+        self._ends: dict[int, tuple[float, int]] = {}  # by request: seconds, rounds that had begun
+        self._started = time.perf_counter()
+
+    def begin_round(self, plan: Sequence[Chain], requests: list[int], length: float) -> Round:
+        """Adds a round of the rows that hold `requests`; what it does is filled in later."""
+        if self.rounds and self.rounds[-1].requests == requests:
+            requests = self.rounds[-1].requests  # one list serves many rounds
+        else:
+            requests = list(requests)
+        self.rounds.append(Round(time.perf_counter() - self._started, requests, length, plan))
+        return self.rounds[-1]
+
+    def end(self, requests: Sequence[int], completions: Mapping[int, Completion]) -> None:
+        """`requests` have ended: those in `completions` here; the others have ended, or go on, on another rank."""
+        self._ends.update(dict.fromkeys(requests, (time.perf_counter() - self._started, len(self.rounds))))
+        for index, completion in completions.items():
+            self.completions[index] = completion
+
+    def statistics(
+        self, target: EagerRunner, rows: Rows, drafters: Sequence[Drafter], control: Control
+    ) -> SpeculationStatistics:
+        """The statistics of the whole rollout."""
+        completed = {index: each for index, each in enumerate(self.completions) if each is not None}
+        account = control.account()
+        statistics = SpeculationStatistics(
+            self._strategy,
+            target_forwards=target.forwards,
+            rounds=len(self.rounds),
+            ended_in=[self._ends[index][1] for index in completed],
+            timeline=timelines(self.rounds, self._names, self._ends, completed),
+            predicted_speedup=account.predicted_speedup,
+            measured_speedup=sum(control.tallies, Tally()).measured_speedup,
+            reason=account.reason,
+            cache_bytes=target.cache.bytes_of([length + control.most_drafted for length in rows.most]),
+            preemptions=self.preemptions,
+        )
+        statistics.points, statistics.speculating = points_and_plans(self.rounds, self._names)
+        count_drafts(statistics, self.rounds, len(self.completions), self._names)
+        statistics.graphs, statistics.graph_bytes = target.captured
+        for completion in completed.values():
+            statistics.tokens += len(completion.tokens)
+            if completion.logprobs is not None:
+                statistics.logprob_sum += float(completion.logprobs.double().sum())
+        for finished, seconds in enumerate(sorted(self._ends[index][0] for index in completed), start=1):
+            if statistics.completion_curve and statistics.completion_curve[-1][0] == seconds:
+                statistics.completion_curve.pop()
+            statistics.completion_curve.append((seconds, finished))
+        for drafter in drafters:
+            statistics.draft_forwards += drafter.forwards
+            statistics.cache_bytes += drafter.cache_bytes
+            if drafter.learns:
+                statistics.learning = drafter.learning
+        statistics.phase_seconds = self.phase_seconds()
+        statistics.seconds = time.perf_counter() - self._started
+        statistics.plain_seconds = self._plain_seconds(statistics, completed, rows.capacity, control)
+        return statistics
+
+    def _plain_seconds(
+        self, statistics: SpeculationStatistics, completed: Mapping[int, Completion], capacity: int, control: Control
+    ) -> float | None:
+        """What plain decoding would have taken: the same prefill, the rounds before the first draft, and the rest."""
+        plain = list(takewhile(lambda each: not each.draft_length, self.rounds))
+        if len(plain) == len(self.rounds):
+            return statistics.seconds
+        requests = [request for request in self._requests if request.index in completed]
+        begun = [(len(request.prompt) + 1, self.prompt_keys[request.index]) for request in requests]
+        counts = [len(completed[request.index].tokens) - 1 for request in requests]
+        rest = control.plain_seconds(plain_rounds(begun, counts, capacity, len(plain)))
+        if rest is None:
+            return None
+        return statistics.phase_seconds["prefill"] + sum(each.seconds for each in plain) + rest
+
+
+# ---- statistics of rounds -------------------------------------------------------------------------------------------
+
+
+def points_and_plans(rounds: Sequence[Round], names: Sequence[str]) -> tuple[list[RoundPoint], list[PlanChange]]:
+    """Sums up rounds of like shape, and finds where the plan changed; drafters have these `names`."""
+    points: dict[tuple[int, int, int, str | None], RoundPoint] = {}
+    plans: list[Any] = []
+    for number, each in enumerate(rounds):
+        batch, drafter = len(each.requests), None
+        if each.draft_length:
+            drafter = "+".join(dict.fromkeys(names[chain.which] for chain in each.plan if chain.rows != ()))
+        if not plans or plans[-1][1:] != (each.draft_length, batch, drafter):
+            plans.append((number, each.draft_length, batch, drafter))
+            thin(plans, MOST_PLANS, 0)
+        key = batch, int(each.length) // LENGTH_BIN, each.draft_length, drafter
+        point = points.setdefault(key, RoundPoint(batch, 0.0, each.draft_length, drafter))
+        point.rounds += 1
+        point.length += (each.length - point.length) / point.rounds
+        point.seconds += each.seconds
+        point.tokens += each.tokens
+    return list(points.values()), [PlanChange(*plan) for plan in plans]
+
+
+def timelines(
+    rounds: Sequence[Round], names: Sequence[str], ends: Mapping[int, tuple[float, int]], completed: Container[int]
+) -> list[RequestTimeline]:
+    """Who drafted for each request that had a row, by request.
+
+    Args:
+        rounds: of the rollout.
+        names: of the drafters.
+        ends: by request: seconds, and rounds that had begun.
+        completed: the requests that ended here. One that was in no round ended with its first token.
+    """
+    found: dict[int, RequestTimeline] = {}
+    before: Any = None
+    for number, each in enumerate(rounds):
+        chains = [(chain.which, chain.rows) for chain in each.plan]
+        if (chains, each.requests) == before:  # most rounds cost no more than this
+            continue
+        before = chains, each.requests
+        drafters: list[list[str]] = [[] for _ in each.requests]
         for which, rows in chains:
-            for row in range(len(requests)) if rows is None else rows:
-                if self._names[which] not in drafters[row]:
-                    drafters[row].append(self._names[which])
-        for request, own in zip(requests, drafters, strict=True):
-            changes = self.timelines[request].changes
-            if not changes or changes[-1][2] != own:
-                changes.append((seconds, round_, own))
+            for row in range(len(drafters)) if rows is None else rows:
+                if names[which] not in drafters[row]:
+                    drafters[row].append(names[which])
+        for request, drafting in zip(each.requests, drafters, strict=True):
+            changes = found.setdefault(request, RequestTimeline(request)).changes
+            if not changes or changes[-1][2] != drafting:
+                changes.append((each.began, number, drafting))
                 thin(changes, MOST_CHANGES, 1)
+    for request, (seconds, begun) in ends.items():
+        if request in completed:
+            found.setdefault(request, RequestTimeline(request, [(seconds, begun, [])]))
+        if request in found:
+            found[request].ended = seconds
+    return [found[request] for request in sorted(found)]
 
-    def end(self, requests: Sequence[int], seconds: float) -> None:
-        """`requests` ended."""
-        for request in requests:
-            self.timelines[request].ended = seconds
+
+def count_drafts(
+    statistics: SpeculationStatistics, rounds: Sequence[Round], requests: int, names: Sequence[str]
+) -> None:
+    """Fills in `total`, `per_request`, `per_depth`, `per_drafter` and `racing`, for a batch of so many `requests`.
+    Drafters of one of the `names` are counted together."""
+    labels = list(dict.fromkeys(names))
+    label_of = np.array([labels.index(name) for name in names], np.int64)
+    # Columns in the order of DraftCounts.
+    of_request, of_depth, of_drafter = (np.zeros((n, 6), np.int64) for n in (requests, len(DEPTH_EDGES), len(labels)))
+    chains_and_wasted = np.zeros((len(labels), 2), np.int64)  # in races
+    won, won_at_depth = (np.zeros((n, len(labels)), np.int64) for n in (requests, len(DEPTH_EDGES)))
+    races, by_lanes = 0, dict[int, list[Round]]()
+    for each in rounds:
+        if each.chains is not None:
+            by_lanes.setdefault(len(each.chains.owners), []).append(each)
+    for lanes, like in by_lanes.items():
+        for start in range(0, len(like), _AT_ONCE):
+            some = like[start : start + _AT_ONCE]
+            parts = [vars(each.chains) for each in some]
+            # M rows of several rounds at once. owners, drafted, accepted: [N, M]; depths, committed, winner: [M]
+            depths, owners, drafted, accepted, committed, winner = (
+                np.concatenate([part[name] for part in parts], axis=-1) for name in parts[0]
+            )
+            request = np.concatenate([each.requests for each in some])  # [M]
+            ones = np.ones_like(drafted)
+            columns = [drafted, accepted, ones, drafted.clip(max=1), accepted.clip(max=1)]
+            counts = np.stack([*columns, np.minimum(accepted + 1, committed)], axis=-1)  # [N, M, 6]
+            taken = counts[winner, np.arange(len(winner))]  # [M, 6]
+            depth = np.searchsorted(DEPTH_EDGES, depths, side="right") - 1  # [M]
+            np.add.at(of_request, request, taken)
+            np.add.at(of_depth, depth, taken)
+            lane, row = (owners >= 0).nonzero()  # of each chain
+            label = label_of[owners[lane, row]]
+            np.add.at(of_drafter, label, counts[lane, row])
+            if lanes == 1:
+                continue
+            races += len(some)
+            raced = (owners >= 0).sum(0)[row] > 1
+            lane, row, label = lane[raced], row[raced], label[raced]
+            wins = winner[row] == lane
+            wasted = drafted[lane, row] - accepted[lane, row] * wins
+            np.add.at(chains_and_wasted, label, np.stack([np.ones_like(wasted), wasted], axis=-1))
+            np.add.at(won, (request[row], label), wins)
+            np.add.at(won_at_depth, (depth[row], label), wins)
+
+    def by_name(values: Integers) -> dict[str, int]:
+        return dict(zip(labels, values.tolist(), strict=True))
+
+    statistics.per_request = [DraftCounts(*row) for row in of_request.tolist()]
+    statistics.total = DraftCounts(*of_request.sum(0).tolist())
+    at_depth = zip(DEPTH_EDGES, of_depth.tolist(), strict=True)
+    statistics.per_depth = {edge: DraftCounts(*row) for edge, row in at_depth if row[2]}  # its blocks
+    statistics.per_drafter = {name: DraftCounts(*row) for name, row in zip(labels, of_drafter.tolist(), strict=True)}
+    if races:
+        chains, wasted = chains_and_wasted.T  # [drafters] each
+        won_at_edge = zip(DEPTH_EDGES, won_at_depth, strict=True)
+        statistics.racing = RacingStatistics(
+            races,
+            by_name(won.sum(0)),
+            by_name(chains - won.sum(0)),
+            by_name(wasted),
+            [by_name(row) for row in won],
+            {edge: by_name(row) for edge, row in won_at_edge if row.any()},
+        )

@@ -24,7 +24,7 @@ from .noise_ahead import NoiseAhead
 from .outcome import Outcome
 from .overheard import Overheard
 from .processors import LogitsPipeline
-from .record import Completion, Record
+from .record import Completion, DraftedChains, Record
 from .request_queue import RequestQueue
 from .rows import Rows
 from .runner import EagerRunner
@@ -91,7 +91,6 @@ class Rollout:
 
     def begin(self) -> None:
         """Makes drafters and control ready."""
-        self.record.begin()
         with self.record.phase("control"):
             self.control.begin(self.rows.capacity, self.record.prompt_keys)
         own = self.rows, self._pipeline, self._do_sample, self.target, self._rejection
@@ -120,8 +119,6 @@ class Rollout:
             if logits is not None:
                 with self.record.phase("accept"):
                     finished, _ = self._commit(first_tokens(admission, logits, self._session, self.want_logprobs))
-                ended = [rows.indices[row] for row in finished]  # nobody drafts for them
-                self.record.plan([], ended)
                 with self.record.phase("compact"):
                     self._retire(finished)
             if rows.active:  # else the first tokens have ended all
@@ -137,7 +134,7 @@ class Rollout:
         lengths = draft_lengths(plan, batch)
         self._overheard.before(lengths)  # its time is not the round's
         started, prepared, stood = time.perf_counter(), self.target.preparations, self.drafters.stood
-        self.record.rounds += 1
+        record = self.record.begin_round(plan, self.rows.indices, length)
         width = sum(max(own) for own in lengths.values())
         self.target.cache.reserve((self.rows.host_lengths + width).tolist())
         with self.record.phase("noise"):
@@ -150,8 +147,7 @@ class Rollout:
             self._retire(finished)
         # The commit has synchronized, so this includes device time. Learning and packing are subtracted.
         seconds = time.perf_counter() - started - (self.drafters.stood - stood)
-        names = dict.fromkeys(self.drafters.names[which] for which in lengths)
-        self.record.log.add(batch, length, outcome.width, "+".join(names) or None, seconds, tokens)
+        record.draft_length, record.seconds, record.tokens = outcome.width, seconds, tokens
         with self.record.phase("control"):
             self.control.record(outcome.width, seconds, tokens, self.target.preparations == prepared)
 
@@ -196,9 +192,7 @@ class Rollout:
             plan = self.control.plan(list(rows.indices), self._mean_length(), self.queue.waiting)
             most = int(rows.room.max()) - 1
             chains = [replace(chain, draft_length=min(chain.draft_length, most)) for chain in plan]
-            plan = [chain for chain in chains if chain.draft_length > 0 and self.drafters.has(chain.which)]
-            self.record.plan(plan, rows.indices)
-        return plan
+            return [chain for chain in chains if chain.draft_length > 0 and self.drafters.has(chain.which)]
 
     def _mean_length(self) -> float:
         return float(self.rows.host_lengths.mean())
@@ -271,7 +265,7 @@ class Rollout:
             drafted = np.where(ends, np.minimum(outcome.drafted, kept), outcome.drafted)  # [N, B]
             accepted = np.minimum(outcome.accepted, kept)  # [N, B]
             counted = outcome.owners, drafted, accepted, kept, outcome.winner
-            self.record.drafts.add(rows.indices, rows.host_generated, *counted)
+            self.record.rounds[-1].chains = DraftedChains(rows.host_generated, *counted)
             by_drafter = (outcome.of_each_drafter(values) for values in (accepted, drafted))
         rows.commit(rows.host_lengths + kept, verdict.logprobs)
         if outcome.width:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 from tqdm import tqdm
 
-from ...cli.options import table
+from ...cli.arguments import table
 from ...json_files import from_json
 from ..cluster import Cluster
 from ..simulator import Method, Outcome, simulate

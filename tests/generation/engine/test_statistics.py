@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,30 @@ from hypothesis import strategies as st
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import memory
-from spec_trl.generation.engine.record import LENGTH_BIN, DraftCounter, PhaseTimer, RoundLog
+from spec_trl.generation.engine.record import (
+    LENGTH_BIN,
+    DraftedChains,
+    PhaseTimer,
+    Round,
+    count_drafts,
+    points_and_plans,
+    timelines,
+)
 from spec_trl.generation.engine.statistics import (
     DEPTH_EDGES,
+    MOST_CHANGES,
     MOST_PLANS,
     DraftCounts,
     PlanChange,
     RacingStatistics,
+    RequestTimeline,
     RoundPoint,
     SpeculationStatistics,
     Tail,
     added,
+    slowest,
 )
-from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
+from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, Chain
 from spec_trl.scheduling.plain_decoding import PlainRounds
 from tests.generation.calls import generate, pad_left, random_rows
 
@@ -63,16 +75,16 @@ def rounds(draw: st.DrawFn) -> list[dict[str, Any]]:
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(rounds())
 def test_drafts_are_counted_by_request_depth_and_drafter(rounds: list[dict[str, Any]]) -> None:
-    counter = DraftCounter(REQUESTS, NAMES)
+    recorded = [Round(0.0, [0], 9.0, ())]
     per_request = [DraftCounts() for _ in range(REQUESTS)]
     per_depth: dict[int, DraftCounts] = {}
     per_drafter = {name: DraftCounts() for name in NAMES}
     nobody = dict.fromkeys(NAMES, 0)
     racing = RacingStatistics(0, dict(nobody), dict(nobody), dict(nobody), [dict(nobody) for _ in range(REQUESTS)])
     for each in rounds:
-        lists = {"requests": each["requests"], "owners": each["drafters"]}
-        arrays = ("depths", "drafted", "accepted", "kept", "winner")
-        counter.add(**lists, **{name: np.array(each[name]) for name in arrays})
+        depths, *arrays = (np.array(each[name]) for name in ("depths", "drafted", "accepted", "kept", "winner"))
+        chains = DraftedChains(depths, each["drafters"], *arrays)
+        recorded.append(Round(0.0, each["requests"], 9.0, (), chains=chains))
         racing.rounds += len(each["drafters"]) > 1
         for row, request in enumerate(each["requests"]):
             edge = DEPTH_EDGES[bisect_right(DEPTH_EDGES, each["depths"][row]) - 1]
@@ -95,7 +107,7 @@ def test_drafts_are_counted_by_request_depth_and_drafter(rounds: list[dict[str, 
                         racing.winners_by_depth.setdefault(edge, dict(nobody))[name] += won
     racing.winners_by_depth = {edge: won for edge, won in racing.winners_by_depth.items() if any(won.values())}
     found = SpeculationStatistics("best_of_n")
-    counter.write_to(found)
+    count_drafts(found, recorded, REQUESTS, NAMES)
     assert found.per_request == per_request and found.total == sum(per_request, DraftCounts())
     assert found.per_depth == per_depth and list(found.per_depth) == sorted(per_depth)
     assert found.per_drafter == per_drafter
@@ -109,44 +121,85 @@ def test_sums_of_records_and_their_ratios() -> None:
     assert added(one, other) == {0: DraftCounts(1), 64: DraftCounts(5, 1), 512: DraftCounts(4)}
 
 
+def round_of(
+    batch: int, gamma: int, length: float = 10.0, seconds: float = 1.0, tokens: int = 0, which: int = 0
+) -> Round:
+    plan = [Chain(which, gamma)] if gamma else []
+    return Round(0.0, [0] * batch, length, plan, gamma, seconds, tokens)
+
+
 def test_like_rounds_are_one_point() -> None:
-    log = RoundLog()
-    drafted, far = (4, 20.0, 3, "self"), (4, LENGTH_BIN, 0, None)
-    shapes = [(4, 10.0, 0, None), (4, 30.0, 0, None), drafted, far, (2, 5.0, 0, None), drafted]
-    for seconds, shape in enumerate(shapes, 1):
-        log.add(*shape, float(seconds), 10 * seconds)
-    found = SpeculationStatistics("self")
-    log.write_to(found)
-    assert found.points == [
+    drafted, far = (4, 3, 20.0), (4, 0, LENGTH_BIN)
+    shapes = [(4, 0, 10.0), (4, 0, 30.0), drafted, far, (2, 0, 5.0), drafted]
+    points, plans = points_and_plans([round_of(*each, i, 10 * i) for i, each in enumerate(shapes, 1)], NAMES)
+    assert points == [
         RoundPoint(4, 20.0, 0, None, 2, 3.0, 30), RoundPoint(4, 20.0, 3, "self", 2, 9.0, 90),
         RoundPoint(4, LENGTH_BIN, 0, None, 1, 4.0, 40), RoundPoint(2, 5.0, 0, None, 1, 5.0, 50),
     ]  # fmt: skip
-    assert found.speculating == [
+    assert plans == [
         PlanChange(0, 0, 4), PlanChange(2, 3, 4, "self"), PlanChange(3, 0, 4), PlanChange(4, 0, 2),
         PlanChange(5, 3, 4, "self"),
     ]  # fmt: skip
-    assert (found.rounds, found.drafted_rounds) == (6, 2)
-    assert (log.plain_rounds, log.plain_seconds) == (2, 3.0)
+    race = Round(0.0, [0], 9.0, [Chain(1, 4), Chain(0, 2), Chain(2, 2), Chain(1, 1)], 8)
+    assert points_and_plans([race], NAMES)[0][0].drafter == "ngram+self"
 
 
 def test_of_many_plans_the_short_spells_are_left_out() -> None:
     """Spells of 50 rounds stay; of those of 3 rounds and of 1 the longer ones do, and take the others' rounds."""
-    log, rounds = RoundLog(), 5
-    for _ in range(5):
-        log.add(4, 10.0, 0, None, 2.0, 4)
+    rounds = [round_of(4, 0)] * 5
     for spell in range(400):
         length, gamma = (50, 5) if spell % 10 == 0 else (3, 2) if spell % 2 else (1, 1)
-        for _ in range(length):
-            log.add(2, 10.0, gamma, "self", 1.0, 2)
-        rounds += length
-    found = SpeculationStatistics("self")
-    log.write_to(found)
-    assert MOST_PLANS / 2 < len(found.speculating) <= MOST_PLANS and found.rounds == rounds
-    shown = {plan[1:]: 0 for plan in found.speculating}
-    for plan, until in zip(found.speculating, [*(plan.round for plan in found.speculating[1:]), rounds], strict=True):
+        rounds += [round_of(2, gamma)] * length
+    _, plans = points_and_plans(rounds, NAMES)
+    assert MOST_PLANS / 2 < len(plans) <= MOST_PLANS
+    shown = {plan[1:]: 0 for plan in plans}
+    for plan, until in zip(plans, [*(plan.round for plan in plans[1:]), len(rounds)], strict=True):
         shown[plan[1:]] += until - plan.round
-    assert shown[5, 2, "self"] == 50 * 40 and shown.get((1, 2, "self"), 0) < 40 and found.speculating[0].round == 0
-    assert (log.plain_rounds, log.plain_seconds) == (5, 10.0)
+    assert shown[5, 2, "self"] == 50 * 40 and shown.get((1, 2, "self"), 0) < 40 and plans[0].round == 0
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 40)), min_size=20, max_size=120))
+def test_the_changes_of_a_timeline_are_bounded(spells: list[tuple[int, int]]) -> None:
+    """Who drafts last is right, spells do not repeat, and one longer than all others together stays."""
+    names, longest = ["self", "ngram", "history"], 1 + sum(rounds for _, rounds in spells)
+    drafted = [which for which, rounds in [*spells[:10], (2, longest), *spells[10:]] for _ in range(rounds)]
+    rounds = [Round(float(at), [3], 9.0, [Chain(which, 1)]) for at, which in enumerate(drafted)]
+    (found,) = timelines(rounds, names, {3: (1e6, len(rounds)), 5: (2e6, 9)}, [3])
+    assert (found.request, found.ended) == (3, 1e6)
+    assert found.changes[0][:2] == (0.0, 0) and all(second == number for second, number, _ in found.changes)
+    begins = [number for _, number, _ in found.changes] + [len(drafted)]
+    assert begins == sorted(set(begins)) and found.changes[-1][2] == [names[drafted[-1]]]
+    assert all(one[2] != other[2] for one, other in pairwise(found.changes))
+    shown: list[list[str]] = []
+    for (_, begin, drafters), end in zip(found.changes, begins[1:], strict=True):
+        shown += [drafters] * (end - begin)
+    start = sum(count for _, count in spells[:10])
+    assert shown[start : start + longest] == [["history"]] * longest
+    exact = 1 + sum(one != other for one, other in pairwise(drafted))
+    most = MOST_CHANGES
+    assert len(found.changes) == exact if exact <= most else most // 2 < len(found.changes) <= most
+
+
+def test_timelines_of_races_and_of_requests_without_a_round() -> None:
+    """Of a plan that is the same, no row is looked at."""
+
+    class Rows(tuple[int, ...]):
+        def __iter__(self) -> Any:
+            looks.append(1)
+            return super().__iter__()
+
+    looks: list[int] = []
+    requests, rows = [4, 1], Rows((1,))
+    plans = [[Chain(0, 1 + at % 3, None), Chain(1, 2, rows), Chain(2, 3)] for at in range(9)]
+    rounds = [Round(float(at), requests, 9.0, plan) for at, plan in enumerate(plans)]
+    found = timelines(rounds, NAMES, {4: (9.0, 9), 2: (0.5, 0), 0: (3.0, 2)}, [4, 2])
+    assert found == [
+        RequestTimeline(1, [(0.0, 0, ["self", "ngram"])]), RequestTimeline(2, [(0.5, 0, [])], 0.5),
+        RequestTimeline(4, [(0.0, 0, ["self"])], 9.0),
+    ]  # fmt: skip
+    assert len(looks) == 1
+    assert [timeline.request for timeline in slowest(found, 2)] == [2, 4]
 
 
 def test_tail_by_hand() -> None:
