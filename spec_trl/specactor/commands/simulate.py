@@ -18,7 +18,7 @@ from ..simulator import Method, Outcome, simulate
 
 
 if TYPE_CHECKING:
-    from ...cli.figures import Box, Drawing
+    from ...cli.plotting import Box, Drawing
 
 WORKERS = 5
 """Lanes of a panel, as in the paper: the worker that is free first, and those that decode longest."""
@@ -117,7 +117,7 @@ def workers_over_time(outcomes: Mapping[str, Outcome]) -> "Drawing":
     """One panel per method, one lane per worker: a colour per drafter, nothing where the worker idles (SA Fig.
     14)."""
     # matplotlib takes a second to import, and only figures need it.
-    from ...cli.figures import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, VERMILLION, Drawing, canvas, draw_boxes
+    from ...cli.plotting import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, VERMILLION, Drawing, canvas, draw_boxes
 
     labels = [("seconds since the rollout's start", "workers")] * len(outcomes)
     figure, panels = canvas(*labels, per_row=3, width=4.2, height=2.2)
@@ -128,11 +128,11 @@ def workers_over_time(outcomes: Mapping[str, Outcome]) -> "Drawing":
     for axes, (name, outcome) in zip(panels, outcomes.items(), strict=True):
         by_end = sorted(outcome.spans, key=lambda spans: spans[0][1] if spans else 0.0)
         lanes = [by_end[0], *by_end[1:][-(WORKERS - 1) :]]
-        boxes: dict[str, list[Box]] = {}
+        boxes: list[tuple[str, Box]] = []
         for place, spans in enumerate(lanes):
-            for start, end, drafter in spans:
-                boxes.setdefault(drafter, []).append((start, end, place - 0.4, place + 0.4))
-        draw_boxes(axes, boxes, colours)
+            boxes += [(drafter, (start, end, place - 0.4, place + 0.4)) for start, end, drafter in spans]
+        legend = {drafter: colours[drafter] for drafter, _ in boxes}
+        draw_boxes(axes, [(colours[drafter], box) for drafter, box in boxes], legend)
         axes.set(title=name, xlim=(0, longest), ylim=(len(lanes) - 0.5, -0.5), yticks=[])
     ends = ", ".join(f"{name} {outcome.rollout_seconds:.0f} s" for name, outcome in outcomes.items())
     return Drawing(figure, f"the last request ends after: {ends}.")
