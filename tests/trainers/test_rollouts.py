@@ -79,7 +79,7 @@ def test_options_of_adaptation_and_races(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Planner, "__init__", watch)
     options = dict(sd_margin=0.1, best_of_n_budget=9, best_of_n_race=False, draft_lengths=[4, 6])
     roll_out(tmp_path, "best_of_n", **options)
-    assert given == [(1e-3, 0.5, 0.25, 5), ([2, 4, 6], 0.1, False, 9)]
+    assert given == [(1e-3, 0.5, 0.25, 5), ((2, 4, 6), 0.1, False, 9)]
 
 
 # ---- When it speculates, and what is measured for that -----------------------------------------------------------
@@ -150,7 +150,7 @@ def test_a_ladder_is_profiled_where_it_is_asked_for(
     for strategy, options, asked in (("auto", never, 0), ("self", calibrated, 0), ("auto", calibrated, 1)):
         roll_out(tmp_path, strategy, **options)
         assert len(level_ladder) == asked
-    assert level_ladder[0] == (["self", "history"], 8, [2, 5, 7, 9, 11])
+    assert level_ladder[0] == (["self", "history"], 8, (2, 5, 7, 9, 11))
 
 
 def test_by_default_nothing_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
