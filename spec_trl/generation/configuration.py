@@ -372,10 +372,10 @@ def check_combination(strategy: str, config: SpeculativeConfig) -> None:
             'verification="rejection" does not go with assistant_strategy="best_of_n", which races: taking the '
             'longest of chains accepted by chance favours what is easy to draft. Use verification="exact".'
         )
-    if rejects and (strategy == "auto" or not getattr(DRAFTERS.get(strategy), "has_probabilities", True)):
+    if rejects and strategy == "auto":
         raise ValueError(
-            f'verification="rejection" needs draft probabilities, and a drafter of assistant_strategy={strategy!r} '
-            'has none. Use verification="exact", or name another drafter.'
+            'verification="rejection" needs draft probabilities, which the history among the drafters of '
+            'assistant_strategy="auto" has none of. Use verification="exact", or name the drafter.'
         )
     if decoupled and strategy not in drafting_ahead():
         raise ValueError(

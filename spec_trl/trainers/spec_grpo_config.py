@@ -20,7 +20,7 @@ from ..generation.configuration import (
     option,
 )
 from ..generation.option_use import check_use
-from ..generation.registry import drafting_ahead, needing_assistant, taking_assistant
+from ..generation.registry import DRAFTERS, drafting_ahead, needing_assistant, taking_assistant
 from ..papers import load
 from ..scheduling.acceptance import MAX_DRAFT_LENGTH
 from ..value_checks import did_you_mean, require_choice, require_folder_or_id
@@ -182,6 +182,12 @@ class SpecGRPOConfig(GRPOConfig):
         require_choice("rollout_sharing", self.rollout_sharing, ("pool", "own"))
         self._check_assistant()
         self._check_draft_lengths()
+        drafts = getattr(DRAFTERS.get(self.assistant_strategy), "has_probabilities", True)
+        if self.verification == "rejection" and not drafts:  # in generate a drafter is refused if it samples
+            raise ValueError(
+                'verification="rejection" needs draft probabilities, which '
+                f'assistant_strategy={self.assistant_strategy!r} has none of. Use verification="exact".'
+            )
         if self.roofline_profile is not None and self.assistant_strategy == "none":
             raise ValueError(
                 f"roofline_profile={self.roofline_profile!r} has no use with assistant_strategy='none'; drop one."

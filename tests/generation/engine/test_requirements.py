@@ -90,7 +90,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         "best_of_n_drafters": ["model"], "best_of_n_assistants": {"model": "no/such"}})),
     (r"given, but assistant_strategy='self' uses none", dict(strategy="self", assistant_model="any")),
     (r"given, but assistant_strategy='ngram' uses none", dict(strategy="ngram", assistant_model="any")),
-    (r"verification=.rejection. needs draft probabilities, and a drafter of assistant_strategy=.ngram",
+    (r"verification=.rejection. needs draft probabilities, which NgramDrafter",
         dict(strategy="ngram", config={"verification": "rejection"})),
     # prompts
     (r"prompt 1 is not left-padded.*padding_side='left'", masked([1, 1, 1, 1, 1], [1, 1, 1, 0, 0])),
