@@ -19,7 +19,7 @@ from ..generation.drafters.checkpoints import write_checkpoint
 from ..generation.drafters.dflash.network import DFlashConfig, DFlashNetwork, spaced_layers
 from ..generation.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from ..generation.drafters.feature_network import FeatureNetwork
-from ..generation.engine.hidden_states import observe
+from ..generation.engine.shadow import observe
 from .target_head import TargetHead
 
 
