@@ -30,17 +30,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 import spec_trl  # noqa: F401  teaches generate() the keyword assistant_strategy
 from spec_trl import SpeculativeConfig
 from spec_trl.cli.arguments import DTYPES
-from spec_trl.cli.loading import find_device, load_model
-from spec_trl.cli.prompts import pad_left, read_prompts, token_ids
+from spec_trl.cli.loading import find_device, load_model, pad_left, read_prompts, token_ids
 from spec_trl.drafter_training.sequence_loss import TargetHead, TargetView, sequence_loss
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
-from spec_trl.generation.drafters.dflash.config import DFlashConfig, spaced_layers
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
-from spec_trl.generation.drafters.dflash.network import DFlashNetwork
-from spec_trl.generation.drafters.eagle3.config import Eagle3Config
+from spec_trl.generation.drafters.dflash.network import DFlashConfig, DFlashNetwork, spaced_layers
 from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
-from spec_trl.generation.drafters.eagle3.network import Eagle3Network
-from spec_trl.generation.engine.hidden_states import observe
+from spec_trl.generation.drafters.eagle3.network import Eagle3Config, Eagle3Network
+from spec_trl.generation.engine.shadow import observe
 from spec_trl.json_files import replacing
 
 

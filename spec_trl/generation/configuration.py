@@ -235,7 +235,7 @@ class SpeculativeConfig:
                 check_option(OPTIONS[name], value)
         # Imported here: they bring torch, and `spec-trl --help` reads the options without it.
         if self.draft_quantization != "auto":
-            from ..quantization.scheme import SCHEMES
+            from ..quantization.rtn import SCHEMES
 
             require_choice("draft_quantization", self.draft_quantization, ["auto", *(one.name for one in SCHEMES)])
         if self.draft_kernel != "auto":
