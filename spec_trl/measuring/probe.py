@@ -18,8 +18,8 @@ from ..generation.engine.cache import RaggedCache, autocast_dtype
 from ..generation.engine.compiled import cpu_runner
 from ..generation.engine.cuda_graphs import CudaRecorder, Outputs
 from ..generation.engine.drafter import Drafter
-from ..generation.engine.model_costs import model_constants
 from ..generation.engine.narrow_weights import lend_copies, take_copies_back
+from ..generation.engine.room import model_constants
 from ..generation.engine.runner import COLUMN_BUCKET, EagerRunner
 from ..quantization.awq import ActivationAware
 from ..quantization.linear import QuantizedLinear

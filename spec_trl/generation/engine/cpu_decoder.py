@@ -18,7 +18,7 @@ from ...dense_linear import DenseLinear
 from ...quantization.kernels.native import Native
 from ...quantization.linear import QuantizedLinear
 from . import cpu_attention, cpu_layer
-from .cache import _RaggedLayer
+from .cache import RaggedLayer
 
 
 class _Norm(ctypes.Structure):
@@ -77,7 +77,7 @@ class OneCall:
         self._functions = [cpu_products.address(function) for function in functions]
 
     def __call__(
-        self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Tensor, cache: _RaggedLayer
+        self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Tensor, cache: RaggedLayer
     ) -> Tensor | None:
         """The layer's output for `hidden_states` [B, q, hidden] float32; None where it is not served, or watched.
 

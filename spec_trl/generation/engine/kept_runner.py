@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ...native_code import compiler
 from .. import kept
 from ..configuration import SpeculativeConfig
-from .cache import RaggedCache, autocast_dtype
+from .cache import RaggedCache, autocast_dtype, pages_of
 from .captured import GraphRunner
 from .captured_forward import SMALLEST_COLUMNS, cache_rows
 from .compiled import cpu_runner
@@ -17,8 +17,7 @@ from .cuda_graphs import CudaRecorder, GraphBudget
 from .exactness import inexact_parts
 from .memory import free_memory
 from .narrow_weights import make_copies, refresh_copies
-from .paged_cache import PagedCache
-from .pages import pages_of
+from .pages import PagedCache
 from .runner import EagerRunner
 from .shadow import fingerprint, make_shadow, not_exact
 from .snapshot import is_unchanged, snapshot_of

@@ -13,7 +13,7 @@ from spec_trl.generation.engine import attention, captured, fused_layers, kept_r
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.exact_layers import ExactConv1D, ExactLinear
 from spec_trl.generation.engine.narrow_weights import NarrowProduct, make_copies
-from spec_trl.generation.engine.paged_cache import PagedCache
+from spec_trl.generation.engine.pages import PagedCache
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow, not_exact
 from tests.generation.calls import generate, outputs, pad_left, random_rows

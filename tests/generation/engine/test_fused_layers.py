@@ -25,8 +25,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from benchmarks.gpu.kernels_per_layer import per_layer
 from spec_trl import cpu_products
+from spec_trl.generation.drafters.decoupled.tail import TailCache
 from spec_trl.generation.engine import compiled, cpu_decoder, cpu_layer, fused_layers
-from spec_trl.generation.engine.cache import RaggedCache, TailCache
+from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.compiled import CompiledRunner, compiled_twin
 from spec_trl.generation.engine.hidden_states import keep_states
 from spec_trl.generation.engine.narrow_weights import make_copies

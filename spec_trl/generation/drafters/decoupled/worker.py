@@ -6,11 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...engine.cache import RaggedCache, TailCache
+from ...engine.cache import RaggedCache
 from ...engine.drafter import Drafter, DraftSession
 from ...engine.noise import RoundNoise
 from ...engine.rows import Progress, Request
 from .messages import Kind
+from .tail import TailCache
 
 
 class DraftWorker:
