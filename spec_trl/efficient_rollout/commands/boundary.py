@@ -11,8 +11,8 @@ from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
-from ...cli.figures import BLUE, GREEN, VERMILLION, Drawing, canvas
-from ...cli.options import MARGIN
+from ...cli.arguments import MARGIN
+from ...cli.plotting import BLUE, GREEN, VERMILLION, Drawing, canvas
 from ...generation.engine.statistics import RoundPoint, added
 from ...trainers.run_log import RolloutRecord
 from ..roofline import Roofline

@@ -16,8 +16,8 @@ from ...scheduling.model_constants import ModelConstants
 from .attention import reads_spans
 from .cache import PAGE_COLUMNS, autocast_dtype, pages_of
 from .drafter import Drafter
+from .linear_layers import bytes_of_copies
 from .memory import free_memory
-from .narrow_weights import bytes_of_copies
 from .outcome import Integers
 from .pages import PagedCache
 from .rows import Request, Rows, text_length

@@ -297,7 +297,7 @@ def test_without_a_number_rows_are_as_many_as_a_pool_holds_at_a_quarter_of_their
     tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caches = install_pool(monkeypatch, columns=4)
-    column, row = 2 * 2 * 2 * 16 * 8, 3 * 6 * 64 * 4  # bytes, as in test_kv_room.py
+    column, row = 2 * 2 * 2 * 16 * 8, 3 * 6 * 64 * 4  # bytes, as in test_room.py
     columns = 9 + 120 + 5
     row += columns * column // 2  # pages are gathered, one layer at a time
     fixed = 16 * 8 * (9 + 120) * 64 * 8  # 8 prompts of 9 tokens and 120 new ones
