@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from spec_trl.generation import decoding
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
-from spec_trl.generation.drafters.decoupled.thread import DraftThread
+from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.engine import memory
 from spec_trl.generation.engine import room as room_module
 from spec_trl.generation.engine.drafter import Drafter
