@@ -42,7 +42,7 @@ class SamplerMismatch:
         return {name: value for name, value in inputs.items() if name != SAMPLED} if self.is_logged else inputs
 
     def metrics(self, inputs: dict[str, Any]) -> dict[str, float]:
-        """Metrics of a micro-batch over all ranks, after its loss; empty where no token counts. All ranks must call it.
+        """Metrics of a micro-batch over all ranks, after its loss; empty where no token counts. All ranks call it.
         Where `inputs` have `old_per_token_logps` `[B, n]`, since the policy may have changed after it sampled, these
         are compared instead of the newest forward."""
         policy, sampled = inputs.get("old_per_token_logps", self.forward), inputs.get(SAMPLED)
