@@ -16,10 +16,10 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .attention import MaskPlan
 from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
-from .patched_forwards import unfollowed_patch
 from .shadow import unwrapped
-from .states import follows_states
 from .snapshot import while_unchanged
+from .states import follows_states, is_filled
+from .training_marks import unfollowed_patch
 
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ def check_keywords(model_kwargs: dict[str, Any]) -> None:
             f"the model inputs {unknown} cannot be combined with assistant_strategy, which takes input_ids and "
             "attention_mask. Generate without assistant_strategy."
         )
-    if filled := [name for name, value in caches.items() if value.get_seq_length() > 0]:
+    if filled := [name for name, value in caches.items() if is_filled(value)]:
         raise ValueError(
             f"{filled[0]} already holds tokens; assistant_strategy keeps its own cache. Pass the whole prompt."
         )

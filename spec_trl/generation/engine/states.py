@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .cache import RaggedCache
 
@@ -143,6 +144,16 @@ def follows_states(network: nn.Module) -> bool:
     """Whether `network` keeps states beside K/V, all of which :class:`States` serves."""
     scans = [type(module) for module in network.modules() if "update_recurrent_state" in _names_in(type(module))]
     return keeps_states(network) and all(_scan_in(kind) is not None for kind in scans)
+
+
+def is_filled(cache: Cache) -> bool:
+    """Whether a cache of transformers holds K/V or a state."""
+    return any(
+        layer.get_seq_length() > 0
+        if isinstance(layer, CacheLayerMixin)
+        else any(getattr(layer, "has_previous_state", {}).values())
+        for layer in cache.layers
+    )
 
 
 def mixer_class(kind: Any) -> Any:
