@@ -21,6 +21,9 @@ from .source_weight import SourceSpec, inspect_projection, is_projection, is_tra
 
 # Routers decide discretely on small weights: a rounded one sends tokens to the wrong experts and saves nothing.
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
+# They set how fast a recurrent state forgets and learns: tiny, and an error of theirs lasts for the rest of a text.
+# Mamba's `dt_proj` is read and not called.
+DECAY_NAMES = ("in_proj_a", "in_proj_b", "b_proj", "dt_proj")
 # "auto" packs the lm_head from this share of the bytes of a draft step on: below it, the gain is under a quarter.
 LM_HEAD_SHARE = 1 / 3
 # Projections of the same input, in the families that `engine/fused_layers.py` knows.
@@ -172,7 +175,7 @@ class _Builder:
         layers = layer_specs(parent, self.scheme)
         for child_name, child in list(parent.named_children()):
             is_tower = isinstance(child, PreTrainedModel) and "text" not in child.input_modalities
-            if child is self.shadow.get_output_embeddings() or child_name in ROUTER_NAMES or is_tower:
+            if child is self.shadow.get_output_embeddings() or child_name in (*ROUTER_NAMES, *DECAY_NAMES) or is_tower:
                 continue
             if is_projection(child):
                 self._replace(parent, child_name, self._quantized_linear(child, layers[child_name]))

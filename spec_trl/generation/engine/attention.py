@@ -27,12 +27,17 @@ EXACT_ATTENTION = "spec_trl_exact"
 FULL, SLIDING, CHUNKED, DUMMY = "full_attention", "sliding_attention", "chunked_attention", "dummy"
 # Layers without attention of their own: they get no mask and store no K/V.
 _NO_ATTENTION = {"moe", "mlp", DUMMY}
-# Layers of hybrid families that keep nothing but K/V.
 STATE_LAYERS = frozenset({"conv", "linear_attention", "hybrid"})
 """Layer types whose layers keep a state of convolutions or scans (`states.py`); "hybrid" attends too."""
 STATELESS = {FULL, *_NO_ATTENTION}
+"""Layer types of hybrid families whose layers keep nothing but K/V."""
 # GPT-Neo has names of its own.
 GPT_NEO_LAYERS = {"global": FULL, "local": SLIDING}
+
+
+def attends(layer_type: str) -> bool:
+    """Whether a layer of this type keeps K/V."""
+    return layer_type == "hybrid" or layer_type not in STATE_LAYERS | _NO_ATTENTION
 
 
 @dataclass(frozen=True)

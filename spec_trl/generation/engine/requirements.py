@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from .attention import MaskPlan
+from .attention import STATE_LAYERS, STATELESS, MaskPlan
 from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
 from .shadow import unwrapped
 from .snapshot import while_unchanged
@@ -38,6 +38,12 @@ _REFUSED_TYPES = {
     "doge": "its masks depend on what the tokens say",
     "bloom": "its ALiBi positions need a two-dimensional mask",
     **dict.fromkeys(("xlm", "flaubert"), "it cuts its input by the length of a cache whose rows are all equally long"),
+    "zamba": "its scans run head by head",
+    "zaya": "its convolutions keep their states in ways of their own",
+    **dict.fromkeys(
+        ("inkling", "inkling_text", "inkling2_text", "inkling2_loop_text"),
+        "its relative positions are counted from the length of a cache whose rows are all equally long",
+    ),
     "mpt": "its ALiBi positions are counted back from the last cache column",
 }
 # Keywords that generate passes to a decoding method, and that the engine reads or may ignore.
@@ -87,10 +93,12 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     settings, decoder = vars(config), model.get_decoder()
     if settings.get("alibi"):
         return "with alibi=True is not served: ALiBi needs a two-dimensional mask"
-    if model._is_stateful and not follows_states(model):
+    types = set(getattr(config, "layer_types", None) or ())
+    has_states = types & STATE_LAYERS or (model._is_stateful and not (types and types <= STATELESS))
+    if has_states and not follows_states(model):
         return (
-            "keeps a recurrent state, which rejected tokens cannot be taken out of. Generate without "
-            "`assistant_strategy`"
+            "keeps a recurrent state in a way that is not known here, and rejected tokens must leave it. Generate "
+            "without `assistant_strategy`"
         )
     if not cache_argument(model):
         return f"is not served: its forward takes no K/V cache ({' or '.join(CACHE_NAMES)}){_renamed()}"

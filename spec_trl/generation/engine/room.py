@@ -13,7 +13,7 @@ from ...quantization import QuantizedNetwork
 from ...quantization.experts import is_experts, matrix_names
 from ...quantization.source_weight import under_adapters
 from ...scheduling.model_constants import ModelConstants
-from .attention import reads_spans
+from .attention import attends, reads_spans
 from .cache import PAGE_COLUMNS, autocast_dtype, pages_of
 from .drafter import Drafter
 from .linear_layers import bytes_of_copies
@@ -89,12 +89,16 @@ def kv_bytes(model: PreTrainedModel, dtype: torch.dtype | None = None) -> float:
 
 
 def _attention_shape(model: PreTrainedModel) -> tuple[int, int, int, int]:
-    """Heads, layers, K/V heads and the size of a head."""
+    """Heads, layers that attend, K/V heads and the size of a head."""
     config = model.config.get_text_config(decoder=True)
     shape = vars(config)  # architectures leave out different keys
+    types = getattr(config, "layer_types", None)
+    layers = config.num_hidden_layers if types is None else sum(map(attends, types))
+    if not layers:
+        return 0, 0, 0, 0
     heads = config.num_attention_heads
     head_dim = shape.get("head_dim") or config.hidden_size // heads
-    return heads, config.num_hidden_layers, shape.get("num_key_value_heads") or heads, head_dim
+    return heads, layers, shape.get("num_key_value_heads") or heads, head_dim
 
 
 def _count(parameter: nn.Parameter) -> int:

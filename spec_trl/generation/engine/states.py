@@ -1,8 +1,8 @@
-"""Convolution windows and recurrent states of rows of different lengths: hold what a forward feeds, replay what stays.
+"""Convolution windows and recurrent states of rows of different lengths: hold what is fed, replay what is accepted.
 
-A state cannot forget a rejected draft as a column of K/V can. So a forward that verifies writes no state: it HOLDS what
-it feeds into convolutions and scans, and :meth:`States.commit` takes each row's accepted tokens from there into the
-states, without running the network again. Prompts, and rounds without drafts, feed text alone, and write.
+A state cannot forget a rejected draft as a column of K/V can. So a forward that verifies writes no state: it HOLDS
+what it feeds into convolutions and scans, and :meth:`States.commit` takes each row's accepted tokens from there into
+the states, without running the network again. Prompts, and rounds without drafts, feed text alone, and write.
 
 A convolution needs transformers' Cache API alone. A scan is the family's function over many tokens, which
 :func:`mixer_class` replaces in the mixers of a shadow by one that minds how long each row is: rows of equal length run
@@ -378,8 +378,8 @@ class States(RaggedCache):
 
     def _write_window(self, key: tuple[int, int], window: Tensor, lengths: Sequence[int]) -> None:
         state = self._windows[key][self._span]  # [B, channels, kernel]
-        ends = torch.tensor(lengths, device=window.device)[:, None] + torch.arange(state.shape[-1], device=window.device)
-        state.copy_(window.gather(-1, ends[:, None].expand(-1, state.shape[1], -1)))
+        columns = torch.tensor(lengths)[:, None] + torch.arange(state.shape[-1])  # [B, kernel], up to the last token
+        state.copy_(window.gather(-1, columns.to(window.device)[:, None].expand(-1, state.shape[1], -1)))
 
 
 class DraftStates(States):
