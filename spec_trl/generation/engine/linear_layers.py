@@ -81,6 +81,8 @@ class NarrowProduct(nn.Module):
     weight: Tensor
     bias: Tensor | None
     copies: Copies | None = None
+    _is_transposed: bool
+    _is_exact: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → y [..., out]"""
@@ -88,39 +90,25 @@ class NarrowProduct(nn.Module):
         if copies is None or torch.is_grad_enabled() or autocast_dtype(x.device) != copies.weight.dtype:
             product: Tensor = super().forward(x)
             return product
-        return self._multiply(x, copies)
-
-    def _multiply(self, x: Tensor, copies: Copies) -> Tensor:
-        return multiply(x, *copies) if is_plain(x, *copies) else F.linear(x, *copies)
-
-
-class _NarrowConv1D(NarrowProduct):
-    def _multiply(self, x: Tensor, copies: Copies) -> Tensor:
+        weight = copies.weight.T if self._is_transposed else copies.weight  # [out, in]
+        if self._is_exact and (exact := multiply_exactly(x, weight, copies.bias)) is not None:
+            return exact
+        if is_plain(x, *copies, transposed=self._is_transposed):
+            return multiply(x, weight, copies.bias)
+        if not self._is_transposed:
+            return F.linear(x, *copies)
         assert copies.bias is not None
-        if is_plain(x, *copies, transposed=True):
-            return multiply(x, copies.weight.T, copies.bias)
         rows = torch.addmm(copies.bias, x.reshape(-1, x.shape[-1]), copies.weight)  # [m, out]
         return rows.view(*x.shape[:-1], -1)
 
 
-class _NarrowExact(NarrowProduct):
-    def _multiply(self, x: Tensor, copies: Copies) -> Tensor:
-        product = multiply_exactly(x, copies.weight, copies.bias)
-        return super()._multiply(x, copies) if product is None else product
-
-
-class _NarrowExactConv1D(_NarrowConv1D):
-    def _multiply(self, x: Tensor, copies: Copies) -> Tensor:
-        product = multiply_exactly(x, copies.weight.t(), copies.bias)
-        return super()._multiply(x, copies) if product is None else product
-
-
-# By the forward of a class: another forward may do something else with the weight.
-_MIXINS = {
-    nn.Linear.forward: NarrowProduct, DenseLinear.forward: NarrowProduct, ExactLinear.forward: _NarrowExact,
-    Conv1D.forward: _NarrowConv1D, DenseConv1D.forward: _NarrowConv1D, ExactConv1D.forward: _NarrowExactConv1D,
+# Whether the weight is transposed, and the layer exact. By the forward of a class: another forward may do something
+# else with the weight.
+_LAYERS = {
+    nn.Linear.forward: (False, False), DenseLinear.forward: (False, False), ExactLinear.forward: (False, True),
+    Conv1D.forward: (True, False), DenseConv1D.forward: (True, False), ExactConv1D.forward: (True, True),
 }  # fmt: skip
-_classes: dict[type, type] = {}  # of linear layers, and what became of them
+_classes: dict[type, type] = {}  # with copies, by those without
 _Key: TypeAlias = tuple[int, int]
 
 
@@ -202,7 +190,9 @@ def _give(layer: Any, copies: Copies | None) -> None:
     kind = type(layer)
     if not isinstance(layer, NarrowProduct):
         if kind not in _classes:
-            _classes[kind] = type(f"Narrow{kind.__name__}", (_MIXINS[kind.forward], kind), {})
+            is_transposed, is_exact = _LAYERS[kind.forward]
+            members = {"_is_transposed": is_transposed, "_is_exact": is_exact}
+            _classes[kind] = type(f"Narrow{kind.__name__}", (NarrowProduct, kind), members)
         layer.__class__ = _classes[kind]  # no other tree has the modules of a shadow
     layer.copies = copies
 
@@ -237,7 +227,7 @@ def _below(module: nn.Module) -> Iterator[nn.Module]:
         module = module.dense
     if isinstance(module, PreTrainedModel) and "text" not in module.input_modalities:
         return  # a vision tower, which does not run
-    is_known = isinstance(module, NarrowProduct) or type(module).forward in _MIXINS
+    is_known = isinstance(module, NarrowProduct) or type(module).forward in _LAYERS
     # Pruning and parametrizations compute the weight in every forward.
     is_known = is_known and {"weight", "bias"} <= module._parameters.keys()
     if is_known and patched_forward(module) is None:

@@ -205,7 +205,7 @@ def test_a_rollout_of_64_rows_captures_few_shapes(tape, strategy: str, most: int
     """While its rows finish: 21 and 11 with buckets of 1, 2, 4, 8 and then of 8 more rows."""
     model = tiny_llama(num_hidden_layers=1)
     result = generate(model, SIXTY_FOUR, strategy, {"runner": "graph", "seed": 1}, **LENGTHS)
-    assert result.statistics.rounds > 30 and tape.recorded <= most
+    assert result.statistics.rounds > 20 and tape.recorded <= most
     assert tape.replayed > 0.85 * result.statistics.rounds
     assert outputs(result) == outputs(generate(model, SIXTY_FOUR, "none", {"runner": "eager", "seed": 1}, **LENGTHS))
 
