@@ -16,13 +16,13 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from spec_trl.distributed import pool, shared_rollouts
-from spec_trl.distributed.draft_ranks import DraftRanks
+from spec_trl.distributed.decoupled import DraftRanks
 from spec_trl.distributed.shared_rollouts import Sampled, SharedRollouts
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.rollout import Rollout
 from tests.conftest import tiny_llama
-from tests.distributed.pools import Helped, Patient, unfair
+from tests.distributed.ranks import Helped, Patient, unfair
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
 

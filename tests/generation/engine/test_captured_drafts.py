@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 
 from spec_trl.generation import decoding
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import captured, kv_room
+from spec_trl.generation.engine import captured, room
 from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
 from spec_trl.generation.engine.draft_loop import NetworkDraft
 from tests.conftest import tiny_llama
@@ -228,8 +228,8 @@ def test_little_memory_makes_captured_forwards_fewer_before_rows(
     config = {"runner": "graph", "draft_length": 5}
     plain = generate(model, SIXTY_FOUR, "none", {"runner": "eager"}, **LENGTHS)
     monkeypatch.setattr(tape, "bytes", lambda: tape.recorded << 22)  # four captures take 16 MiB
-    monkeypatch.setattr(kv_room, "LEAST_GRAPH_MEMORY", 0)
-    monkeypatch.setattr(kv_room, "warned_of", set())
+    monkeypatch.setattr(room, "LEAST_GRAPH_MEMORY", 0)
+    monkeypatch.setattr(room, "warned_of", set())
     monkeypatch.setattr(decoding, "free_for_cache", lambda model: NEEDED + left)
     with pytest.warns(UserWarning) as seen:
         found = [generate(model, SIXTY_FOUR, "self", config, **LENGTHS) for _ in range(2)]

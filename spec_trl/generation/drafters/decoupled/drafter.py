@@ -1,7 +1,7 @@
 """The verifier's side of decoupled execution (SA §4.1): a drafter whose windows are drafted elsewhere, meanwhile."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -14,7 +14,8 @@ from ...engine.noise import RoundNoise
 from ...engine.outcome import Integers
 from ...engine.rows import Admission
 from ...engine.verification import Proposal
-from .messages import DraftLink, Kind
+from .pipe import DraftPipe
+from .worker import Kind
 
 
 if TYPE_CHECKING:
@@ -35,30 +36,29 @@ class DecoupledDrafter(Drafter):
         period 3   verifies  nothing         drafts  o1 o2 o3 o4     from x on; the row decodes one token, y
                    target's  y               y = o1: o2 o3 o4 are verified next; else again as in period 3
 
-    One rule covers all of it: drafts stay as far as they follow the committed text. So it does not matter which
-    drafts were verified, and another drafter's, or none, may have been. In the paper's period 3 the verifier waits for
-    the drafter; here it decodes (:func:`~spec_trl.specactor.token_speed.busy_window_tokens`).
-
-    Drafter and target wait for each other after each period. So drafts and statistics do not depend on how fast
-    either is, as tokens never do.
+    One rule covers all of it: drafts stay as far as they follow the committed text, whichever drafts were verified. In
+    the paper's period 3 the verifier waits for the drafter; here it decodes
+    (:func:`~spec_trl.specactor.token_speed.busy_window_tokens`). Drafter and target wait for each other after each
+    period, so drafts and statistics do not depend on how fast either is.
 
     Args:
-        link: to the drafter.
-        plans: gives each request a window and a mode of its own (SA Algorithm 2); None: all run ahead by w. A request
-            in coupled mode drafts only when nothing of it waits for verification; one in plain mode never.
+        pipe: to the drafter.
+        plans: give each request its window and mode (SA Algorithm 2); None: all run ahead by w. A request in coupled
+            mode drafts only when nothing of it waits for verification; one in plain mode never.
     """
 
     has_probabilities = False  # its drafts are verified exactly
     drafts_ahead = False  # it does so already
 
-    def __init__(self, link: DraftLink, plans: "RequestPlans[int] | None" = None) -> None:
-        self.link = link
-        self.strategy, self.max_rows, self.cost = link.strategy, link.max_rows, link.cost
+    def __init__(self, pipe: DraftPipe, plans: "RequestPlans[int] | None" = None) -> None:
+        self.pipe = pipe
+        self.strategy, self.max_rows, self.cost = pipe.strategy, pipe.max_rows, pipe.cost
         self._plans = plans
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        with super().claim(), self.link.claim():
+        drafter = self.pipe.drafter
+        with super().claim(), nullcontext() if drafter is None else drafter.claim():
             yield
 
     def begin(self, session: DraftSession) -> None:
@@ -70,15 +70,19 @@ class DecoupledDrafter(Drafter):
         # In host memory, by row: committed tokens, their limit, drafts that follow them, and these drafts.
         self._lengths, self._limits, self._ahead = torch.zeros(3, capacity, dtype=torch.int64)  # [capacity] each
         self._drafts = torch.zeros(capacity, 2 * (MAX_DRAFT_LENGTH + 1), dtype=torch.int64)  # [capacity, 2w]
-        self._asked: Tensor | None = None  # [B], of the window that is being drafted
+        self._due: Tensor | None = None  # [B], tokens of the window that is being drafted
         self.drafted, self.dropped = 0, 0  # tokens
         if self._plans is not None:
             self._plans.begin()
-        self.link.begin(session, self._vocabulary)
+        self.pipe.begin(session, self._vocabulary)
 
     def end(self) -> None:
         super().end()
-        self.link.end()
+        try:
+            if self._due is not None:  # the target failed; over gloo the window must be received before END is sent
+                self.pipe.receive()
+        finally:
+            self.pipe.end()
 
     def admit(self, admission: Admission) -> None:
         rows, first = self.session.rows, admission.first
@@ -92,7 +96,7 @@ class DecoupledDrafter(Drafter):
             self._lengths[row], self._limits[row] = len(prompt) + len(output), state[0, row]
             self._ahead[row] = 0
         self._active = rows.active
-        self.link.send(Kind.ADMIT, torch.from_numpy(np.concatenate(parts)))
+        self.pipe.send(Kind.ADMIT, torch.from_numpy(np.concatenate(parts)))
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         remaining = self.session.rows.active
@@ -100,24 +104,31 @@ class DecoupledDrafter(Drafter):
         for state in (self._lengths, self._limits, self._ahead, self._drafts):
             state[destination] = state[source]
         self._active = remaining
-        self.link.send(Kind.MOVE, torch.tensor([*destination, *ended]))
+        self.pipe.send(Kind.MOVE, torch.tensor([*destination, *ended]))
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        batch = self._active
+        batch, most = self._active, draft_length + 1
         ahead = self._ahead[:batch]  # [B]
-        window, waits = self._windows(draft_length + 1)  # [B] each
+        window = torch.full((batch,), most)  # [B]
+        waits = torch.zeros(batch, dtype=torch.bool)  # [B], for verification
+        if self._plans is not None:
+            plans = [self._plans.of(request) for request in self.session.rows.indices]
+            waits = torch.tensor([plan.mode == "coupled" for plan in plans])
+            # Coupled requests draft one more: their first draft token coincides with the token being decoded.
+            window = (torch.tensor([plan.window for plan in plans]) + waits).clamp(max=most)
         room = self._limits[:batch] - self._lengths[:batch] - ahead  # [B]
         # 2w - 1 are ahead at most, of which the first is sure to be right if all before it are.
-        asked = torch.minimum(window, torch.minimum(2 * window - 1 - ahead, room)).clamp(min=0)
-        self._asked = asked.masked_fill(waits & (ahead > 0), 0)  # [B]
-        self.link.send(Kind.DRAFT, self._asked)
+        due = torch.minimum(window, torch.minimum(2 * window - 1 - ahead, room)).clamp(min=0)
+        due = due.masked_fill(waits & (ahead > 0), 0)  # [B]
+        self.pipe.send(Kind.DRAFT, due)
+        self._due = due
         return Proposal(self._drafts[:batch, :draft_length].clone(), ahead.clamp(max=draft_length))  # [B, γ], [B]
 
     def observe(self, tokens: Integers, kept: Integers) -> None:
         batch = self._active
-        if self._asked is not None:
-            asked, self._asked = self._asked, None
-            self._take(self.link.receive(), asked)
+        if self._due is not None:
+            due, self._due = self._due, None
+            self._add_window(self.pipe.receive(), due)
         ahead, drafts = self._ahead[:batch], self._drafts[:batch]  # [B], [B, 2w]
         counts = torch.from_numpy(kept)  # [B]
         text = torch.from_numpy(tokens[:, : kept.max()])  # [B, K]
@@ -127,7 +138,7 @@ class DecoupledDrafter(Drafter):
         right = is_right.long().cumprod(1).sum(1)  # [B]
         stays = right == counts  # [B]
         text = text.masked_fill(step >= counts[:, None], 0)
-        self.link.send(Kind.COMMIT, torch.cat([counts, stays.long(), text.T.flatten()]))
+        self.pipe.send(Kind.COMMIT, torch.cat([counts, right, text.T.flatten()]))
         left = (ahead - counts).where(stays, 0)  # [B]
         self.dropped += int((ahead - right - left).sum())
         slots = (counts[:, None] + torch.arange(drafts.shape[1])).clamp(max=drafts.shape[1] - 1)  # [B, 2w]
@@ -136,6 +147,25 @@ class DecoupledDrafter(Drafter):
         self._lengths[:batch] += counts
         if self._plans is not None:
             self._plans.record(self.session.rows.indices, *(part.tolist() for part in (kept, judged, right)))
+
+    def _add_window(self, answer: Tensor, due: Tensor) -> None:
+        """Adds the window in `answer` to the drafts; `due`: `[B]`, the most tokens of each row.
+
+        Raises:
+            ValueError: the answer is no such window.
+        """
+        batch, width = len(due), int(due.max())
+        if answer.dtype != torch.int64 or len(answer) != batch * (1 + width):
+            raise ValueError(f"a window of {len(answer)} numbers came for {batch} rows of {width} drafts at most")
+        counts, tokens = answer[:batch], answer[batch:].view(batch, width)  # [B], [B, width]
+        is_draft = torch.arange(width) < counts[:, None]  # [B, width]
+        is_token = (tokens >= 0) & (tokens < self._vocabulary)
+        if not ((counts >= 0) & (counts <= due)).all() or not (is_token | ~is_draft).all():
+            raise ValueError("a window came with lengths or tokens out of range")
+        row, step = is_draft.nonzero(as_tuple=True)
+        self._drafts[row, self._ahead[row] + step] = tokens[row, step]
+        self._ahead[:batch] += counts
+        self.drafted += int(counts.sum())
 
     def prepare_assisted_decoding(self, *_: Any, **__: Any) -> NoReturn:
         """Raises ValueError: transformers' own loop is coupled."""
@@ -146,36 +176,8 @@ class DecoupledDrafter(Drafter):
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
-        return self.link.forwards
+        return 0 if self.pipe.drafter is None else self.pipe.drafter.forwards
 
     @property
     def cache_bytes(self) -> int:
-        return self.link.cache_bytes
-
-    def _windows(self, most: int) -> tuple[Tensor, Tensor]:
-        """w of each row, `[B]` int64 of at most `most`, and whether it waits for verification, `[B]` bool."""
-        if self._plans is None:
-            return torch.full((self._active,), most), torch.zeros(self._active, dtype=torch.bool)
-        own = [self._plans.of(request) for request in self.session.rows.indices]
-        # Coupled requests draft one more: their first draft token coincides with the token being decoded.
-        window = torch.tensor([min(plan.window + (plan.mode == "coupled"), most) for plan in own])
-        return window, torch.tensor([plan.mode == "coupled" for plan in own])
-
-    def _take(self, answer: Tensor, asked: Tensor) -> None:
-        """Adds the window in `answer` to the drafts; `asked`: `[B]`.
-
-        Raises:
-            ValueError: it is not what was asked for.
-        """
-        batch, width = len(asked), int(asked.max())
-        if answer.dtype != torch.int64 or len(answer) != batch * (1 + width):
-            raise ValueError(f"a window of {len(answer)} numbers came for {batch} rows of {width} drafts at most")
-        found, tokens = answer[:batch], answer[batch:].view(batch, width)  # [B], [B, width]
-        is_draft = torch.arange(width) < found[:, None]  # [B, width]
-        is_token = (tokens >= 0) & (tokens < self._vocabulary)
-        if not ((found >= 0) & (found <= asked)).all() or not (is_token | ~is_draft).all():
-            raise ValueError("a window came with lengths or tokens out of range")
-        row, step = is_draft.nonzero(as_tuple=True)
-        self._drafts[row, self._ahead[row] + step] = tokens[row, step]
-        self._ahead[:batch] += found
-        self.drafted += int(found.sum())
+        return 0 if self.pipe.drafter is None else self.pipe.drafter.cache_bytes

@@ -1,36 +1,40 @@
 """What changes in a drafter that learns, and how: all of its weights, or low-rank corrections of its layers.
 
 A learner works on a copy of the drafting network, at least in float32, so that drafting can go on meanwhile. `publish`
-then copies what was learned into the drafting network, in place.
+then copies what was learned into the drafting network, in place. A correction belongs to one cache row, so that a
+request of a batch learns for itself and starts anew (TTS resets between requests), or to all rows. Drafters whose
+weights are packed can learn in this way too.
 """
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from ....quantization.linear import PackedLayer
+from ....quantization.linear import PackedLayer, QuantizedLinear
+from ....quantization.source_weight import read_projection
 from ...engine.shadow import share_weights
 from ..canvas import TrainableDrafter
-from .row_adapters import RowAdam, RowAdapters
 
 
 CORRECTION_RATE = 3e-4
 """η of low-rank corrections, which are relative to the layer's own scale."""
+_BETAS, _EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
 
 class Learner(ABC):
-    """What one drafter has learned so far.
+    """Trains a copy of a drafter.
 
     Attributes:
         network: the copy of the drafting network that learns.
-        initial: a network with the weights before any learning, q_0; None where nobody asks for it.
-        tensors: what is learned, each with gradient.
-        published: where drafting reads it; captured forwards too, so it is written in place.
-        rows: number of separate adapters, one per cache row; 1 = all rows share what is learned.
+        initial: a network with the weights before learning, q_0; None where it is not needed.
+        tensors: the tensors that learn, with gradient.
+        published: those of the drafting network, written in place since captured forwards read them.
+        rows: number of separate adapters, one per cache row; 1: all rows share the tensors.
         learning_rate: η of Adam.
     """
 
@@ -43,42 +47,42 @@ class Learner(ABC):
 
     @abstractmethod
     def step(self, gradients: Sequence[Tensor | None], drafted: Tensor) -> None:
-        """One step of Adam by the `gradients` of `tensors`, which come from the first rows `drafted` (`[B]` bool)."""
+        """A step of Adam by the `gradients` of `tensors`, from the first rows `drafted` (`[B]` bool)."""
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copies what has been learned into the drafting network."""
+        """Copies the tensors into the drafting network."""
         torch._foreach_copy_(self.published, self.tensors)
 
     @abstractmethod
     def reset(self, rows: Iterable[int]) -> None:
-        """Takes back what cache rows `rows` have learned, Adam's moments included."""
+        """Resets the tensors of cache rows `rows`, Adam's moments included."""
 
     @abstractmethod
     def move(self, source: list[int], destination: list[int]) -> None:
-        """Cache rows `source` are now rows `destination`."""
+        """Moves the tensors of cache rows `source` to rows `destination`."""
 
     @abstractmethod
     def release(self) -> None:
-        """Leaves the drafting network as it was before there was a learner."""
+        """Restores the drafting network."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What has been learned, moments included, for a checkpoint: the tensors themselves, not copies."""
+        """Tensors and moments for a checkpoint, not copied."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over and publishes what :meth:`state_dict` gave; raises ValueError, and changes nothing, where its
+        """Loads and publishes the result of :meth:`state_dict`. Raises ValueError, and changes nothing, where its
         tensors have other shapes."""
 
     @property
     @abstractmethod
     def bytes(self) -> int:
-        """Bytes that learning takes in addition to the drafting network, gradients included."""
+        """Memory of learning in addition to the drafting network, gradients included."""
 
 
 class WeightLearner(Learner):
-    """Learns all of a drafter's own weights (TTS §4.1), for all rows together."""
+    """Learns all weights that a drafter does not borrow (TTS §4.1), for all rows together."""
 
     rows = 1
 
@@ -134,6 +138,136 @@ class WeightLearner(Learner):
         return sum(tensor.nbytes for tensor in [*held, *3 * self.tensors])  # gradients and two moments
 
 
+class RowTensors:
+    """Tensors with one entry per cache row, in their first dimension, written in place."""
+
+    def __init__(self, by_row: Sequence[Tensor]) -> None:
+        self._by_row = by_row
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """Sets the entries of `rows` to 0."""
+        for tensor in self._by_row:
+            tensor[list(rows)] = 0
+
+    def move(self, source: list[int], destination: list[int]) -> None:
+        """Copies the entries of rows `source` to rows `destination`."""
+        for tensor in self._by_row:
+            tensor[destination] = tensor[source]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that they take."""
+        return sum(tensor.nbytes for tensor in self._by_row)
+
+
+class RowAdapters(RowTensors):
+    """y_b + (x_b @ downᵀ) @ up_bᵀ for row b of every adapted layer. `up` starts at 0: at first nothing changes.
+
+    Only `up` learns (LoRA-FA, arXiv 2308.03303), so rows share `down`, a random projection. `down` has the scale of
+    the layer's own weight: then a change of η in `up` changes y by a share of about η, whatever the layer's scale.
+
+    Args:
+        layers: linear layers by name, with inputs `[B, q, in]`.
+        rows: number of cache rows with a correction of their own; 1: one correction for all.
+        rank: r.
+
+    Attributes:
+        down: `[r, in]` for each layer, by name; at least float32.
+        up: `[rows, out, r]` for each layer.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], rows: int, rank: int) -> None:
+        self.rows = rows
+        generator = torch.Generator().manual_seed(0)
+        self.down: dict[str, Tensor] = {}
+        self.up: dict[str, Tensor] = {}
+        for name, layer in layers.items():
+            # Of a quantized layer, what it was made of.
+            weight, _ = read_projection(layer.dense if isinstance(layer, QuantizedLinear) else layer)  # [out, in]
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            scale = weight.detach().to(wide).square().mean().sqrt()
+            down = torch.randn(rank, weight.shape[1], generator=generator, dtype=torch.float64)
+            self.down[name] = down.to(device=weight.device, dtype=wide) * scale
+            self.up[name] = torch.zeros(rows, len(weight), rank, dtype=wide, device=weight.device)
+        super().__init__(self.tensors)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """`up` of all layers, always in the same order."""
+        return list(self.up.values())
+
+    @property
+    def bytes(self) -> int:
+        return super().bytes + sum(down.nbytes for down in self.down.values())
+
+    def attach(self, layers: Mapping[str, nn.Module], first_row: Callable[[], int]) -> list[RemovableHandle]:
+        """Has every forward of `layers`, of the same names and shapes, corrected until the handles are removed;
+        `first_row` returns the first cache row of the forward under way, which raises ValueError where rows learn
+        separately and a layer's inputs have no batch dimension."""
+
+        # Each hook holds its own tensors: one that looks them up by name would be compiled for each layer anew.
+        def correction(name: str, down: Tensor, up: Tensor) -> Callable[..., Tensor]:
+            def correct(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+                x = args[0].to(down.dtype)  # [B, q, in]
+                up_of_row = up[0]  # [out, r]
+                if self.rows > 1:
+                    if x.dim() != 3:
+                        raise ValueError(
+                            f"the inputs of layer {name!r} have no batch dimension (shape {list(x.shape)}): rows "
+                            'cannot learn separately; use tts_scope="rollout" or "run", or one row at a time '
+                            "(max_batch_size=1)"
+                        )
+                    first = first_row()
+                    up_of_row = up[first : first + len(x)]  # [B, out, r]
+                return output + (x @ down.mT @ up_of_row.mT).to(output.dtype)  # [B, q, out]
+
+            return correct
+
+        return [
+            layer.register_forward_hook(correction(name, self.down[name], self.up[name]))
+            for name, layer in layers.items()
+        ]
+
+
+class RowAdam(RowTensors):
+    """Adam with a step count per row: torch has one per tensor, and rows start anew at different times. `tensors`,
+    with rows in the first dimension, are written in place."""
+
+    def __init__(self, tensors: list[Tensor], learning_rate: float) -> None:
+        self.learning_rate = learning_rate
+        self._tensors = tensors
+        self._means = [torch.zeros_like(tensor) for tensor in tensors]
+        self._squares = [torch.zeros_like(tensor) for tensor in tensors]
+        self._steps = torch.zeros(len(tensors[0]), 1, 1, dtype=torch.float64, device=tensors[0].device)  # [rows, 1, 1]
+        super().__init__([*self._means, *self._squares, self._steps])
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor], learns: Tensor) -> None:
+        """One step by the gradients of each tensor for those of the first rows that learn, by `[n <= rows]` bool; the
+        others keep their moments."""
+        (which,) = learns.nonzero(as_tuple=True)  # [m]
+        self._steps[which] += 1
+        counts = self._steps[which]  # [m, 1, 1]
+        beta1, beta2 = _BETAS
+        for tensor, mean, square, gradient in zip(self._tensors, self._means, self._squares, gradients, strict=True):
+            learning = gradient[which]  # [m, ...]
+            mean[which] = new_mean = mean[which].lerp(learning, 1 - beta1)
+            square[which] = new_square = square[which].lerp(learning.square(), 1 - beta2)
+            denominator = (new_square / (1 - beta2**counts)).sqrt().to(tensor.dtype) + _EPSILON
+            tensor[which] -= self.learning_rate * (new_mean / (1 - beta1**counts)).to(tensor.dtype) / denominator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and counts, for a checkpoint."""
+        return {"means": self._means, "squares": self._squares, "steps": self._steps}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` gave for tensors of the same shapes."""
+        saved = [*state["means"], *state["squares"], state["steps"]]
+        for tensor, value in zip(self._by_row, saved, strict=True):
+            tensor.copy_(value)
+
+
 class AdapterLearner(Learner):
     """Learns low-rank corrections of the drafter's layers, whose weights stay as they are."""
 
@@ -150,8 +284,8 @@ class AdapterLearner(Learner):
         self._by_row = (self._drafting, self._learning, self._adam)
 
     def step(self, gradients: Sequence[Tensor | None], drafted: Tensor) -> None:
-        found = [g if g is not None else torch.zeros_like(t) for g, t in zip(gradients, self.tensors, strict=True)]
-        self._adam.step(found, drafted if self.rows > 1 else drafted.any(0, keepdim=True))
+        full = [g if g is not None else torch.zeros_like(t) for g, t in zip(gradients, self.tensors, strict=True)]
+        self._adam.step(full, drafted if self.rows > 1 else drafted.any(0, keepdim=True))
 
     @torch.no_grad()
     def reset(self, rows: Iterable[int]) -> None:
@@ -170,17 +304,17 @@ class AdapterLearner(Learner):
             handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tensors": [tensor.detach() for tensor in self._kept()], "moments": self._adam.state_dict()}
+        return {"tensors": [tensor.detach() for tensor in self._saved()], "moments": self._adam.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _copy_tensors(state["tensors"], self._kept())
+        _copy_tensors(state["tensors"], self._saved())
         for name, down in self._drafting.down.items():
             down.copy_(self._learning.down[name])
         self._adam.load_state_dict(state["moments"])
         self.publish()
 
-    def _kept(self) -> list[Tensor]:
+    def _saved(self) -> list[Tensor]:
         return [*self.tensors, *self._learning.down.values()]  # `down` has the scale of the layers at the beginning
 
     @property
@@ -197,13 +331,13 @@ def _copy_that_learns(network: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def _copy_tensors(saved: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-    """Copies `saved` into `own`; raises ValueError, and changes nothing, where numbers or shapes differ."""
-    shapes, wanted = ([tuple(tensor.shape) for tensor in tensors] for tensors in (saved, own))
+def _copy_tensors(saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copies `saved` into `targets`; raises ValueError, and changes nothing, where numbers or shapes differ."""
+    shapes, wanted = ([tuple(tensor.shape) for tensor in tensors] for tensors in (saved, targets))
     if shapes != wanted:
         odd = [shape for shape in shapes if shape not in wanted][:3]
         raise ValueError(f"it has {len(shapes)} tensors for {len(wanted)}, or of other shapes: {odd or shapes[:3]}.")
-    for tensor, value in zip(own, saved, strict=True):
+    for tensor, value in zip(targets, saved, strict=True):
         tensor.copy_(value)
 
 
