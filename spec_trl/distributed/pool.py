@@ -5,9 +5,8 @@ import time
 from collections.abc import Sequence
 
 from ..generation.engine.leaving import expected_tokens, hand_over, rounds_by_batch, seconds_per_prompt_token
-from ..generation.engine.request_queue import RequestQueue
 from ..generation.engine.rollout import Rollout
-from ..generation.engine.rows import Request
+from ..generation.engine.rows import Request, RequestQueue
 from ..scheduling.migration import MoveCosts, rows_to_give, step_seconds
 from ..scheduling.shared_order import dealt
 from .link import IDLE, Link

@@ -39,9 +39,8 @@ from .engine.paged_cache import PagedCache
 from .engine.pages import PAGE_COLUMNS
 from .engine.processors import LogitsPipeline, PrefixView
 from .engine.record import Completion
-from .engine.request_queue import RequestQueue
 from .engine.rollout import Rollout
-from .engine.rows import Request, Rows
+from .engine.rows import Request, RequestQueue, Rows
 from .engine.runner import EagerRunner
 from .engine.slow_dtype import warn_of_slow_dtype
 from .engine.statistics import SpeculationStatistics

@@ -18,11 +18,11 @@ from ..generation import kept
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..generation.engine.accept import Proposal, Verdict
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.noise import RoundNoise
 from ..generation.engine.requirements import position_limit
 from ..generation.engine.rollout import Rollout
-from ..generation.engine.verification import Proposal, Verdict
 from ..measuring.calibrated import ladder_folder
 from ..measuring.machine import profile_key
 from ..scheduling.control import Chain

@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 
 from ...value_checks import require_int
 from ..configuration import SpeculativeConfig
+from ..engine.accept import Integers, Proposal
 from ..engine.drafter import Drafter, DraftSession, take_drafter
 from ..engine.noise import RoundNoise
-from ..engine.outcome import Integers
 from ..engine.rows import Admission
-from ..engine.verification import Proposal
 from ..registry import register_drafter
 from .suffix_index import SuffixIndex
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .accept import Proposal
 from .attention import warn_of_masks
 from .cache import RaggedCache, autocast_dtype
 from .captured_drafts import CapturedLoops
@@ -27,7 +28,6 @@ from .feature_runner import FeatureRunner
 from .narrow_weights import copied_bytes
 from .runner import EagerRunner, Heard
 from .shadow import addresses
-from .verification import Proposal
 
 
 MOST_QUERIES = 65

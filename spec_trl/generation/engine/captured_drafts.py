@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from .accept import Proposal
 from .captured_forward import ForwardKey, pad
 from .cuda_graphs import Outputs, Recording
 from .draft_loop import Forward, NetworkDraft
 from .filters import Filters
-from .verification import Proposal
 
 
 Record = Callable[[Callable[[], Outputs], Callable[[Recording], tuple[Tensor, Tensor]], str], tuple[Recording, int]]

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from .accept import Proposal
 from .attention import takes_spans, warn_of_masks
 from .cache import RaggedCache, autocast_dtype
 from .captured_drafts import CapturedLoops
@@ -15,7 +16,6 @@ from .captured_forward import CapturedForward, ForwardKey, column_bucket, pad, r
 from .cuda_graphs import GraphBudget, Outputs, Recording
 from .draft_loop import NetworkDraft
 from .feature_runner import FeatureRunner, Over, TakeIn
-from .verification import Proposal
 
 
 class CapturedFeatures(FeatureRunner):

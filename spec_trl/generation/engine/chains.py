@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...scheduling.control import Chain
+from .accept import Integers, Outcome, Proposal, Verdict, judge
 from .memory import sent
-from .outcome import Integers, Outcome, judge
 from .rows import Rows
-from .verification import Proposal, Verdict
 
 
 def draft_lengths(plan: Sequence[Chain], batch: int) -> dict[int, list[int]]:

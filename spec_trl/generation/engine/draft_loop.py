@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .accept import Proposal
 from .filters import Filters
 from .noise import Draw, RoundNoise
-from .verification import Proposal
 
 
 Drawing = Callable[[Tensor, RoundNoise | None, int, Draw | None], tuple[Draw, Tensor | None]]

@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from ...scheduling.admission import Patience
+from .accept import Outcome, Verdict
 from .drafter import DraftSession
 from .kv_room import KVRoom
 from .memory import sent
 from .noise import RoundNoise
-from .outcome import Outcome
-from .request_queue import RequestQueue
-from .rows import Admission, Request, Rows
-from .verification import Verdict
+from .rows import Admission, Request, RequestQueue, Rows
 
 
 class Entrance:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from .outcome import Integers
+from .accept import Integers
 
 
 if TYPE_CHECKING:

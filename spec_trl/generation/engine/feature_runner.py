@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from .accept import Proposal
 from .cache import RaggedCache
 from .draft_loop import Forward, NetworkDraft
-from .verification import Proposal
 
 
 TakeIn = Callable[[Tensor, Tensor], None]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
+from .accept import Outcome
 from .memory import sent
-from .outcome import Outcome
 from .processors import needs_batch
 from .rollout import Rollout
 

@@ -25,12 +25,12 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, 
 from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from .accept import Proposal
 from .filters import Filters, keep_top_p
 from .kernels import run_on
 from .memory import sent
 from .noise import Draw, RoundNoise, draw, widen
 from .rows import Rows
-from .verification import Proposal
 
 
 _SCORES_ONLY = (
@@ -390,7 +390,7 @@ def draw_processed(
     """As :func:`~spec_trl.generation.engine.noise.draw`, on CUDA by one kernel, which alone applies `filters`."""
     if not _is_fused(logits):
         return draw(logits, noise, first, want_logprobs)
-    from .kernels.gumbel_sampler import fused_draw  # imports Triton
+    from .kernels.sampling import fused_draw  # imports Triton
 
     batch, count, _ = logits.shape
     keys = None if noise is None else noise.keys[:, first : first + count].reshape(-1)  # [B * n]

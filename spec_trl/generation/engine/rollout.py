@@ -11,26 +11,22 @@ import torch
 from torch import Tensor
 
 from ...scheduling.control import Chain, Control
+from .accept import Outcome, Proposal, Verdict, verify_rejection
 from .chains import Lanes, draft_lengths, is_one_chain
 from .drafter import Drafter, DraftSession
 from .entering import Entrance, first_tokens
 from .faults import broken_logits
-from .guarded_drafters import GuardedDrafters, report_broken
+from .guarded_drafters import GuardedDrafters, Overheard, report_broken
 from .kv_room import KVRoom
 from .leaving import hand_over
 from .memory import sent
-from .noise import RoundNoise, derive, position_keys
-from .noise_ahead import NoiseAhead
-from .outcome import Outcome
-from .overheard import Overheard
+from .noise import NoiseAhead, RoundNoise, derive, position_keys
 from .processors import LogitsPipeline
 from .record import Completion, DraftedChains, Record
-from .request_queue import RequestQueue
-from .rows import Rows
+from .rows import RequestQueue, Rows
 from .runner import EagerRunner
 from .statistics import SpeculationStatistics
 from .stopping import Stopping
-from .verification import Proposal, Verdict, verify_rejection
 
 
 class Rollout:

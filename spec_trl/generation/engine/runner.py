@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ...cpu_products import reading_prompts
 from .. import kept
+from .accept import Proposal
 from .attention import MaskPlan, attends_exactly, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
@@ -23,7 +24,6 @@ from .hidden_states import keep_states
 from .memory import sent
 from .requirements import position_limit
 from .rows import Admission, Rows
-from .verification import Proposal
 
 
 # Attention reads columns up to the longest row, rounded up: few distinct shapes, so that kernels that are prepared

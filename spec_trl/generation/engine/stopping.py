@@ -5,7 +5,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from .outcome import Bools, Integers
+from .accept import Bools, Integers
 from .processors import PrefixView, is_known, needs_batch
 
 

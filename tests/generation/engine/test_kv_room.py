@@ -15,8 +15,7 @@ from spec_trl.generation.drafters.decoupled.thread import DraftThread
 from spec_trl.generation.engine import kv_room, memory
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.kv_room import KVRoom, RowNeeds
-from spec_trl.generation.engine.request_queue import RequestQueue
-from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.generation.engine.rows import Request, RequestQueue, Rows
 from tests.distributed import test_pool as pools
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 

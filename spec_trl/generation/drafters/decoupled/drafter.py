@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ....scheduling.acceptance import MAX_DRAFT_LENGTH
+from ...engine.accept import Integers, Proposal
 from ...engine.drafter import Drafter, DraftSession
 from ...engine.noise import RoundNoise
-from ...engine.outcome import Integers
 from ...engine.rows import Admission
-from ...engine.verification import Proposal
 from .messages import DraftLink, Kind
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from spec_trl.generation.drafters.decoupled.messages import DraftLink, Kind
 from spec_trl.generation.drafters.decoupled.worker import DraftWorker
+from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.rows import Rows
-from spec_trl.generation.engine.verification import Proposal
 
 
 class InTurn(DraftLink):

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from spec_trl.generation.engine import overheard
-from spec_trl.generation.engine.guarded_drafters import GuardedDrafters
-from spec_trl.generation.engine.overheard import Overheard
-from spec_trl.generation.engine.verification import Proposal
+from spec_trl.generation.engine import guarded_drafters
+from spec_trl.generation.engine.accept import Proposal
+from spec_trl.generation.engine.guarded_drafters import GuardedDrafters, Overheard
 from spec_trl.scheduling.planner import SHARE
 
 
@@ -41,7 +40,7 @@ def lookup() -> Any:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Stands still but for what the test adds."""
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(overheard, "time", clock)
+    monkeypatch.setattr(guarded_drafters, "time", clock)
     return clock
 
 

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from spec_trl.generation.engine.accept import Proposal, Verdict, judge, verify_rejection
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.noise import RoundNoise, draw
-from spec_trl.generation.engine.outcome import judge
-from spec_trl.generation.engine.verification import Proposal, Verdict, verify_rejection
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows
 
