@@ -4,7 +4,8 @@ left, a rank without rows takes over rows of the rank that has most, or races fo
 import time
 from collections.abc import Sequence
 
-from ..generation.engine.leaving import expected_tokens, hand_over, rounds_by_batch, seconds_per_prompt_token
+import numpy as np
+
 from ..generation.engine.rollout import Rollout
 from ..generation.engine.rows import Request, RequestQueue
 from ..scheduling.migration import MoveCosts, rows_to_give, step_seconds
@@ -16,6 +17,8 @@ from .moved_rows import MovedRows, Sending
 POLL_SHARE = 0.01
 """Share of a rank's time that it spends on polling the other ranks. It rises when the store is slow, so that others do
 not assume that this rank is dead."""
+NEWEST = 1024
+"""Rounds whose times show what rounds take."""
 _NOTHING = "nothing"
 
 
@@ -50,10 +53,10 @@ class SharedPool(RequestQueue):
         self._link = link
         self._at_once = max(map(len, order), default=1)  # requests that are taken at once, at most
         rounds = rows // self._at_once
-        self._own = self._requests_of(dealt(order, link.rank, link.ranks, rounds))
+        self._local = self._requests_of(dealt(order, link.rank, link.ranks, rounds))
         self._rest = order[rounds * link.ranks :]
         self._left = sum(map(len, self._rest))
-        self.waiting = len(self._own) + self._left
+        self.waiting = len(self._local) + self._left
         self._rounds, self._next_look = 0, 0.0
         self._numbers: list[int] = []  # of the times that this rank asked for work
         self._asked = 0  # times that any rank did so far
@@ -63,16 +66,16 @@ class SharedPool(RequestQueue):
         self._raced: set[int] = set()  # requests that other ranks decode as well
         self._copied: set[int] = set()  # those of them that other ranks had before
         self._methods: dict[tuple[int, str], int] = {}  # who races for a request, and with which method
-        self._tell(len(self._own))
+        self._tell(len(self._local))
 
     def take(self, free: int, active: int) -> list[Request]:
-        missing = -(-max(free - len(self._own), 0) // self._at_once)
+        missing = -(-max(free - len(self._local), 0) // self._at_once)
         if missing and self._left:
             end = self._link.count("taken", missing)
-            self._own += self._requests_of(self._rest[end - missing : end])
+            self._local += self._requests_of(self._rest[end - missing : end])
             self._left = sum(map(len, self._rest[end:]))
-        taken, self._own = self._own[:free], self._own[free:]
-        self.waiting = len(self._own) + self._left
+        taken, self._local = self._local[:free], self._local[free:]
+        self.waiting = len(self._local) + self._left
         return taken if taken or active else self._ask_for_work()
 
     def _requests_of(self, taken: Sequence[Sequence[int]]) -> list[Request]:
@@ -103,7 +106,7 @@ class SharedPool(RequestQueue):
         self._open += range(self._asked + 1, asked + 1)
         self._asked = asked
         if self._open:  # a rank asks where nothing is left to take
-            self._left, self.waiting = 0, len(self._own)
+            self._left, self.waiting = 0, len(self._local)
         self._tell(self._rows_of_its_own(rollout))
         while self._open and self._has_most(self._rows_of_its_own(rollout)):
             begun = time.perf_counter()
@@ -128,10 +131,13 @@ class SharedPool(RequestQueue):
         free = [row for row, index in enumerate(rollout.rows.indices) if index not in self._raced]
         lengths: list[int] = rollout.rows.host_lengths.tolist()
         free.sort(key=lengths.__getitem__)
-        step = step_seconds(rounds_by_batch(rollout))
-        costs = MoveCosts(min(seconds_per_prompt_token(rollout), step(1)), self.send_seconds)
-        own = [lengths[row] for row in free]
-        rows, method = free[: rows_to_give(own, expected_tokens(rollout), step, costs)], None
+        record, in_flight = rollout.record, rollout.rows
+        step = step_seconds([(len(each.requests), each.tokens, each.seconds) for each in record.rounds[-NEWEST:]])
+        per_prompt_token = record.phase_seconds().get("prefill", 0.0) / max(record.tokens_read, 1)
+        costs = MoveCosts(min(per_prompt_token, step(1)), self.send_seconds)
+        # A row will probably generate as many tokens as it has generated, which fits long-tailed lengths best.
+        expected = float(np.minimum(in_flight.host_generated, in_flight.room).mean())
+        rows, method = free[: rows_to_give([lengths[row] for row in free], expected, step, costs)], None
         if not rows:
             assigned = rollout.control.further_method(list(rollout.rows.indices), self._methods)
             if assigned is None:
@@ -142,7 +148,7 @@ class SharedPool(RequestQueue):
         if self._link.claim(f"helper/{number}"):
             self._link.count(IDLE, -1)
             (helper,) = self._link.read([f"asker/{number}"])
-            moved = hand_over(rollout, sorted(rows), costs.head_share, method)
+            moved = rollout.hand_over(sorted(rows), costs.head_share, method)
             if method is not None:
                 self._raced.update(request.index for request in moved)
                 self._methods |= {(request.index, method): number for request in moved}

@@ -70,12 +70,13 @@ class HistoryDrafter(Drafter):
 
     def admit(self, admission: Admission) -> None:
         self._catch_up()
-        prompts = self.session.rows.prompts
+        rows = self.session.rows
+        prompts = rows.prompts
         self.history.drop_indexes(set(prompts))
         del self._texts[admission.first :]
         self._texts += [self.history.start(prompt) for prompt in prompts[admission.first :]]
-        for row, progress in admission.moved.items():
-            self.history.extend(self._texts[row], progress.tokens.tolist())
+        for row in admission.moved:
+            self.history.extend(self._texts[row], rows.tokens[row, rows.generated_span(row)].tolist())
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         self._catch_up()

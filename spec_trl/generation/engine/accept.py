@@ -1,22 +1,22 @@
-"""Accepting drafts: as far as they equal what the target draws in their place (exact verification, the default), or
-by rejection sampling. One read of the device per round tells the host how far each row gets."""
+"""Accepting drafts: as far as they equal what the target draws in their place (exact verification, the default), or by
+rejection sampling. One read of the device per round tells the host how far each row gets."""
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from .memory import sent
-from .noise import gumbel_noise, sample, token_logprobs, uniform_coins
+from .noise import Draw, gumbel_noise, sample, token_logprobs, uniform_coins
 
 
 Integers = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,24 @@ class Proposal:
         """Itself; raises ValueError where tokens are not `[batch, draft_length]` int64, lengths `[batch]` int64,
         logits `[batch, draft_length, vocabulary]`, or scores `[batch, draft_length]`."""
         shape = (batch, draft_length, vocabulary)
-        for name, tensor, expected in (("tokens", self.tokens, shape[:2]), ("lengths", self.lengths, shape[:1])):
-            if tensor is not None and (tuple(tensor.shape) != expected or tensor.dtype != torch.int64):
+        for name, tensor, expected in (
+            ("tokens", self.tokens, shape[:2]),
+            ("lengths", self.lengths, shape[:1]),
+            ("logits", self.logits, shape),
+            ("scores", self.scores, shape[:2]),
+        ):
+            is_wrong = tensor is not None and name in ("tokens", "lengths") and tensor.dtype != torch.int64
+            if tensor is not None and (tensor.shape != expected or is_wrong):
                 raise ValueError(
-                    f"proposed {name} of shape {tuple(tensor.shape)} ({tensor.dtype}); expected {expected} of int64"
+                    f"proposed {name} of shape {tuple(tensor.shape)} ({tensor.dtype}); expected {expected}"
+                    + (" of int64" if is_wrong else "")
                 )
-        for name, floats, wanted in (("logits", self.logits, shape), ("scores", self.scores, shape[:2])):
-            if floats is not None and tuple(floats.shape) != wanted:
-                raise ValueError(f"proposed {name} of shape {tuple(floats.shape)}; expected {wanted}")
         return self
 
     def to(self, device: torch.device) -> "Proposal":
         """The same on `device`; the host does not wait for the copies."""
+        if self.tokens.device == device:
+            return self
         parts = (self.lengths, self.logits, self.scores)
         return Proposal(sent(self.tokens, device), *(None if part is None else sent(part, device) for part in parts))
 
@@ -64,27 +70,20 @@ class Proposal:
         sound = (self.scores > -torch.inf).long().cumprod(1).sum(1)  # [B]
         return torch.minimum(lengths, sound).masked_fill(self.scores.isnan().any(1), 0)
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the target made of a proposal. Drafts are accepted as far as they equal `tokens`; one more token follows.
-
-    Args:
-        tokens: `[B, γ + 1]` int64.
-        scores: `[B, γ + 1]` as of :class:`~spec_trl.generation.engine.noise.Draw`; 0 where a token was not sampled.
-        logprobs: `[B, γ + 1]`, likewise.
-        most: `[B]` int64, drafts that may be accepted; None: as many as there are.
-    """
-
-    tokens: Tensor
-    scores: Tensor
-    logprobs: Tensor | None
-    most: Tensor | None = None
+    def within(self, vocabulary: int, room: Tensor | None) -> "Proposal":
+        """The same without tokens that do not exist: one of the `vocabulary` takes their place, and is verified as any
+        other. With `room` (`[B]`, drafts that each row may take) `lengths` end before such a token, and at the
+        room."""
+        tokens = self.tokens.clamp(0, vocabulary - 1)  # [B, γ]
+        if room is None:
+            return replace(self, tokens=tokens)
+        exist = (tokens == self.tokens).long().cumprod(1).sum(1)  # [B]
+        return replace(self, tokens=tokens, lengths=torch.minimum(self.drafted(), room).minimum(exist).relu())
 
 
 def verify_rejection(
     logits: Tensor, proposal: Proposal, lengths: Tensor, keys: Tensor, residual_keys: Tensor, want_logprobs: bool
-) -> tuple[Verdict, Tensor]:
+) -> Draw:
     """Accepts a draft token with min(1, p/q) and resamples max(p - q, 0) at the first rejection.
 
     Leviathan et al. 2023, Algorithm 1; Chen et al. 2023; ER §2.1. The coins and the resampling noise are independent
@@ -98,7 +97,7 @@ def verify_rejection(
         want_logprobs: whether to compute `logprobs`.
 
     Returns:
-        The verdict, and `[B]` int64: how many were accepted.
+        The drafts and the resampled tokens, with a score of 0 for drafts; `most`: how many drafts were accepted.
     """
     assert proposal.logits is not None
     batch, drafts = torch.arange(len(logits), device=logits.device), proposal.tokens
@@ -106,7 +105,9 @@ def verify_rejection(
     q = proposal.logits.softmax(dim=-1).to(p.dtype)  # [B, γ, V]
     p_draft = p[:, :-1].gather(2, drafts[..., None]).squeeze(2)  # [B, γ]
     q_draft = q.gather(2, drafts[..., None]).squeeze(2)  # [B, γ]
-    accepted = _leading_within(uniform_coins(keys[:, :-1]) * q_draft < p_draft, lengths)  # [B]
+    passed = uniform_coins(keys[:, :-1]) * q_draft < p_draft  # [B, γ]
+    passed &= torch.arange(drafts.shape[1], device=drafts.device) < lengths[:, None]
+    accepted = passed.long().cumprod(dim=1).sum(dim=1)  # [B]
 
     p_last = p[batch, accepted]  # [B, V]: the distribution after the last accepted draft
     residual = p_last
@@ -120,32 +121,24 @@ def verify_rejection(
     tokens[batch, accepted] = last
     scores = score.new_zeros(tokens.shape)  # [B, γ + 1]
     scores[batch, accepted] = score
-    return Verdict(tokens, scores, token_logprobs(logits, tokens) if want_logprobs else None), accepted
+    return Draw(tokens, scores, token_logprobs(logits, tokens) if want_logprobs else None, accepted)
 
 
-def _leading_within(matches: Tensor, lengths: Tensor) -> Tensor:
-    """Length of the leading run of `matches` (`[B, γ]` bool) within each row's `lengths` (`[B]`): `[B]` int64."""
-    if not matches.shape[1]:
-        return torch.zeros_like(lengths)
-    within = torch.arange(matches.shape[1], device=matches.device) < lengths[:, None]  # [B, γ]
-    return (matches & within).long().cumprod(dim=1).sum(dim=1)
-
-
-@dataclass(frozen=True)
-class Judged:
-    """How a lane's proposal fared: target `tokens` `[B, γ + 1]`, of which a row's next are the first `accepted + 1`,
-    and whether each is `sound`: neither from NaN nor without any probability; how many tokens were `drafted` and
-    `accepted` (`[B]` each), and the rows whose drafter drew from NaN (`is_broken`, `[B]`)."""
+class Judged(NamedTuple):
+    """How the proposal of a lane fared, on the host. A row's next tokens are the first `accepted + 1` of `tokens`
+    `[B, γ + 1]`, which are neither from NaN nor without any probability up to `sound` `[B]` of them. `drafted`: `[B]`
+    tokens verified. `is_broken`: `[B]`, rows whose drafter drew from NaN."""
 
     tokens: Integers
-    sound: Bools
+    sound: Integers
     drafted: Integers
     accepted: Integers
     is_broken: Bools
 
 
-def judge(lanes: Sequence[tuple[Proposal, Verdict]], room: Integers) -> list[Judged]:
-    """Accepts the drafts that equal the target's own tokens (design §3), for rows with `room` (`[B]`) tokens left.
+def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], room: Integers) -> list[Judged]:
+    """Accepts the drafts of each lane that equal the target's own tokens (design §3), for rows with `room` (`[B]`)
+    tokens left.
 
     The target's token at a position does not depend on the draft, so the output is what `"none"` gives:
 
@@ -153,45 +146,34 @@ def judge(lanes: Sequence[tuple[Proposal, Verdict]], room: Integers) -> list[Jud
         target token    y1   y2   y3   y4        accept d1 = y1, d2 = y2, ... up to the first difference;
         output          y1   y2   y3   y4        the y after the last accepted draft is corrected or bonus
     """
-    parts = [_told(*lane) for lane in lanes]
+    parts = list[Tensor]()  # `[B, n]` each, n = 0 where there is nothing to read
+    for proposal, drawn in zip(proposals, draws, strict=True):
+        nothing = drawn.tokens[:, :0]
+        parts += [
+            drawn.tokens, drawn.scores.double(), proposal.tokens,
+            nothing if proposal.scores is None else proposal.scores.double(),
+            nothing if proposal.lengths is None else proposal.lengths[:, None],
+            nothing if drawn.most is None else drawn.most[:, None],
+        ]  # fmt: skip
     # The round waits for the device here, and nowhere else. float64 holds any token, and any score.
-    told = torch.cat(list(itertools.chain(*parts)), dim=1).cpu().numpy()  # [B, all parts]
-    judged, at = [], 0
-    for own in parts:
-        ends = [at, *(at := at + part.shape[1] for part in own)]
-        judged.append(_judge(room, *(told[:, start:end] for start, end in itertools.pairwise(ends))))
+    read, at, judged = torch.cat(parts, dim=1).cpu().numpy(), 0, []
+    pieces = []
+    for part in parts:
+        pieces.append(read[:, at : at + part.shape[1]])
+        at += part.shape[1]
+    for lane in range(0, len(pieces), 6):
+        tokens, scores, drafts, draft_scores, lengths, most = pieces[lane : lane + 6]
+        drafted = np.minimum(room - 1, drafts.shape[1])  # [B], the token after the drafts needs room too
+        if lengths.shape[1]:
+            drafted = np.minimum(drafted, lengths[:, 0].astype(np.int64)).clip(min=0)
+        is_broken = np.isnan(draft_scores).any(1)  # [B]
+        if draft_scores.shape[1]:
+            drafted = np.where(is_broken, 0, np.minimum(drafted, _leading(draft_scores > -np.inf)))
+        accepted = np.minimum(drafted, _leading(drafts == tokens[:, :-1]))  # [B]
+        if most.shape[1]:
+            accepted = np.minimum(accepted, most[:, 0].astype(np.int64))
+        judged.append(Judged(tokens.astype(np.int64), _leading(scores > -np.inf), drafted, accepted, is_broken))
     return judged
-
-
-def _told(proposal: Proposal, verdict: Verdict) -> list[Tensor]:
-    """What the host is told of a lane: `[B, n]` each, n = 0 where there is nothing to tell."""
-    nothing = verdict.tokens[:, :0]
-    return [
-        verdict.tokens, verdict.scores.double(), proposal.tokens,
-        nothing if proposal.scores is None else proposal.scores.double(),
-        *(nothing if part is None else part[:, None] for part in (proposal.lengths, verdict.most)),
-    ]  # fmt: skip
-
-
-def _judge(
-    room: Integers,
-    tokens: Floats,
-    scores: Floats,
-    drafts: Floats,
-    draft_scores: Floats,
-    lengths: Floats,
-    most: Floats,
-) -> Judged:
-    drafted = np.minimum(room - 1, drafts.shape[1])  # [B], the token after the drafts needs room too
-    if lengths.shape[1]:
-        drafted = np.minimum(drafted, lengths[:, 0].astype(np.int64)).clip(min=0)
-    is_broken = np.logical_or.reduce(np.isnan(draft_scores), axis=1)  # [B]
-    if draft_scores.shape[1]:
-        drafted = np.where(is_broken, 0, np.minimum(drafted, _leading(draft_scores > -np.inf)))
-    accepted = np.minimum(drafted, _leading(drafts == tokens[:, :-1]))  # [B]
-    if most.shape[1]:
-        accepted = np.minimum(accepted, most[:, 0].astype(np.int64))
-    return Judged(tokens.astype(np.int64), scores > -np.inf, drafted, accepted, is_broken)
 
 
 def _leading(holds: Bools) -> Integers:
@@ -205,8 +187,10 @@ class Outcome:
     are lane n.
 
     Args:
-        verdict: on the chain that each row goes on with, on the device.
-        tokens, sound: of the same, as of :class:`Judged`.
+        drawn: on the chain that each row goes on with, on the device.
+        tokens: `[B, n]`, its tokens on the host.
+        counts: `[B]`, how many of them each row may take.
+        sound: `[B]`, how many of them are neither from NaN nor without any probability.
         winner: `[B]`, that chain's lane.
         width: largest number of draft tokens verified in any row.
         owners: N lists of B numbers, the drafter of each row's chain in each lane; -1: the row has none there.
@@ -215,9 +199,10 @@ class Outcome:
         broken: drafters that drew from NaN.
     """
 
-    verdict: Verdict
+    drawn: Draw
     tokens: Integers
-    sound: Bools
+    counts: Integers
+    sound: Integers
     winner: Integers
     width: int
     owners: Sequence[Sequence[int]]
@@ -226,35 +211,53 @@ class Outcome:
     broken: set[int]
 
     @classmethod
-    def of_one_chain(cls, which: int | None, proposal: Proposal, verdict: Verdict, room: Integers) -> "Outcome":
-        """The outcome where drafter `which` alone drafted, for all rows; None: nobody did."""
-        (own,) = judge([(proposal, verdict)], room)
-        batch = len(room)
-        return cls(
-            verdict, own.tokens, own.sound, np.zeros(batch, np.int64), proposal.tokens.shape[1],
-            [] if which is None else [[which] * batch], own.drafted[None], own.accepted[None],
-            {which} if which is not None and own.is_broken.any() else set(),
-        )  # fmt: skip
-
-    @classmethod
-    def of_first_tokens(cls, verdict: Verdict, begun: Sequence[int], room: Integers) -> "Outcome":
-        """The first tokens of the rows `begun`, of a verdict `[B, 1]` on all rows; no round."""
-        outcome = cls.of_one_chain(None, Proposal(verdict.tokens[:, :0]), verdict, room)
-        outcome.accepted[:] = -1
-        outcome.accepted[:, begun] = 0
-        return outcome
-
-    @property
-    def counts(self) -> Integers:
-        """`[B]`: how many of `tokens` each row may take."""
-        counts: Integers = 1 + self.accepted[self.winner, np.arange(len(self.winner))]
-        return counts
+    def of(
+        cls,
+        proposals: Sequence[Proposal],
+        draws: Sequence[Draw],
+        owners: Sequence[Sequence[int]],
+        width: int,
+        room: Integers,
+    ) -> "Outcome":
+        """Takes for each row the chain of which most was accepted, the first among equals. `proposals`, `draws`: one
+        for each lane, at least one; `room`: `[B]`, tokens that each row has left."""
+        judged = judge(proposals, draws, room)
+        accepted = np.stack([lane.accepted for lane in judged])  # [N, B]
+        winner = accepted.argmax(0)  # [B]
+        drawn, tokens, sound = draws[0], judged[0].tokens, judged[0].sound
+        if len(judged) > 1:
+            rows = np.arange(len(room))
+            most = max(lane.tokens.shape[1] for lane in judged)
+            padded = [np.pad(lane.tokens, ((0, 0), (0, most - lane.tokens.shape[1]))) for lane in judged]
+            tokens = np.stack(padded)[winner, rows]
+            sound = np.stack([lane.sound for lane in judged])[winner, rows]
+            drawn = _of_winner(draws, winner)
+        broken = {owners[n][row] for n, lane in enumerate(judged) for row in lane.is_broken.nonzero()[0].tolist()}
+        drafted = np.stack([lane.drafted for lane in judged])  # [N, B]
+        counts = accepted.max(0) + 1
+        return cls(drawn, tokens, counts, sound, winner, width, owners, drafted, accepted, broken - {-1})
 
     def of_each_drafter(self, values: Integers) -> dict[int, list[int]]:
         """`values` `[N, B]` sorted by drafter: B values each, -1 where the row has no chain of it."""
-        found: dict[int, list[int]] = {}
-        for own, of_lane in zip(self.owners, values.tolist(), strict=True):
-            for row, which in enumerate(own):
+        by_drafter: dict[int, list[int]] = {}
+        for owners, of_lane in zip(self.owners, values.tolist(), strict=True):
+            for row, which in enumerate(owners):
                 if which >= 0:
-                    found.setdefault(which, [-1] * len(own))[row] = of_lane[row]
-        return found
+                    by_drafter.setdefault(which, [-1] * len(owners))[row] = of_lane[row]
+        return by_drafter
+
+
+def _of_winner(draws: Sequence[Draw], winner: Integers) -> Draw:
+    """Each row's draw in its lane `winner[b]` (`[B]`)."""
+    lane, width = sent(torch.from_numpy(winner), draws[0].tokens.device), max(draw.tokens.shape[1] for draw in draws)
+    row = torch.arange(len(winner), device=lane.device)
+
+    def pick(parts: Sequence[Tensor]) -> Tensor:  # [B, n_i] of each lane -> [B, n]
+        return torch.stack([F.pad(part, (0, width - part.shape[1])) for part in parts])[lane, row]
+
+    logprobs = [draw.logprobs for draw in draws if draw.logprobs is not None]
+    return Draw(
+        pick([draw.tokens for draw in draws]),
+        pick([draw.scores for draw in draws]),
+        pick(logprobs) if logprobs else None,
+    )

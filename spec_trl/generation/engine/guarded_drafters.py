@@ -1,10 +1,10 @@
-"""The drafters of a rollout: one that fails in any way changes no output, it is dropped; and lookup drafters that are
-not in use are evaluated, by comparing their drafts with the committed text, without a forward."""
+"""The drafters of a rollout. One that fails, in whatever way, changes no output: it is dropped. Lookup drafters that
+do not draft are evaluated on the side: their guesses are compared with the committed text, which needs no forward."""
 
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,9 +12,10 @@ import torch
 
 from ...scheduling.control import Control
 from ...scheduling.planner import SHARE
-from .accept import Integers, Proposal
+from .accept import Integers
 from .drafter import Drafter
 from .rows import Rows
+from .runner import EagerRunner
 
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ class GuardedDrafters:
 
     Args:
         drafters: of the rollout.
-        dropped: is told the index of each drafter that fails.
+        dropped: called with the index of each drafter that fails.
 
     Attributes:
         names: their strategies.
@@ -41,7 +42,7 @@ class GuardedDrafters:
 
     def __iter__(self) -> Iterator[Drafter]:
         """Those that have not failed."""
-        return (drafter for drafter in self._drafters if drafter is not None)
+        return iter([drafter for drafter in self._drafters if drafter is not None])
 
     def has(self, which: int) -> bool:
         """Whether it has not failed."""
@@ -55,10 +56,10 @@ class GuardedDrafters:
     @property
     def stood(self) -> float:
         """Seconds in which decoding stood still because a drafter, also one that has failed, learned or was packed."""
-        return sum(drafter.stood for drafter in self._all)
+        return sum([drafter.stood for drafter in self._all])
 
     def each(self, action: Callable[[Drafter], None]) -> None:
-        """Runs `action` on each drafter."""
+        """Runs `action` on all drafters."""
         for which in range(len(self._drafters)):
             self.ask(which, action)
 
@@ -95,57 +96,51 @@ _END = -1  # no token: the draft has ended before it
 class _Lookup:
     """A lookup drafter that is being evaluated."""
 
-    pending: dict[int, tuple[Integers, int]] = field(default_factory=dict)  # by request: draft, how far it was right
+    pending: dict[int, tuple[Integers, int]] = field(default_factory=dict)  # by request: draft, tokens that were right
     rounds: int = 0  # left until it is evaluated again
     since: float = 0.0  # when it was last evaluated
     seconds: float = 0.0  # that evaluating has taken since
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Adds the time spent inside to `seconds`."""
-        started = time.perf_counter()
-        yield
-        self.seconds += time.perf_counter() - started
 
-    def rests(self) -> bool:
-        """Whether it drafted a few rounds ago, or has taken more than its share of the time that has passed."""
-        self.rounds -= 1
-        return self.rounds >= 0 or time.perf_counter() - self.since < self.seconds / SHARE
-
-
-class Overheard:
-    """Has the lookups that the control listens to draft beside a round now and then, and tells it how far the text
-    that follows agrees. No forward is run, and no token depends on it. Lookups take :data:`~.planner.SHARE` of the
-    time each: they rest meanwhile."""
+class LookupEvaluation:
+    """Estimates the acceptance of lookup drafters that do not draft. Now and then those that the control asks for
+    draft beside a round, and it learns how far the text that follows agrees. No forward is run, and no token depends
+    on it. A lookup takes :data:`~spec_trl.scheduling.planner.SHARE` of the time, and rests meanwhile."""
 
     def __init__(self, control: Control, drafters: GuardedDrafters, rows: Rows, vocabulary: int) -> None:
         self._control, self._drafters, self._rows, self._vocabulary = control, drafters, rows, vocabulary
         self._lookups = {which: _Lookup() for which in control.listens_to}
 
-    def before(self, drafting: Mapping[int, object]) -> None:
-        """A round begins, in which `drafting` do so: where nothing is pending, other lookups draft."""
+    def before_round(self, drafting: Mapping[int, object]) -> None:
+        """Has lookups draft that are not among those `drafting`, where the round before has left nothing to
+        compare."""
         for which, lookup in self._lookups.items():
             if which in drafting:
-                lookup.pending.clear()  # its verdicts are told by the round
-            elif not lookup.rests() and lookup.pending.keys().isdisjoint(self._rows.indices):
-                lookup.rounds, lookup.since, lookup.seconds = self._control.most_listened, time.perf_counter(), 0.0
-                with lookup.working():
-                    lookup.pending = self._drafters.ask(which, self._drafts) or {}
+                lookup.pending.clear()  # the round itself shows its acceptance
+                continue
+            lookup.rounds -= 1
+            started = time.perf_counter()
+            rests = lookup.rounds >= 0 or started - lookup.since < lookup.seconds / SHARE
+            if not rests and lookup.pending.keys().isdisjoint(self._rows.indices):
+                lookup.pending = self._drafters.ask(which, self._drafts) or {}
+                lookup.rounds, lookup.since = self._control.most_listened, started
+                lookup.seconds = time.perf_counter() - started
 
     def _drafts(self, drafter: Drafter) -> dict[int, tuple[Integers, int]]:
         length, indices = self._control.most_listened, self._rows.indices
-        proposal: Proposal = drafter.propose(length, None).checked(len(indices), length, self._vocabulary)
+        proposal = drafter.propose(length, None).checked(len(indices), length, self._vocabulary)
         steps = torch.arange(length, device=proposal.tokens.device)  # [γ]
         drafts = proposal.tokens.masked_fill(steps >= proposal.drafted()[:, None], _END)  # [B, γ]
-        told = drafts.to("cpu", non_blocking=True).numpy()  # filled when the round has waited for the device
-        return {request: (draft, 0) for request, draft in zip(indices, told, strict=True)}
+        on_host = drafts.to("cpu", non_blocking=True).numpy()  # filled when the round has waited for the device
+        return {request: (draft, 0) for request, draft in zip(indices, on_host, strict=True)}
 
-    def after(self, requests: Sequence[int], tokens: Integers, kept: Integers) -> None:
-        """A round has committed the first `kept` `[B]` of `tokens` `[B, γ + 1]`."""
+    def after_round(self, requests: Sequence[int], tokens: Integers, counts: Integers) -> None:
+        """Compares drafts with the first `counts` `[B]` of `tokens` `[B, γ + 1]`, which the round has committed."""
         for which, lookup in self._lookups.items():
             if lookup.pending:
-                with lookup.working():
-                    self._compare(which, lookup.pending, requests, tokens, kept)
+                started = time.perf_counter()
+                self._compare(which, lookup.pending, requests, tokens, counts)
+                lookup.seconds += time.perf_counter() - started
 
     def _compare(
         self,
@@ -153,20 +148,38 @@ class Overheard:
         pending: dict[int, tuple[Integers, int]],
         requests: Sequence[int],
         tokens: Integers,
-        kept: Integers,
+        counts: Integers,
     ) -> None:
-        told, most = [], self._control.most_listened
-        for request, text, count in zip(requests, tokens.tolist(), kept.tolist(), strict=True):
+        ended, most = [], self._control.most_listened
+        for request, text, count in zip(requests, tokens.tolist(), counts.tolist(), strict=True):
             if request not in pending:
                 continue
             draft, right = pending[request]
             for token in text[:count]:
                 if right == len(draft) or draft[right] != token:
-                    told.append((request, right, min(right + 1, most)))
+                    ended.append((request, right, min(right + 1, most)))
                     del pending[request]
                     break
                 right += 1
             else:
                 pending[request] = draft, right
-        if told:
-            self._control.overheard(which, *zip(*told, strict=True))
+        if ended:
+            self._control.overheard(which, *zip(*ended, strict=True))
+
+
+def broken_logits(
+    target: EagerRunner, rows: Rows, sound: Integers, counts: Integers, draft_length: int, rounds: int
+) -> FloatingPointError:
+    """The error where the target's logits leave a row no token to draw: fewer of its tokens are `sound` (`[B]`) than
+    the `counts` (`[B]`) to be committed. It repeats the forward of `draft_length` draft tokens, to name the module
+    where NaN or infinity begins."""
+    row, count = int((sound < counts).argmax()), draft_length + 1
+    # The verified tokens are the row's drafts up to the position.
+    tokens, columns = rows.window(-1, count), rows.columns_after(-1, count)  # [B, γ + 1] each
+    where = target.first_broken_module(tokens, columns, rows.longest + draft_length)
+    return FloatingPointError(
+        f"the target's logits leave no token to sample (NaN, or -inf everywhere) for request "
+        f"{rows.indices[row]} at generated position {rows.host_generated[row] + sound[row]}, after "
+        f"{rounds} decoding rounds; {where}. Check the weights of the last optimizer step and the logits processors, "
+        "or run this model in a wider dtype."
+    )

@@ -17,7 +17,7 @@ from .model_costs import kv_bytes
 from .narrow_weights import bytes_of_copies
 from .paged_cache import PagedCache
 from .pages import PAGE_COLUMNS, pages_of
-from .rows import Request, Rows, text_length
+from .rows import Request, Rows
 from .runner import TOKENS_PER_FORWARD
 
 
@@ -203,7 +203,7 @@ class PoolRoom(KVRoom):
         known = set(self._rows.prompts)
         for request in requests:
             pages = pages_of(_expected(request) + self._drafted)
-            if request.progress is None:
+            if request.generated is None:
                 prompt = request.prompt.cpu().numpy().tobytes()
                 if prompt in known:
                     pages -= (len(request.prompt) - 1) // PAGE_COLUMNS  # shared with another row
@@ -217,5 +217,5 @@ class PoolRoom(KVRoom):
 
 def _expected(request: Request) -> int:
     """Columns that a request will probably take: as many more as it has generated, and a page at least."""
-    length = text_length(request)
+    length = request.length
     return min(length + max(length - len(request.prompt), PAGE_COLUMNS), request.limit)

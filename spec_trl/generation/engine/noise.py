@@ -174,11 +174,23 @@ class Draw:
         tokens: `[B, n]` int64.
         scores: `[B, n]`, perturbed logit of each token; NaN or -inf where the logits were broken.
         logprobs: `[B, n]` log-probability of each token under the processed distribution, if asked for.
+        most: `[B]` int64, drafts that may be accepted; None: all that equal `tokens`; -1: not even the token after
+            them.
     """
 
     tokens: Tensor
     scores: Tensor
     logprobs: Tensor | None
+    most: Tensor | None = None
+
+    def spread(self, row: Tensor, batch: int) -> "Draw":
+        """The draw of `batch` rows of which `row` (`[B]` int64) have this one; the others take no token."""
+        parts = (self.tokens, self.scores, self.logprobs)
+        tokens, scores, logprobs = (
+            None if part is None else part.new_zeros(batch, part.shape[1]).index_copy_(0, row, part) for part in parts
+        )
+        assert tokens is not None and scores is not None
+        return Draw(tokens, scores, logprobs, row.new_full((batch,), -1).index_fill_(0, row, 0))
 
 
 def draw(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs: bool = False) -> Draw:

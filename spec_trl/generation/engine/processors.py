@@ -16,6 +16,7 @@ that have generated different numbers of tokens:
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -214,18 +215,18 @@ class LogitsPipeline:
 
     def draw_verified(
         self, logits: Tensor, noise: RoundNoise | None, proposal: Proposal, want_logprobs: bool
-    ) -> tuple[Draw, Tensor | None]:
+    ) -> Draw:
         """As :meth:`draw`, at all positions of a round `[B, γ + 1, vocabulary]`, as far as a row's drafts are the
-        tokens drawn; second result as of :meth:`process_verified`, None where no processor refuses any."""
+        tokens drawn; `most` as of :meth:`process_verified`, None where no processor refuses a prefix."""
         if not self.may_refuse:
             self._show(proposal)
-            return self.draw(logits, noise, want_logprobs=want_logprobs), None
+            return self.draw(logits, noise, want_logprobs=want_logprobs)
 
         def is_drawn(step: int, scores: Tensor, draft: Tensor) -> Tensor:
             return draw_processed(scores[:, None], noise, step).tokens[:, 0] == draft
 
         scores, most = self.process_verified(logits, proposal, is_drawn)
-        return draw_processed(scores, noise, 0, want_logprobs), most
+        return replace(draw_processed(scores, noise, 0, want_logprobs), most=most)
 
     def process_verified(
         self, logits: Tensor, proposal: Proposal, takes: Callable[[int, Tensor, Tensor], Tensor] | None = None

@@ -170,8 +170,8 @@ class EagerRunner:
             `admission.begun` names; None where there are none.
         """
         lengths = admission.cached
-        for row, progress in admission.moved.items():
-            lengths[row - admission.first] = progress.head
+        for row, request in admission.moved.items():
+            lengths[row - admission.first] = request.head
         logits = [self._read(rows, admission, lengths, set(admission.begun)), self._read_ends(rows, admission)]
         found = [own for own in logits if own is not None]
         return sum(lengths[: admission.leaders]), torch.cat(found) if found else None

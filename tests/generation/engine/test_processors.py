@@ -24,7 +24,7 @@ from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.filters import Filters, keep_top_p
 from spec_trl.generation.engine.noise import RoundNoise, draw, position_keys, stream_keys
 from spec_trl.generation.engine.processors import LogitsPipeline, PrefixView
-from spec_trl.generation.engine.rows import Progress, Request, Rows
+from spec_trl.generation.engine.rows import Request, Rows
 from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import (
     Alternate,
@@ -211,7 +211,7 @@ def ragged_rows() -> Rows:
     for index, (ids, mask) in enumerate(zip(PADDED["input_ids"], PADDED["attention_mask"].bool(), strict=True)):
         begun = None
         if index == 3:
-            begun = Progress(torch.randint(3, VOCABULARY, (2,), generator=generator), None, 0, 4, dict)
+            begun = torch.randint(3, VOCABULARY, (2,), generator=generator)
         requests.append(Request(index, ids[mask], 20, index, begun))
     rows.admit(requests)
     rows.tokens[:, max(PROMPTS_OF) + 2 :] = 63  # nobody may look here
