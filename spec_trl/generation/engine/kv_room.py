@@ -12,9 +12,9 @@ from .accept import Integers
 from .attention import reads_spans
 from .cache import autocast_dtype
 from .drafter import Drafter
+from .linear_layers import bytes_of_copies
 from .memory import free_memory
 from .model_costs import kv_bytes
-from .narrow_weights import bytes_of_copies
 from .paged_cache import PagedCache
 from .pages import PAGE_COLUMNS, pages_of
 from .rows import Request, Rows
