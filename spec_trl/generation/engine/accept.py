@@ -1,6 +1,7 @@
 """Accepting drafts: as far as they equal what the target draws in their place (exact verification, the default), or by
 rejection sampling. One read of the device per round tells the host how far each row gets."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -222,18 +223,21 @@ class Outcome:
         """Takes for each row the chain of which most was accepted, the first among equals. `proposals`, `draws`: one
         for each lane, at least one; `room`: `[B]`, tokens that each row has left."""
         judged = judge(proposals, draws, room)
-        accepted = np.stack([lane.accepted for lane in judged])  # [N, B]
-        winner = accepted.argmax(0)  # [B]
-        drawn, tokens, sound = draws[0], judged[0].tokens, judged[0].sound
+        drawn, first = draws[0], judged[0]
+        tokens, sound, drafted, accepted = first.tokens, first.sound, first.drafted[None], first.accepted[None]
+        winner = np.zeros(len(room), np.int64)
         if len(judged) > 1:
-            rows = np.arange(len(room))
-            most = max(lane.tokens.shape[1] for lane in judged)
+            drafted = np.stack([lane.drafted for lane in judged])  # [N, B]
+            accepted = np.stack([lane.accepted for lane in judged])  # [N, B]
+            winner, rows = accepted.argmax(0), np.arange(len(room))  # [B] each
+            most = max([lane.tokens.shape[1] for lane in judged])
             padded = [np.pad(lane.tokens, ((0, 0), (0, most - lane.tokens.shape[1]))) for lane in judged]
             tokens = np.stack(padded)[winner, rows]
             sound = np.stack([lane.sound for lane in judged])[winner, rows]
             drawn = _of_winner(draws, winner)
-        broken = {owners[n][row] for n, lane in enumerate(judged) for row in lane.is_broken.nonzero()[0].tolist()}
-        drafted = np.stack([lane.drafted for lane in judged])  # [N, B]
+        broken = set[int]()
+        for of_rows, lane in zip(owners, judged, strict=False):  # no owners where nothing was drafted
+            broken.update(itertools.compress(of_rows, lane.is_broken))
         counts = accepted.max(0) + 1
         return cls(drawn, tokens, counts, sound, winner, width, owners, drafted, accepted, broken - {-1})
 

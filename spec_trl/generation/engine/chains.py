@@ -22,11 +22,12 @@ def draft_lengths(plan: Sequence[Chain], batch: int) -> dict[int, list[int]]:
     """γ of each of `batch` rows, for each drafter of the plan in its order; 0: the row has no chain of it."""
     lengths: dict[int, list[int]] = {}
     for chain in plan:
-        if chain.draft_length > 0:
+        rows = range(batch) if chain.rows is None else chain.rows
+        if rows and chain.draft_length > 0:
             of_rows = lengths.setdefault(chain.which, [0] * batch)
-            for row in range(batch) if chain.rows is None else chain.rows:
+            for row in rows:
                 of_rows[row] = max(of_rows[row], chain.draft_length)
-    return {which: of_rows for which, of_rows in lengths.items() if any(of_rows)}
+    return lengths
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,16 @@ class Lanes:
     """The chains of a round: lane n holds the n-th chain of each row, whoever drafted it. More than one lane: a race.
 
     Args:
-        chains: of each lane B pairs: who drafted the row's chain (-1: the row has none), and γ as planned: the slots
-            that it takes, whatever was drafted. No lane: nothing was drafted.
-        drafters: `[N, B]` int64, the first of each pair; None: there is one drafter at most, of the same γ for all
-            rows.
+        lengths: γ of each row as planned, by drafter: the slots that its chain takes, whatever was drafted.
+        owners: N lists of B numbers, the drafter of each row's chain; -1: the row has none. Empty: nobody drafted.
+        drafters: `[N, B]` int64, the same on the device; None: there is at most one, with the same γ for all rows.
         proposals: one for each lane, at least one; `[B, γ]`, γ that of the lane's longest chain.
         width: Σγ, of the row where it is largest.
         layout: of a race.
     """
 
-    chains: list[list[tuple[int, int]]]
+    lengths: Mapping[int, list[int]]
+    owners: list[list[int]]
     drafters: Tensor | None
     proposals: list[Proposal]
     width: int
@@ -102,28 +103,24 @@ class Lanes:
     def of(cls, rows: Rows, lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> "Lanes":
         """Sorts what was `drafted`, by drafter, for `rows`; `lengths`: what was asked for (:func:`draft_lengths`)."""
         if not lengths:
-            return cls([], None, [Proposal(rows.tokens[: rows.active, :0])], 0)
+            return cls(lengths, [], None, [Proposal(rows.tokens[: rows.active, :0])], 0)
         if len(lengths) == 1:
             ((which, of_rows),) = lengths.items()
             if min(of_rows) == max(of_rows):
-                return cls([[(which, width) for width in of_rows]], None, [drafted[which]], of_rows[0])
+                return cls(lengths, [[which] * rows.active], None, [drafted[which]], of_rows[0])
         last = rows.window(-1, 1)  # [B, 1]
-        of_row = [[(which, own[row]) for which, own in lengths.items() if own[row]] for row in range(rows.active)]
-        lanes = [[mine[n] if n < len(mine) else (-1, 0) for mine in of_row] for n in range(max(map(len, of_row)))]
+        of_row = [[(which, γ[row]) for which, γ in lengths.items() if γ[row]] for row in range(rows.active)]
+        lanes = [[of[n] if n < len(of) else (-1, 0) for of in of_row] for n in range(max(map(len, of_row)))]
         drafters, widths = sent(torch.tensor(lanes), last.device).unbind(2)  # [N, B] each
         proposals = []
         for n, lane in enumerate(lanes):
             members = {which: drafted[which] for which, _ in lane if which >= 0}
             tokens = last.expand(-1, max(width for _, width in lane))  # [B, γ]
             proposals.append(_merge(members, drafters[n], widths[n], tokens))
-        width = max(sum(own for _, own in mine) for mine in of_row)
+        width = max(map(sum, zip(*lengths.values(), strict=True)))
         layout = ChainLayout.of(rows, widths, proposals, width) if len(lanes) > 1 else None
-        return cls(lanes, drafters, proposals, width, layout)
-
-    @property
-    def owners(self) -> list[list[int]]:
-        """The drafter of each row's chain in each lane; -1: it has none."""
-        return [[which for which, _ in lane] for lane in self.chains]
+        owners = [[which for which, _ in lane] for lane in lanes]
+        return cls(lengths, owners, drafters, proposals, width, layout)
 
     def logits(self, lane: int, logits: Tensor) -> Tensor:
         """`[B, γ + 1, V]`: those of the lane's chains, of the target's `logits` `[B, W, V]`."""
@@ -136,7 +133,7 @@ class Lanes:
         its `logits` `[B, W, V]`; and which rows have a chain of it, `[B]` bool."""
         if self.drafters is None:
             return logits, logits.new_ones(len(logits), dtype=torch.bool)
-        count = 1 + min(width for lane in self.chains for drafter, width in lane if drafter == which)
+        count = 1 + min(filter(None, self.lengths[which]))
         is_its = self.drafters == which  # [N, B]
         if self.layout is None:
             return logits[:, :count], is_its[0]

@@ -3,7 +3,7 @@ do not draft are evaluated on the side: their guesses are compared with the comm
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -29,29 +29,16 @@ class GuardedDrafters:
         dropped: called with the index of each drafter that fails.
 
     Attributes:
-        names: their strategies.
+        in_use: those that have not failed.
+        names: the strategies of all.
         failure: why the newest one was dropped, or None.
     """
 
     def __init__(self, drafters: Sequence[Drafter], dropped: Callable[[int], None]) -> None:
-        self._drafters: list[Drafter | None] = list(drafters)
-        self._all = list(drafters)
-        self._dropped = dropped
+        self.in_use = dict(enumerate(drafters))
         self.names = [drafter.strategy for drafter in drafters]
         self.failure: str | None = None
-
-    def __iter__(self) -> Iterator[Drafter]:
-        """Those that have not failed."""
-        return iter([drafter for drafter in self._drafters if drafter is not None])
-
-    def has(self, which: int) -> bool:
-        """Whether it has not failed."""
-        return self._drafters[which] is not None
-
-    def learns(self, which: int) -> bool:
-        """Whether it has not failed, and wants to see the target's logits."""
-        drafter = self._drafters[which]
-        return drafter is not None and drafter.learns
+        self._all, self._dropped = drafters, dropped
 
     @property
     def stood(self) -> float:
@@ -60,12 +47,12 @@ class GuardedDrafters:
 
     def each(self, action: Callable[[Drafter], None]) -> None:
         """Runs `action` on all drafters."""
-        for which in range(len(self._drafters)):
+        for which in list(self.in_use):
             self.ask(which, action)
 
     def ask(self, which: int, action: Callable[[Drafter], T]) -> T | None:
         """What `action` returns for a drafter; None where it failed, now or before."""
-        drafter = self._drafters[which]
+        drafter = self.in_use.get(which)
         if drafter is None:
             return None
         try:
@@ -77,7 +64,7 @@ class GuardedDrafters:
                 f"which goes on without it and with the same tokens. {self.failure}",
                 stacklevel=2,
             )
-            self._drafters[which] = None
+            del self.in_use[which]
             self._dropped(which)
             with suppress(Exception):
                 drafter.end()

@@ -184,18 +184,22 @@ class LogitsPipeline:
         own = [kind(int(value) if kind is hf.TopKLogitsWarper else value) for kind, value in given]
         return cls(LogitsProcessorList(own), PrefixView(rows, rows.tokens[:, :0]), rows.capacity)
 
-    def __call__(self, logits: Tensor, offset: int = 0, rows: Sequence[int] | None = None) -> Tensor:
-        """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` after the committed tokens of
-        `rows`, B of them; None: of all."""
-        return self._at_all(self._processors, logits, offset, rows)
-
-    def _at_all(
-        self, processors: Sequence[LogitsProcessor], logits: Tensor, offset: int, rows: Sequence[int] | None
+    def __call__(
+        self,
+        logits: Tensor,
+        offset: int = 0,
+        rows: Sequence[int] | None = None,
+        processors: Sequence[LogitsProcessor] | None = None,
     ) -> Tensor:
+        """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` after the committed tokens of
+        `rows`, B of them (None: of all), with the first `processors` (None: with all)."""
         batch, count, _ = logits.shape
-        row = [row for row in (range(batch) if rows is None else rows) for _ in range(count)]
-        step = list(range(offset, offset + count)) * batch
-        return self._process(processors, logits.flatten(0, 1), row, step).reshape(logits.shape)
+        row, step = list[int](), list[int]()
+        if self._looks_at_prefixes:
+            row = [row for row in (range(batch) if rows is None else rows) for _ in range(count)]
+            step = list(range(offset, offset + count)) * batch
+        chosen = self._processors if processors is None else processors
+        return self._process(chosen, logits.flatten(0, 1), row, step).reshape(logits.shape)
 
     def draw(
         self,
@@ -208,14 +212,12 @@ class LogitsPipeline:
         """Processes logits as above and draws a token at each position, with the noise of the same rows. On CUDA one
         kernel draws, which also applies temperature, top-k, top-p and min-p where they come last."""
         if not _is_fused(logits):
-            return draw_processed(self(widen(logits), offset, rows), noise, offset, want_logprobs)
+            return draw(self(widen(logits), offset, rows), noise, offset, want_logprobs)
         if self._before_filters:
-            logits = self._at_all(self._before_filters, widen(logits), offset, rows)
+            logits = self(widen(logits), offset, rows, self._before_filters)
         return draw_processed(logits, noise, offset, want_logprobs, self._filters)
 
-    def draw_verified(
-        self, logits: Tensor, noise: RoundNoise | None, proposal: Proposal, want_logprobs: bool
-    ) -> Draw:
+    def draw_verified(self, logits: Tensor, noise: RoundNoise | None, proposal: Proposal, want_logprobs: bool) -> Draw:
         """As :meth:`draw`, at all positions of a round `[B, γ + 1, vocabulary]`, as far as a row's drafts are the
         tokens drawn; `most` as of :meth:`process_verified`, None where no processor refuses a prefix."""
         if not self.may_refuse:

@@ -78,7 +78,7 @@ class Rollout:
             self.decode_round(self._plan())
             self.queue.after_round(self)
         self.control.finish()
-        statistics = self.record.statistics(self.target, self.rows, [*self.drafters], self.control)
+        statistics = self.record.statistics(self.target, self.rows, [*self.drafters.in_use.values()], self.control)
         self.end()
         statistics.drafter_failure = self.drafters.failure
         return self.record.completions, statistics
@@ -161,8 +161,11 @@ class Rollout:
         with self.record.phase("control"):
             plan = self.control.plan(list(rows.indices), rows.mean_length, self.queue.waiting)
             most = int(rows.room.max()) - 1
-            chains = [replace(chain, draft_length=min(chain.draft_length, most)) for chain in plan]
-            return [chain for chain in chains if chain.draft_length > 0 and self.drafters.has(chain.which)]
+            return [
+                replace(chain, draft_length=min(chain.draft_length, most))
+                for chain in plan
+                if min(chain.draft_length, most) > 0 and chain.which in self.drafters.in_use
+            ]
 
     def decode_round(self, plan: Sequence[Chain]) -> None:
         """One round: drafters draft the chains of `plan`, one target forward verifies them, and each row goes on with
@@ -182,7 +185,8 @@ class Rollout:
         with phase("verify"):
             logits = self._forward(lanes)  # [B, W, V]
         for which, proposal in drafted.items():
-            if self.drafters.learns(which):
+            drafter = self.drafters.in_use.get(which)
+            if drafter is not None and drafter.learns:
                 with phase("learn"):
                     rows.write(0, proposal.tokens)  # where the drafter looks for them
                     self.drafters.ask(which, methodcaller("learn", *lanes.verified(which, logits)))

@@ -139,6 +139,7 @@ class Rows:
     The last committed token is not in the K/V cache yet: the next forward feeds it, and the drafts after it.
 
     Attributes:
+        active: rows in flight.
         lengths, prompt_lengths, limits: `[active]` int64 tokens: committed, of the prompt, and allowed.
         requests: `[active]` int64, index of the request in each row; `indices`: the same on the host.
         streams: `[active]` int64 noise keys.
@@ -163,18 +164,13 @@ class Rows:
         self._keys = torch.zeros(capacity, columns, dtype=torch.int64, device=device)  # of the noise at each column
         self._state = torch.zeros(5, capacity, dtype=torch.int64, device=device)
         self._host = np.zeros((3, capacity), np.int64)
-        self.active = 0
+        self._set_active(0)
         self.most: list[int] = []
         self.prompts: list[bytes] = []
         self.indices: list[int] = []
 
-    @property
-    def active(self) -> int:
-        """Rows in flight."""
-        return len(self.lengths)
-
-    @active.setter
-    def active(self, count: int) -> None:
+    def _set_active(self, count: int) -> None:
+        self.active = count
         state = self._state[:, :count]  # [5, active]
         self.lengths, self.prompt_lengths, self.limits, self.requests, self.streams = state
         self.host_lengths, self.host_prompt_lengths, self.host_limits = self._host[:, :count]  # [active] each
@@ -234,7 +230,7 @@ class Rows:
             self.prompts.append(key)
             self.indices.append(request.index)
         self._state[:, first : first + len(states)] = sent(torch.tensor(states), self.tokens.device).T
-        self.active += len(requests)
+        self._set_active(first + len(requests))
         columns = torch.arange(self.columns, device=self.tokens.device)  # [columns]
         positions = columns - self.prompt_lengths[first:, None]  # [n, columns]
         self._keys[first : self.active] = position_keys(self.streams[first:], positions)
@@ -297,7 +293,7 @@ class Rows:
             for row, target in zip(source, destination, strict=True):
                 self.prompts[target], self.indices[target] = self.prompts[row], self.indices[row]
         del self.prompts[remaining:], self.indices[remaining:]
-        self.active = remaining
+        self._set_active(remaining)
         return source, destination
 
 
