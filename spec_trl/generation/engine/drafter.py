@@ -18,7 +18,7 @@ from ...scheduling.acceptance import MAX_DRAFT_LENGTH
 from .. import kept
 from ..configuration import SpeculativeConfig
 from .accept import Integers, Proposal
-from .cache import TailCache
+from .cache import RaggedCache
 from .filters import Filters
 from .noise import Draw, RoundNoise, draw, stream_keys, widen
 from .processors import LogitsPipeline, PrefixView, draw_processed
@@ -54,7 +54,7 @@ class DraftSession:
     keep_logits: bool
     most_drafted: int = MAX_DRAFT_LENGTH
     spend: Callable[[float], bool] = lambda _: True
-    tail: TailCache | None = None
+    tail: RaggedCache | None = None
 
     @property
     def most_columns(self) -> list[int]:

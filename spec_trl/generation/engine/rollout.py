@@ -16,11 +16,11 @@ from .accept import Outcome, Proposal, verify_rejection
 from .chains import Lanes, draft_lengths
 from .drafter import Drafter, DraftSession
 from .guarded_drafters import GuardedDrafters, LookupEvaluation, broken_logits, report_broken
-from .kv_room import KVRoom
 from .memory import free_memory, sent
 from .noise import Draw, NoiseAhead, RoundNoise, derive, position_keys
 from .processors import LogitsPipeline
 from .record import Completion, DraftedChains, Record
+from .room import KVRoom
 from .rows import Admission, Request, RequestQueue, Rows
 from .runner import EagerRunner
 from .statistics import SpeculationStatistics
