@@ -68,24 +68,24 @@ class RequestQueue:
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
-        self._local = list(requests)  # those that this rank gives out
+        self._dealt = list(requests)  # those that this rank gives out
         self.waiting = len(requests)
 
     @property
     def upcoming(self) -> Request | None:
         """The request that is given out next, where that is known."""
-        return self._local[0] if self._local else None
+        return self._dealt[0] if self._dealt else None
 
     def take(self, free: int, active: int) -> list[Request]:
         """Returns up to `free` requests to start now, next to `active` rows. No request while `active` is 0 ends the
         rollout."""
-        taken, self._local = self._local[:free], self._local[free:]
-        self.waiting = len(self._local)
+        taken, self._dealt = self._dealt[:free], self._dealt[free:]
+        self.waiting = len(self._dealt)
         return taken
 
     def put_back(self, requests: list[Request]) -> None:
         """Takes back `requests` that were taken, to be given out first; some were begun meanwhile."""
-        self._local = requests + self._local
+        self._dealt = requests + self._dealt
         self.waiting += len(requests)
 
     def keeps(self, index: int) -> bool:
