@@ -19,9 +19,9 @@ from typing import Literal
 from ..scheduling.affine_seconds import AffineSeconds
 from .assignment import greedy_assignments
 from .cluster import Cluster, DrafterModel
-from .decoupled_plan import ExecutionPlan, Mode, best_coupled_window, execution_plan, group_batch
+from .decoupled_plan import ExecutionPlan, Mode, best_window, execution_plan, group_batch
 from .reconfiguration import RECONFIGURATION_TOKENS, RequestPlan, reconfigured
-from .token_speed import DraftSeconds, committed_tokens, replicated, window_tokens
+from .token_speed import DraftSeconds, committed_tokens, coupled_speed, replicated, window_tokens
 
 
 HORIZON = 250
@@ -218,7 +218,9 @@ class _Simulation:
 
     def _coupled_window(self, drafter: DrafterModel, acceptance: float, batch: int) -> tuple[int, float]:
         """The best window of coupled execution, and its tokens per second."""
-        return best_coupled_window(acceptance, batch, self._draft(drafter)(1), partial(self._verify, 1))
+        return best_window(
+            acceptance, batch, self._draft(drafter)(1), partial(self._verify, 1), coupled_speed, bonus=1
+        )
 
     def _plan(self, gpus: int) -> ExecutionPlan:
         execution = self.method.execution
