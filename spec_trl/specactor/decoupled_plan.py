@@ -1,8 +1,7 @@
 """SA Algorithm 1: which GPUs draft, which verify, and how far a drafter may run ahead.
 
 A group of g_d GPUs that draft and g_v GPUs that verify serves its share of the requests; the cluster is as many groups
-as fit. The paper searches decoupled execution alone. `execution_plan` also compares coupled execution and plain
-decoding on the same GPUs, so that a plan never speculates where that is predicted to lose.
+as fit. The paper searches decoupled execution alone; here coupled execution and plain decoding are compared too.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,7 @@
-"""A cluster's rollout as discrete events: modelled workers, planned by the scheduling classes themselves (SA §4, §5).
+"""A cluster's rollout as discrete events: modelled workers, planned by Algorithms 1 to 3 themselves (SA §4, §5).
 
-A worker executes its requests in periods. A period's seconds are affine in the requests (SA §4.1) and in the cached
-tokens of each. Between two events (a request ends, helpers come or go) the requests of a worker advance at constant
-rates, so that the simulation takes time for each event, not for each token.
+A worker executes its requests in periods, whose seconds are affine in the requests (SA §4.1) and in their cached
+tokens. Between two events (a request ends, helpers come or go) requests advance at constant rates.
 """
 
 import heapq
