@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...scheduling.control import Chain, Control, Tally
 from ...scheduling.plain_decoding import plain_rounds
+from .accept import Integers
 from .drafter import Drafter
-from .outcome import Integers
 from .rows import Request, Rows, prompt_key
 from .runner import EagerRunner
 from .statistics import (
