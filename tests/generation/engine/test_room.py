@@ -29,9 +29,8 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import memory
 from spec_trl.generation.engine import room as room_module
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.request_queue import RequestQueue
 from spec_trl.generation.engine.room import KVRoom, RowNeeds, model_constants
-from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.generation.engine.rows import Request, RequestQueue, Rows
 from tests.conftest import tiny_llama
 from tests.distributed import test_pool as pools
 from tests.generation.calls import generate, outputs, pad_left, random_rows
