@@ -1,11 +1,15 @@
-"""When a row ends: `generate`'s stopping criteria, applied to rows of different lengths."""
+"""When a row ends: `generate`'s stopping criteria, applied to rows of different lengths; and whether criteria and
+processors have to be shown all rows at each step."""
+
+import warnings
+from collections.abc import Iterable
 
 import numpy as np
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from .outcome import Bools, Integers
+from .accept import Bools, Integers
 from .processors import PrefixView, is_known, needs_batch
 
 
@@ -14,12 +18,16 @@ class Stopping:
 
     def __init__(self, criteria: StoppingCriteriaList, prefixes: PrefixView) -> None:
         self._prefixes = prefixes
-        eos = [c.eos_token_id.view(-1).tolist() for c in criteria if type(c) is EosTokenCriteria]
-        self._eos = np.array(sum(eos, []), np.int64)  # [ids]
-        self._of_time = [c for c in criteria if type(c) is MaxTimeCriteria]  # looks at no token
-        rest = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)]
-        self._of_batch: list[StoppingCriteria] = [c for c in rest if needs_batch(c)]
-        self._by_prefix: list[StoppingCriteria] = [c for c in rest if not needs_batch(c)]
+        eos, self._of_time = list[int](), list[MaxTimeCriteria]()
+        self._of_batch, self._by_prefix = list[StoppingCriteria](), list[StoppingCriteria]()
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                eos += criterion.eos_token_id.view(-1).tolist()
+            elif type(criterion) is MaxTimeCriteria:  # looks at no token
+                self._of_time.append(criterion)
+            elif type(criterion) is not MaxLengthCriteria:
+                (self._of_batch if needs_batch(criterion) else self._by_prefix).append(criterion)
+        self._eos = np.array(eos, np.int64)  # [ids]
         self._may_refuse = not all(map(is_known, self._by_prefix))
 
     def first_stop(self, tokens: Integers, counts: Integers, room: Integers) -> tuple[Integers, Bools]:
@@ -48,8 +56,9 @@ class Stopping:
                 ends |= first <= keep
                 keep = np.minimum(keep, first)
         rows = self._prefixes.rows
-        if any(bool(clock(rows.tokens[:1], None)) for clock in self._of_time):  # the next token is the last, as there
-            keep, ends = np.minimum(keep, 1), keep > 0
+        for clock in self._of_time:
+            if bool(clock(rows.tokens[:1], None)):  # the next token is the last, as there
+                keep, ends = np.minimum(keep, 1), keep > 0
         for criterion in self._of_batch:
             stopped = rows.tokens.new_zeros(len(keep), dtype=torch.bool) | criterion(self._prefixes.batch(1), None)
             ends |= stopped[rows.requests].cpu().numpy()
@@ -70,3 +79,31 @@ class Stopping:
 def length_limit(criteria: StoppingCriteriaList) -> int:
     """Largest padded total length that `criteria` allow."""
     return min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
+
+
+def must_run_in_step(
+    parts: Iterable[LogitsProcessor | StoppingCriteria], batch: int, capacity: int, drafts: bool
+) -> bool:
+    """Whether some of these processors and criteria need a
+    :class:`~spec_trl.generation.engine.in_step.RolloutInStep`; warns where that costs `drafts`.
+
+    Raises:
+        ValueError: they do, and there are fewer rows (`capacity`) than requests (`batch`).
+    """
+    names = [getattr(part, "__qualname__", type(part).__qualname__) for part in parts if needs_batch(part)]
+    if not names:
+        return False
+    named = ", ".join(dict.fromkeys(names))
+    remedy = "set prefix_only = True on it if its result for a row depends on that row's tokens and scores alone"
+    if capacity < batch:
+        raise ValueError(
+            f"{named} may look at other rows or keep state, and so has to be shown all rows at each step, but "
+            f"max_batch_size={capacity} is less than the {batch} rows of the batch: raise it to {batch}, or {remedy}."
+        )
+    if drafts:
+        warnings.warn(
+            f"{named} may look at other rows or keep state, and so is shown all rows once per step, as in generate: "
+            f"this generation drafts nothing, and is no faster than generate. To have drafts, {remedy}.",
+            stacklevel=4,
+        )
+    return True
