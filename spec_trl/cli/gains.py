@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from ..generation import kept
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.statistics import SpeculationStatistics
+from ..generation.session import Session
 from ..generation.strategies import make_drafters
 from ..papers import load
 from .near_ties import NOISE_PROMPT, distance, measure_logit_noise, reference_scores
@@ -106,7 +106,7 @@ class Way:
         end, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
         torch.manual_seed(seed)
         _synchronize(model.device)
-        kept.take(model, "history")  # what other ways have seen of these prompts
+        Session.of(model).drafters.pop("history", None)  # what other ways have seen of these prompts
         started = clock()
         if until < math.inf:
             options["max_time"] = max(until - started, 0.0)
@@ -143,7 +143,7 @@ def make_ways(
     for strategy in ("auto", *OWN_DRAFTERS, *assistants):
         assistant = assistants.get(strategy)
         try:
-            drafters = make_drafters(strategy, model, assistant, _DEFAULT)
+            drafters = make_drafters(Session(), strategy, model, assistant, _DEFAULT)
             if strategy == "auto":
                 ways.append(Way(strategy))
             else:

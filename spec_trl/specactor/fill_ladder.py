@@ -14,7 +14,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..efficient_rollout.round_bench import RoundBench, bar_text, warm_up_rounds
-from ..generation import kept
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
@@ -23,6 +22,7 @@ from ..generation.engine.noise import RoundNoise
 from ..generation.engine.requirements import position_limit
 from ..generation.engine.rollout import Rollout
 from ..generation.engine.verification import Proposal, Verdict
+from ..generation.session import Session
 from ..measuring.calibrated import ladder_folder
 from ..measuring.machine import profile_key
 from ..scheduling.control import Chain
@@ -110,7 +110,8 @@ def find_ladder(
     key = profile_key(model, config)
     shape = _fingerprint(key, drafters, draft_lengths)
     path = _path(key, config, shape)
-    found: Ladder | None = kept.look(model, _NAME)
+    session = Session.of(model)
+    found = session.ladder
     if found is None or found.shape != shape:
         found = _load(path, shape)
     most = 2 * max(drafter.max_rows for drafter in drafters)  # more rows are not profiled
@@ -119,12 +120,8 @@ def find_ladder(
         batches = [batch for batch in BATCHES if 2 * batch <= max_batch_size] + [max_batch_size]
         found = build_ladder(model, drafters, batches, draft_lengths, config=config, kept_in=path.parent)
         save_kept(found.save, path, "draft ladder")
-    if found is not None:
-        kept.keep(model, _NAME, found)
+    session.ladder = found
     return found
-
-
-_NAME = "ladder"
 
 
 def _load(path: Path, shape: str) -> Ladder | None:

@@ -23,8 +23,8 @@ from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.requirements import policy_in
-from ..generation.engine.shadow import structure
 from ..generation.registry import CHOOSING
+from ..generation.session import Session, structure
 from ..generation.strategies import copy_again, make_control, make_drafters, policy_copies
 from ..measuring.known_rounds import KnownRounds, find_known_rounds
 from ..measuring.machine import hardware_name
@@ -291,7 +291,9 @@ class SpecGRPOTrainer(GRPOTrainer):
         started = time.perf_counter()
         strategy = "none" if self.args.sd_toggle == "never" else self.args.assistant_strategy
         assistant = None if strategy == "none" else self.args.assistant_model
-        self._drafters = make_drafters(strategy, policy, assistant, self._speculative_config)
+        with Session.lend(policy) as session:
+            self._drafters = make_drafters(session, strategy, policy, assistant, self._speculative_config)
+            session.drafters.clear()  # the trainer's alone from now on
         names = [drafter.strategy for drafter in self._drafters]
         self._draft_lengths = self.args.draft_length_controllers(names, self._saved_draft_lengths)
         for drafter in self._drafters:

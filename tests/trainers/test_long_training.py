@@ -12,10 +12,10 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from trl import GRPOTrainer
 
-from spec_trl.generation import kept
 from spec_trl.generation.drafters.tts import drafter
 from spec_trl.generation.engine import kept_runner
 from spec_trl.generation.engine.shadow import unwrapped
+from spec_trl.generation.session import Session
 from tests.conftest import STORY_MODEL
 from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.tape import Tape
@@ -143,7 +143,7 @@ def test_captured_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep
         run = train(tmp_path, strategy, policy=policy, max_steps=steps, runner="graph", keep_graphs=keep_graphs)
         assert_same_training(train_plainly(max_steps=steps), run)
         assert tape.replayed > 6 * steps
-        assert (kept.look(policy, "runner") is not None) == keep_graphs
+        assert (Session.of(policy).runner is not None) == keep_graphs
     assert min(run.metric("rollout/acceptance_rate")) > 0.25
 
 

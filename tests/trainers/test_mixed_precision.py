@@ -7,7 +7,7 @@ import pytest
 from trl import GRPOTrainer
 
 from spec_trl import SpecGRPOTrainer
-from spec_trl.generation import kept
+from spec_trl.generation.session import Session
 from tests.generation.engine.tape import install_tape
 from tests.trainers.harness import make_run, roll_out, tiny_policy
 
@@ -30,7 +30,7 @@ def test_rollouts_are_captured_and_follow_the_policy(
     tape, policy = install_tape(monkeypatch), tiny_policy(num_hidden_layers=1).float()
     run = make_run(tmp_path, policy=policy, bf16=True, max_steps=2, learning_rate=0.02, **captured).train()
     assert tape.replayed > 8 and min(run.metric("rollout/acceptance_rate")) > 0.25
-    assert (kept.look(policy, "runner") is not None) == keep_graphs
+    assert (Session.of(policy).runner is not None) == keep_graphs
     found = {}
     for kind in (GRPOTrainer, SpecGRPOTrainer):  # with a policy that has learned in between
         found[kind] = roll_out(tmp_path, policy=policy, kind=kind, **greedy | captured).rewarded[0][1]

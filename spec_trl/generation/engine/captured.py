@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..session import addresses
 from .attention import warn_of_masks
 from .cache import RaggedCache, autocast_dtype
 from .captured_drafts import CapturedLoops
@@ -26,7 +27,6 @@ from .draft_loop import NetworkDraft
 from .feature_runner import FeatureRunner
 from .narrow_weights import copied_bytes
 from .runner import EagerRunner, Heard
-from .shadow import addresses
 from .verification import Proposal
 
 

@@ -2,11 +2,11 @@
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Thread
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ...scheduling.acceptance import MAX_DRAFT_LENGTH
-from .. import kept
 from ..configuration import SpeculativeConfig
 from .cache import TailCache
 from .filters import Filters
@@ -26,9 +25,6 @@ from .rows import Admission, Request, Rows
 from .runner import EagerRunner
 from .statistics import LearningStatistics
 from .verification import Proposal
-
-
-D = TypeVar("D", bound="Drafter")
 
 
 @dataclass(frozen=True)
@@ -98,24 +94,6 @@ class DraftCost:
     tokens: int = 1
 
 
-def take_drafter(model: PreTrainedModel, kind: type[D], made_for: tuple[object, ...], make: Callable[[], D]) -> D:
-    """The drafter of `kind` that an earlier call left for `model`, if it was `made_for` the same; else a new one. The
-    caller has it alone until :func:`keep_drafters`, and a caller that asks meanwhile gets another."""
-    drafter: D | None = kept.take(model, kind.strategy)
-    if drafter is None or drafter.made_for != made_for:
-        drafter = None  # frees its memory before another one takes some
-        drafter = make()
-        drafter.made_for = made_for
-    return drafter
-
-
-def keep_drafters(model: PreTrainedModel, drafters: Iterable["Drafter"]) -> None:
-    """Keeps those of `drafters` that serve further calls for `model`, until `spec_trl.release(model)`."""
-    for drafter in drafters:
-        if drafter.made_for is not None:
-            kept.keep(model, drafter.strategy, drafter)
-
-
 class Drafter(CandidateGenerator):
     """Proposes draft tokens for a ragged batch, and for batch 1 in transformers' assisted loop.
 
@@ -148,14 +126,13 @@ class Drafter(CandidateGenerator):
     forwards: int = 0
     """Draft network forwards since `begin`."""
     made_for: tuple[object, ...] | None = None
-    """Later calls with the same get this drafter again (:func:`keep_drafters`); None: it is not kept."""
+    """What :meth:`kept_for` returned when it was made."""
     hangs_in: Thread | None = None
     """The thread of an earlier generation that was given up while in this drafter."""
 
     @classmethod
     def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "Drafter":
-        """The drafter of a call for `model` that names the strategy: a new one, or the one of an earlier call
-        (:func:`take_drafter`).
+        """Makes the drafter of a call for `model` that names the strategy.
 
         Args:
             model: the target.
@@ -166,6 +143,12 @@ class Drafter(CandidateGenerator):
             ValueError: the assistant cannot draft.
         """
         return cls()
+
+    @classmethod
+    def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...] | None:
+        """What `make` reads of these arguments, other than modules, dtypes and devices of `model`. A later call with
+        an equal tuple gets the same drafter while `model` keeps its structure; None: each call makes a new one."""
+        return None
 
     @classmethod
     def check_assistant(

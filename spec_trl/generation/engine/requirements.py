@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from ..session import Snapshot, snapshot_of
 from .attention import STATELESS, MaskPlan
 from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
 from .patched_forwards import unfollowed_patch
 from .shadow import unwrapped
-from .snapshot import while_unchanged
 
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ _REFUSED_TYPES = {
 _KNOWN_KEYWORDS = {"attention_mask", "position_ids", "logits_to_keep", "use_cache"}
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Raises ValueError where `model` cannot be decoded over a ragged cache."""
-    while_unchanged(model, "checked", lambda: _check_model(model))
+def check_model(model: PreTrainedModel, snapshot: Snapshot | None = None) -> None:
+    """Raises ValueError where `model` cannot be decoded over a ragged cache; `snapshot`: of the model as it is."""
+    (snapshot or snapshot_of(model)).find("checked", partial(_check_model, model))
 
 
 def _check_model(model: PreTrainedModel) -> None:

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
 from threading import get_ident
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...cpu_products import reading_prompts
-from .. import kept
 from .attention import MaskPlan, attends_exactly, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
@@ -37,7 +37,7 @@ _QUERIES_PER_FORWARD = 2048
 SHORT_PROMPT = 16
 # Logits of one prefill forward of a network that names no head: half a GiB in float32.
 _LOGITS_PER_FORWARD = 2**27
-_READ = "what a runner reads of it"
+_facts: "WeakKeyDictionary[nn.Module, tuple[MaskPlan, int | None, str, bool]]" = WeakKeyDictionary()
 
 Heard = Callable[[Tensor, Tensor, int], None]
 
@@ -45,13 +45,12 @@ Heard = Callable[[Tensor, Tensor, int], None]
 def _facts_of(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool]:
     """Masks and limit of positions of `network`, the name of its cache, and whether it can compute the last logits
     alone: read once, for who makes a shadow, or its quantized twin, leaves these as they are."""
-    found: tuple[MaskPlan, int | None, str, bool] | None = kept.look(network, _READ)
+    found = _facts.get(network)
     if found is None:
-        found = (
+        _facts[network] = found = (
             MaskPlan.for_network(network), position_limit(network), cache_argument(network),
             network._supports_logits_to_keep(),
         )  # fmt: skip
-        kept.keep(network, _READ, found)
     return found
 
 
