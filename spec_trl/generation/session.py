@@ -20,8 +20,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .engine.patched_forwards import held
-from .engine.training_marks import HOOK_DICTS, lasting_attributes
+from .engine.training_marks import HOOK_DICTS, held, lasting_attributes
 
 
 if TYPE_CHECKING:

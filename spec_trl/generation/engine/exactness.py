@@ -26,7 +26,7 @@ from ...native_code import cache_directory
 from ..session import snapshot_of
 from .cache import RaggedCache, autocast_dtype
 from .chains import ChainLayout
-from .narrow_weights import make_copies
+from .linear_layers import make_copies
 from .runner import EagerRunner
 from .shadow import decoder_layers, make_shadow
 

@@ -17,8 +17,8 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from ..session import Snapshot, snapshot_of
 from .attention import STATELESS, MaskPlan
 from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
-from .patched_forwards import unfollowed_patch
 from .shadow import unwrapped
+from .training_marks import unfollowed_patch
 
 
 if TYPE_CHECKING:

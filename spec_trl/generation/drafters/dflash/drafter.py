@@ -10,13 +10,12 @@ from transformers import PreTrainedConfig
 
 from ...engine.cache import autocast_dtype
 from ...engine.draft_loop import Forward
-from ...engine.narrow_weights import NarrowProduct
+from ...engine.linear_layers import NarrowProduct
 from ...registry import register_drafter
 from ..canvas import Canvas
 from ..feature_drafter import FeatureDrafter
 from ..feature_network import Store
-from .config import DFlashConfig
-from .network import DFlashNetwork
+from .network import DFlashConfig, DFlashNetwork
 
 
 @register_drafter

@@ -29,8 +29,7 @@ from ...session import structure, versions
 from ..canvas import Canvas, TrainableDrafter
 from ..small_model import as_assistant
 from .learners import Learner, make_learner
-from .price import LearningPrice
-from .stride import UpdateStride
+from .price import LearningPrice, UpdateStride
 
 
 @register_drafter
