@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from ..dense_linear import warn_of_slow_dtype
 from ..scheduling.control import Control, NeverSpeculate
-from .configuration import SpeculativeConfig, check_combination, check_decoupled, check_strategy
+from .configuration import SpeculativeConfig, check_combination, check_strategy
 from .decoupling import check_device, decoupled, keep_acceptance
 from .engine import requirements
 from .engine.cache import PAGE_COLUMNS
@@ -111,9 +111,8 @@ def speculative_decoding(
     with Session.lend(model) as session, ExitStack() as claims:
         # ---- what cannot be served is refused before any work
         check_strategy(assistant_strategy)
-        check_combination(assistant_strategy, config)
         if drafter is None:
-            check_decoupled(assistant_strategy, config)
+            check_combination(assistant_strategy, config)
         check_device(config, device, drafter)
         requirements.check_model(model, session.snapshot)
         runner_mode(config, device)
