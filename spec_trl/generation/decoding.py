@@ -117,12 +117,9 @@ def speculative_decoding(
         requirements.check_model(model, session.snapshot)
         runner_mode(config, device)
         requirements.check_generation_config(generation_config, model.generation_config)
-        model_kwargs = requirements.without_modalities(model, model_kwargs)
-        requirements.check_keywords(model_kwargs)
-        mask = model_kwargs.get("attention_mask")
-        prompts = requirements.split_prompts(input_ids.long(), mask)  # [length] each
-        requirements.check_vocabulary(prompts, model)
-        requirements.check_positions(model_kwargs.get("position_ids"), input_ids, mask)
+        requirements.check_keywords(model, model_kwargs)
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        prompts = requirements.read_prompts(model, input_ids.long(), mask, positions)  # [length] each
         if request_ids is not None and len(request_ids) != batch:
             raise ValueError(f"request_ids has {len(request_ids)} entries for {batch} rows; give one int per row.")
         if streamer is not None and batch > 1:
