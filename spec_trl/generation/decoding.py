@@ -26,10 +26,9 @@ from .engine.noise import stream_keys
 from .engine.pages import PagedCache
 from .engine.processors import LogitsPipeline, PrefixView
 from .engine.record import Completion
-from .engine.request_queue import RequestQueue
 from .engine.rollout import Rollout
 from .engine.room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
-from .engine.rows import Request, Rows
+from .engine.rows import Request, RequestQueue, Rows
 from .engine.statistics import SpeculationStatistics
 from .engine.stopping import Stopping, length_limit
 from .session import Session

@@ -17,11 +17,11 @@ from ..efficient_rollout.round_bench import RoundBench, bar_text, warm_up_rounds
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..generation.engine.accept import Proposal
 from ..generation.engine.drafter import Drafter
-from ..generation.engine.noise import RoundNoise
+from ..generation.engine.noise import Draw, RoundNoise
 from ..generation.engine.requirements import position_limit
 from ..generation.engine.rollout import Rollout
-from ..generation.engine.verification import Proposal, Verdict
 from ..generation.session import Session
 from ..measuring.calibrated import ladder_folder
 from ..measuring.machine import profile_key
@@ -58,15 +58,11 @@ def build_ladder(
     weights matter. A drafter that learns does not learn here, and one that remembers is timed with an empty memory.
 
     Args:
-        model: the target, on the device it will decode on.
         drafters: of different strategies.
-        batches: numbers of rows, each at least 1; a drafter that serves fewer is timed at as many as it serves.
+        batches: numbers of rows; a drafter that serves fewer is timed at as many as it serves.
         draft_lengths: γ, ascending.
-        rounds: most timed rounds per cell, at least 1.
         budget_seconds: for all cells; each is timed at least once, after its warm-up.
-        progress: show a progress bar where it takes longer than `QUIET` seconds.
-        config: names the runner, and what the quantized copy is packed with.
-        kept_in: folder in which the caller keeps the ladder; the progress bar says so.
+        kept_in: folder that the progress bar names.
 
     Raises:
         RuntimeError: a drafter failed.
@@ -156,17 +152,17 @@ class _MarkedRollout(Rollout):
 
     generator: torch.Generator
 
-    def _verdict(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Verdict:
-        verdict = super()._verdict(proposal, logits, noise)
+    def _draw(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Draw:
+        drawn = super()._draw(proposal, logits, noise)
         # Another generator, so that later samples do not depend on whether a ladder was profiled.
         coins = torch.rand(proposal.tokens.shape, generator=self.generator, device=logits.device)  # [B, γ]
         accepted = (coins < ACCEPTANCE).long().cumprod(1).sum(1)  # [B]
         step = torch.arange(proposal.tokens.shape[1], device=logits.device)  # [γ]
         # The drafts themselves are committed, since a network continues from its K/V of them.
         drafted = step < torch.minimum(accepted, proposal.drafted())[:, None]  # [B, γ]
-        tokens = verdict.tokens.clone()  # [B, γ + 1]
+        tokens = drawn.tokens.clone()  # [B, γ + 1]
         tokens[:, :-1] = proposal.tokens.where(drafted, tokens[:, :-1])
-        return replace(verdict, tokens=tokens, most=accepted)
+        return replace(drawn, tokens=tokens, most=accepted)
 
 
 class _Bench(RoundBench):

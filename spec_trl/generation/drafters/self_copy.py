@@ -15,10 +15,10 @@ from ...quantization.awq import ActivationStatistics
 from ...quantization.kernels import PackedWeight
 from ...quantization.source_weight import modules_by_name
 from ..configuration import SpeculativeConfig
+from ..engine.accept import Proposal
 from ..engine.drafter import DraftSession
 from ..engine.noise import RoundNoise
 from ..engine.shadow import make_shadow
-from ..engine.verification import Proposal
 from ..registry import register_drafter
 from ..session import versions
 from .autoregressive import NetworkDrafter

@@ -11,8 +11,7 @@ from transformers import LlamaForCausalLM
 
 from spec_trl.generation.engine import processors
 from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
-from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.generation.engine.noise_ahead import NoiseAhead
+from spec_trl.generation.engine.noise import NoiseAhead, RoundNoise
 from spec_trl.generation.engine.pages import PagedCache
 from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.generation.engine.rows import Request, Rows

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ...engine.accept import Integers
 from ...engine.attention import FULL, MaskPlan, as_spans
 from ...engine.draft_loop import Forward
 from ...engine.drafter import DraftSession
-from ...engine.outcome import Integers
 from ...engine.rows import Admission
 from ...registry import register_drafter
 from ..autoregressive import CATCH_UP

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...configuration import Distillation, SpeculativeConfig
+from ...engine.accept import Integers, Proposal
 from ...engine.cuda_graphs import CAPTURING
 from ...engine.drafter import DraftCost, Drafter, DraftSession
 from ...engine.noise import RoundNoise, widen
-from ...engine.outcome import Integers
 from ...engine.rows import Admission
 from ...engine.statistics import LearningStatistics
-from ...engine.verification import Proposal
 from ...registry import DRAFTERS, register_drafter
 from ...session import structure, versions
 from ..canvas import Canvas, TrainableDrafter
