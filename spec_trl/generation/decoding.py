@@ -18,7 +18,7 @@ from .decoupling import check_device, decoupled, keep_acceptance
 from .engine import requirements
 from .engine.cache import PAGE_COLUMNS
 from .engine.drafter import Drafter
-from .engine.in_step import RolloutInStep, must_run_in_step
+from .engine.in_step import RolloutInStep
 from .engine.kept_runner import captures, exactness, free_for_cache, runner_for, runner_mode, takes_pool
 from .engine.linear_layers import bytes_in_use
 from .engine.memory import check_memory, takes_memory_late
@@ -30,7 +30,7 @@ from .engine.rollout import Rollout
 from .engine.room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
 from .engine.rows import Request, RequestQueue, Rows
 from .engine.statistics import SpeculationStatistics
-from .engine.stopping import Stopping, length_limit
+from .engine.stopping import Stopping, length_limit, must_run_in_step
 from .session import Session
 from .strategies import as_drafters, control_for, make_drafters
 
