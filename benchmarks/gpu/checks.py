@@ -20,7 +20,7 @@ from .part import Part
 
 GROUPS = ("cuda", "kernels", "sanitizer")
 KERNELS = ("tests/generation/engine/kernels", "tests/quantization/kernels")
-SMOKE = "tests/quantization/kernels/test_kernel_table.py"  # takes a second
+SMOKE = "tests/quantization/kernels/test_kernel_times.py"  # takes a second
 PROCESSES = 10  # at most, of the kernels' tests: each compiles on a core, and takes half a GB of the GPU
 SANITIZED = {  # by tool: tests that capture nothing, a few of each kernel; the sanitizer is 10 to 50 times slower
     "memcheck": (
@@ -28,7 +28,7 @@ SANITIZED = {  # by tool: tests that capture nothing, a few of each kernel; the 
         ["test_pages or test_half_precision", "tests/generation/engine/kernels/test_ragged_attention.py"],
         ["test_is_right", "tests/generation/engine/kernels/test_dense_product.py"],
         ["test_norms or test_silu or test_rotates", "tests/generation/engine/kernels/test_fused_layer.py"],
-        ["test_rows_that_are_broken or test_of_equals", "tests/generation/engine/kernels/test_top_p_floors.py"],
+        ["test_rows_that_are_broken or test_of_equals", "tests/generation/engine/kernels/test_sampling.py"],
     ),
     "racecheck": (["test_division_of_the_columns", "tests/quantization/kernels/test_triton_int4.py"],),
 }
