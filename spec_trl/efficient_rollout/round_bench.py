@@ -16,6 +16,7 @@ from ..generation.engine.processors import LogitsPipeline, PrefixView
 from ..generation.engine.rollout import Rollout
 from ..generation.engine.rows import Request, RequestQueue, Rows
 from ..generation.engine.stopping import Stopping
+from ..generation.session import Session
 from ..scheduling.control import Chain, NeverSpeculate
 
 
@@ -43,11 +44,12 @@ class RoundBench:
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         batch = len(prompts)
+        Session.of(model).drop_runner()  # its K/V would lie beside ours
         self._rows = Rows(batch, columns, model.device)
         view = PrefixView(self._rows, prompts)
         self._rollout = rollout(
             RequestQueue([Request(i, prompts[i], 2**62, i) for i in range(batch)]),
-            runner_for(model, batch, columns, config),
+            runner_for(Session(), model, batch, columns, config),
             drafters,
             NeverSpeculate(),
             self._rows,

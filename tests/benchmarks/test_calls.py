@@ -13,8 +13,8 @@ from benchmarks import control_machine, rollout
 from benchmarks.calls import Call, rotated
 from benchmarks.rollout import PLAIN, Run
 from benchmarks.workload import Workload
-from spec_trl.generation import kept
 from spec_trl.generation.engine.statistics import DraftCounts, RoundPoint, SpeculationStatistics
+from spec_trl.generation.session import Session
 
 
 WORK = Workload([[1, 2], [3]], 10, 1.0, (), 0)
@@ -117,7 +117,7 @@ def test_auto_starts_from_nothing_for_each_batch_and_no_method_has_a_history(
         assert config.draft_quantization == "rtn-w4-g128", "the overlap of synthetic weights is that of 4 bits"
 
         def watched(work: Any, seed: int) -> Any:
-            assert kept.look(model, "history") is None
+            assert Session.of(model).drafters.get("history") is None
             calls.append(f"{strategy} {len(set(map(tuple, work.prompts)))}x{len(work.prompts)} {seed}")
             return call(work, seed)
 
