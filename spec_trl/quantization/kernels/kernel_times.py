@@ -163,8 +163,8 @@ def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> 
 
 
 def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer = time_replays) -> KernelTable:
-    """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights: measured once, and
-    saved in memory and in the user's cache. Of a layer with siblings: of all of them, as they run, which is one
+    """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights: measured once,
+    and saved in memory and in the user's cache. Of a layer with siblings: of all of them, as they run, which is one
     product where a kernel can join their rows, and one after the other elsewhere.
 
     A kernel that fails, or whose product differs from that of the codes by more than bfloat16 rounding, is not in
