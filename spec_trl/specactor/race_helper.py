@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-from ..scheduling.account import Account
-from ..scheduling.control import Control, OneDrafter
+from ..scheduling.control import Chain, Control, Explanation
 from ..scheduling.plain_decoding import PlainRounds
 
 
-class RaceHelper(OneDrafter):
+class RaceHelper(Control):
     """Drafts with one candidate in each round.
 
     Args:
@@ -21,10 +20,10 @@ class RaceHelper(OneDrafter):
         self._which = which
         self._batch = 0
 
-    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
-        self._batch = batch
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        self._batch = len(requests)
         candidate = self.candidates[self._which]
-        return self._which, 0 if batch > candidate.max_rows else candidate.draft_length
+        return () if self._batch > candidate.max_rows else (Chain(self._which, candidate.draft_length),)
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         if draft_length:
@@ -36,8 +35,8 @@ class RaceHelper(OneDrafter):
     def finish(self) -> None:
         self.own.finish()
 
-    def account(self) -> Account:
-        return self.own.account()
+    def explain(self) -> Explanation:
+        return self.own.explain()
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
         return self.own.plain_seconds(rounds)

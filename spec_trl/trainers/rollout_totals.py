@@ -20,7 +20,7 @@ from ..generation.engine.statistics import (
     slowest,
     thin,
 )
-from ..scheduling.account import Account
+from ..scheduling.control import Explanation
 from ..scheduling.control import Control, Tally
 from .run_log import TIMELINES, Mode, RolloutRecord, RoundPoint
 
@@ -83,7 +83,7 @@ class RolloutTotals:
     completion_curve: list[tuple[float, int]] = field(default_factory=list)
     points: list[RoundPoint] = field(default_factory=list)
     timeline: list[RequestTimeline] = field(default_factory=list)
-    account: Account | None = None
+    account: Explanation | None = None
     idle_seconds: float = 0.0
     rank_seconds: list[float] = field(default_factory=list)
 
@@ -109,7 +109,7 @@ class RolloutTotals:
             moved = [(begun + second, rounds + round_, names) for second, round_, names in own.changes]
             self.timeline.append(RequestTimeline(done + own.request, moved, begun + own.ended))
         if self.account is None:
-            self.account = Account(statistics.predicted_speedup, statistics.reason)
+            self.account = Explanation(statistics.predicted_speedup, statistics.reason)
         self.rounds += statistics.rounds
         learning, racing = statistics.learning, statistics.racing
         updates, waited = (0, 0.0) if learning is None else (learning.updates, learning.waited)

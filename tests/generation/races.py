@@ -97,7 +97,7 @@ class Planned(Plans):
         self.planner.begin(capacity, prompts)
 
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
-        self.planner.saved = 8.0  # trials cost nothing here
+        self.planner.budget = 8.0  # trials cost nothing here
         self._next = iter([self.planner.plan(requests, length, waiting)])
         return super().plan(requests, length, waiting)
 

@@ -11,10 +11,10 @@ def test_spends_what_the_account_holds() -> None:
     control = planner(2.0)
     control.begin(1, ["a"])
     control.plan([0], 100.0, 0)
-    control.saved = 3.0
-    assert control.spend(2.0) and control.saved == pytest.approx(1.0)
-    assert not control.spend(1.5) and control.saved == pytest.approx(1.0)
-    assert control.spend(1.0) and control.saved == pytest.approx(0.0)
+    control.budget = 3.0
+    assert control.spend(2.0) and control.budget == pytest.approx(1.0)
+    assert not control.spend(1.5) and control.budget == pytest.approx(1.0)
+    assert control.spend(1.0) and control.budget == pytest.approx(0.0)
 
 
 def test_without_an_account_all_is_paid() -> None:

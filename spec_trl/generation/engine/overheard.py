@@ -49,7 +49,7 @@ class Overheard:
 
     def __init__(self, control: Control, drafters: GuardedDrafters, rows: Rows, vocabulary: int) -> None:
         self._control, self._drafters, self._rows, self._vocabulary = control, drafters, rows, vocabulary
-        self._lookups = {which: _Lookup() for which in control.listens_to}
+        self._lookups = {which: _Lookup() for which in control.compared_lookups}
 
     def before(self, drafting: Mapping[int, object]) -> None:
         """A round begins, in which `drafting` do so: where nothing is pending, other lookups draft."""
@@ -57,12 +57,12 @@ class Overheard:
             if which in drafting:
                 lookup.pending.clear()  # its verdicts are told by the round
             elif not lookup.rests() and lookup.pending.keys().isdisjoint(self._rows.indices):
-                lookup.rounds, lookup.since, lookup.seconds = self._control.most_listened, time.perf_counter(), 0.0
+                lookup.rounds, lookup.since, lookup.seconds = self._control.compared_length, time.perf_counter(), 0.0
                 with lookup.working():
                     lookup.pending = self._drafters.ask(which, self._drafts) or {}
 
     def _drafts(self, drafter: Drafter) -> dict[int, tuple[Integers, int]]:
-        length, indices = self._control.most_listened, self._rows.indices
+        length, indices = self._control.compared_length, self._rows.indices
         proposal: Proposal = drafter.propose(length, None).checked(len(indices), length, self._vocabulary)
         steps = torch.arange(length, device=proposal.tokens.device)  # [γ]
         drafts = proposal.tokens.masked_fill(steps >= proposal.drafted()[:, None], _END)  # [B, γ]
@@ -84,7 +84,7 @@ class Overheard:
         tokens: Integers,
         kept: Integers,
     ) -> None:
-        told, most = [], self._control.most_listened
+        told, most = [], self._control.compared_length
         for request, text, count in zip(requests, tokens.tolist(), kept.tolist(), strict=True):
             if request not in pending:
                 continue
@@ -98,4 +98,4 @@ class Overheard:
             else:
                 pending[request] = draft, right
         if told:
-            self._control.overheard(which, *zip(*told, strict=True))
+            self._control.record_unverified(which, *zip(*told, strict=True))

@@ -15,12 +15,12 @@ from spec_trl.scheduling.planner import SHARE
 
 
 class Listener:
-    listens_to, most_listened = [1], 3
+    compared_lookups, compared_length = [1], 3
 
     def __init__(self) -> None:
         self.told: list[tuple[int, int, int]] = []
 
-    def overheard(self, which: int, requests: Any, accepted: Any, attempted: Any) -> None:
+    def record_unverified(self, which: int, requests: Any, accepted: Any, attempted: Any) -> None:
         assert which == 1
         self.told += zip(requests, accepted, attempted, strict=True)
 
