@@ -80,7 +80,8 @@ class RooflineToggle(Control):
         if batch > most:
             return Explanation.too_many_rows(batch, most)
         speedup = self._predict(batch, length)
-        return Explanation(speedup, f"{promise('speculation', speedup, batch, length)}: {decision(speedup, self._margin)}")
+        promised = promise("speculation", speedup, batch, length)
+        return Explanation(speedup, f"{promised}: {decision(speedup, self._margin)}")
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
         return sum(each.rounds * self._seconds({}, 0, each.batch, each.length) for each in rounds)

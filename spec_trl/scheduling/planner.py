@@ -396,7 +396,7 @@ class Planner(Control):
             self.budget = min(max(self.budget + ROUND_BUDGET * rounds + gained, -MAX_BUDGET), MAX_BUDGET)
             current.measured = []
         for which, candidate in enumerate(self.candidates):
-            verdicts = [(accepted[which], drafted[which]) for accepted, drafted in current.verdicts if which in accepted]
+            verdicts = [(right[which], tried[which]) for right, tried in current.verdicts if which in right]
             if not verdicts:
                 continue
             right, tried = np.array(verdicts).swapaxes(0, 1)  # [R, B] each; -1: no draft

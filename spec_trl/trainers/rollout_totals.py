@@ -20,8 +20,7 @@ from ..generation.engine.statistics import (
     slowest,
     thin,
 )
-from ..scheduling.control import Explanation
-from ..scheduling.control import Control, Tally
+from ..scheduling.control import Control, Explanation, Tally
 from .run_log import TIMELINES, Mode, RolloutRecord, RoundPoint
 
 
@@ -69,7 +68,7 @@ class RolloutTotals:
         counts, durations: of this rank, or of all after `over_ranks`.
         rounds, phase_seconds, speculating, completion_curve, points, timeline: of this rank. A later call goes on
             after the requests, rounds and seconds of those before it.
-        account: of the first call, which had all requests.
+        explanation: of the first call, which had all requests.
         idle_seconds: in which this rank waited for the others of its pool.
         rank_seconds: in which each rank decoded; after `over_ranks`.
     """
@@ -83,7 +82,7 @@ class RolloutTotals:
     completion_curve: list[tuple[float, int]] = field(default_factory=list)
     points: list[RoundPoint] = field(default_factory=list)
     timeline: list[RequestTimeline] = field(default_factory=list)
-    account: Explanation | None = None
+    explanation: Explanation | None = None
     idle_seconds: float = 0.0
     rank_seconds: list[float] = field(default_factory=list)
 
@@ -108,8 +107,8 @@ class RolloutTotals:
         for own in statistics.timeline:
             moved = [(begun + second, rounds + round_, names) for second, round_, names in own.changes]
             self.timeline.append(RequestTimeline(done + own.request, moved, begun + own.ended))
-        if self.account is None:
-            self.account = Explanation(statistics.predicted_speedup, statistics.reason)
+        if self.explanation is None:
+            self.explanation = Explanation(statistics.predicted_speedup, statistics.reason)
         self.rounds += statistics.rounds
         learning, racing = statistics.learning, statistics.racing
         updates, waited = (0, 0.0) if learning is None else (learning.updates, learning.waited)
@@ -152,8 +151,8 @@ class RolloutTotals:
         main = max((name for name in drafted_by if drafted_by[name]), key=drafted_by.__getitem__, default=None)
         speculation = sum(counts.tallies.values(), Tally())
         predicted = speculation.predicted_speedup
-        if predicted is None and self.account is not None:  # nothing was drafted: what kept it from drafting
-            predicted = self.account.predicted_speedup
+        if predicted is None and self.explanation is not None:  # nothing was drafted: what kept it from drafting
+            predicted = self.explanation.predicted_speedup
         plans: list[Any] = list(self.speculating)
         thin(plans, MOST_PLANS, 0)
         step_size = -(-len(self.completion_curve) // CURVE_POINTS) or 1
@@ -182,7 +181,7 @@ class RolloutTotals:
             per_depth=dict(sorted(counts.per_depth.items())),
             points=self.points,
             timeline=slowest(self.timeline, TIMELINES),
-            reason=None if self.account is None else self.account.reason,
+            reason=None if self.explanation is None else self.explanation.reason,
             drafted_by=drafted_by,
             race_wins=counts.race_wins,
             rank_seconds=self.rank_seconds,

@@ -60,7 +60,7 @@ def test_a_drafted_round_that_compiles_is_no_news(times_as_long: float, together
 
 
 def test_what_is_slow_again_and_again_counts() -> None:
-    """One round in `OUTLIER_ROUNDS` is set aside, no more. Plain rounds then tell that drafts are slow, not the machine."""
+    """One round in `OUTLIER_ROUNDS` is set aside. Plain rounds then tell that drafts are slow, not the machine."""
     times = Times(0.3)
     usual(times, PLAIN, 50)
     counted = [bool(times.observe(DRAFTED, math.log(6.0))[0]) for _ in range(OUTLIER_ROUNDS)]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from spec_trl.efficient_rollout.rounds import RooflineRounds
-from spec_trl.scheduling.control import Explanation
-from spec_trl.scheduling.control import Candidate
+from spec_trl.scheduling.control import Candidate, Explanation
 from spec_trl.scheduling.ledger import Drafts, Kind, Times
 from spec_trl.scheduling.planner import Planner
 from tests.efficient_rollout.test_toggle import A100

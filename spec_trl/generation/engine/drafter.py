@@ -43,7 +43,7 @@ class DraftSession:
         target: the target's runner; None inside transformers' own loop, where the target keeps its own cache.
         keep_logits: whether proposals must carry their logits (rejection verification).
         most_drafted: largest γ of a round.
-        spend: takes seconds from the control's account of trials, for learning; False: it does not hold them.
+        spend: takes seconds from the control's exploration budget, for learning; False: it holds less.
         tail: of a drafter that runs ahead, without `target`: where a copy of the target finds its K/V, and keeps its
             own; None: it computes both.
     """
