@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
-from spec_trl.cli.prompts import read_prompts
+from spec_trl.cli.loading import read_prompts
 from spec_trl.trainers.sampler_mismatch import SAMPLED
 
 from .measure import Finding, Options, begin, shown, write_result

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import spec_trl
-from spec_trl.cli.near_ties import LogitNoise, distance, measure_logit_noise, reference_scores
+from spec_trl.cli.gains import LogitNoise, distance, measure_logit_noise, reference_scores
 from spec_trl.generation.engine.statistics import DraftCounts
 
 from .measure import Finding, Options, begin, shown, write_result

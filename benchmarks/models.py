@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from spec_trl.quantization.scheme import GROUP_SIZES
+from spec_trl.quantization.rtn import GROUP_SIZES
 
 
 SHAPE_PREFIX = "shape:"

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from spec_trl.generation.engine.record import LENGTH_BIN
+from spec_trl.generation.engine.statistics import RoundPoint
 from spec_trl.scheduling.acceptance import Acceptance
 from spec_trl.scheduling.ledger import Floats
-from spec_trl.trainers.run_log import RolloutRecord, RoundPoint, read_run
+from spec_trl.trainers.run_log import RolloutRecord, read_run
 
 from .control_worlds import Cell, Rollout, World
 
@@ -45,7 +46,7 @@ class RecordedMachine:
         for point in points:
             name = _key((point.drafter or "").split("+")) if point.draft_length else ""
             bins = sums.setdefault((name, point.draft_length, point.batch), {})
-            own = np.array([1.0, point.length, point.seconds]) * point.rounds
+            own = np.array([point.rounds, point.rounds * point.length, point.seconds])
             bins[int(point.length) // LENGTH_BIN] = bins.get(int(point.length) // LENGTH_BIN, np.zeros(3)) + own
         # By who drafts and γ, then by batch: rounds, mean lengths and mean seconds of the bins, [3, bins].
         self._plans: dict[str, dict[int, dict[int, Floats]]] = {}
@@ -210,7 +211,7 @@ def lengths_of(record: RolloutRecord) -> list[int]:
     seconds, tokens = [0.0], [0.0]
     for batch in sorted({point.batch for point in record.points}, reverse=True):
         own_points = [point for point in record.points if point.batch == batch]
-        seconds.append(seconds[-1] + sum(point.rounds * point.seconds for point in own_points))
+        seconds.append(seconds[-1] + sum(point.seconds for point in own_points))
         tokens.append(tokens[-1] + sum(point.tokens for point in own_points) / batch)
     scale = seconds[-1] / max(curve[-1][0] - begun, 1e-9)
     found = [np.diff(np.interp([(at - begun) * scale for at in span], seconds, tokens))[0] for span in sorted(spans)]

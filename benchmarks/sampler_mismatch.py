@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
 
 import spec_trl  # noqa: F401
-from spec_trl.cli.prompts import read_prompts
+from spec_trl.cli.loading import read_prompts
 
 from .measure import Finding, Options, begin, shown, write_result
 from .workload import STORIES, STORY_MODEL

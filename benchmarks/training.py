@@ -30,7 +30,7 @@ from examples.demo.pretrain import POLICY
 from examples.demo.task import MAX_COMPLETION_LENGTH, build_dataset, exact_match
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
 from spec_trl.trainers.run_log import RolloutRecord, StepRecord, read_run
-from spec_trl.trainers.step_clock import StepClock
+from spec_trl.trainers.step_totals import StepClock
 
 from .models import load_model
 from .workload import prompt_source

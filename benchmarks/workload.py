@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from spec_trl.cli.prompts import read_prompts, token_ids
+from spec_trl.cli.loading import read_prompts, token_ids
 
 from .models import LoadedModel
 

@@ -17,10 +17,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from spec_trl import SpeculativeConfig, SpeculativeOutput
-from spec_trl.cli.arguments import DTYPES
-from spec_trl.cli.loading import find_device, load_model
-from spec_trl.cli.options import add_option, non_negative, whole_number
-from spec_trl.cli.prompts import PROMPTS, pad_left, read_prompts, token_ids
+from spec_trl.cli.arguments import DTYPES, add_option, non_negative, whole_number
+from spec_trl.cli.loading import PROMPTS, find_device, load_model, pad_left, read_prompts, token_ids
 from spec_trl.generation.configuration import kinds_of
 from spec_trl.generation.registry import needing_assistant, strategies, taking_assistant
 

@@ -27,8 +27,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 import spec_trl  # noqa: F401  teaches generate() the keyword assistant_strategy
 from spec_trl import SpeculativeConfig
 from spec_trl.cli.arguments import DTYPES
-from spec_trl.cli.loading import find_device, load_model
-from spec_trl.cli.prompts import read_prompts
+from spec_trl.cli.loading import find_device, load_model, read_prompts
 from spec_trl.drafter_training.offline import (
     STATE_FILE,
     Samples,

@@ -1,19 +1,62 @@
-"""Dense layers of a shadow on a CPU: what they compute for a token does not depend on the forward's other tokens."""
+"""Dense layers and activations of a shadow on a CPU: a token's results do not depend on the forward's other tokens.
+And a warning where a 16-bit dtype is slower there than float32.
+"""
 
 import functools
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
 from . import cpu_products
-from .elementwise import by_registers
 
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+# torch computes functions of single numbers in registers; the numbers at the end of a thread's share that fill none go
+# through other code, whose sigmoid, SiLU, tanh-GELU and softplus round otherwise.
+_NUMBERS = 64  # that one step of torch's loops takes, in 16 bits; half as many in float32, a quarter without AVX-512
+_SHARE = 32768  # numbers for which torch wakes another thread (at::internal::GRAIN_SIZE)
+
+
+def by_registers(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x), for a function of single numbers."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return function(x)
+    size = x.numel()
+    shares = max(1, min(torch.get_num_threads(), -(-size // _SHARE)))
+    missing = -size % (_NUMBERS * shares)  # then threads' shares are multiples of `_NUMBERS` too
+    if missing == 0 and x.is_contiguous():
+        return function(x)
+    flat = x.reshape(-1)
+    return function(F.pad(flat, (0, missing)) if missing else flat)[:size].view(x.shape)
+
+
+class ByRegisters(nn.Module):
+    """An activation by :func:`by_registers`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of any shape → the same shape"""
+        return by_registers(super().forward, x)
+
+
+_ACTIVATIONS = frozenset(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values())
+
+
+@functools.cache
+def activation_class(kind: Any) -> Any:
+    """The class that a shadow should have on a CPU for a module of class `kind` without parameters: `kind` itself, or
+    for an activation of transformers' one by :func:`by_registers`."""
+    return type(f"Exact{kind.__name__}", (ByRegisters, kind), {}) if kind in _ACTIVATIONS else kind
 
 
 class DenseLinear(nn.Linear):
@@ -150,3 +193,62 @@ def multiply_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     """x [m, in] times weight [out, in] → [m, out], as Inductor calls it."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product
+
+
+ROWS = 64  # of x, as in a short prefill or a verification
+OUTPUTS = 512  # of the layer: enough to keep a CPU busy, and few milliseconds where it has no instructions
+MIN_WEIGHTS = 1 << 18  # of the layer: with fewer the call itself takes the time
+MIN_GAIN = 1.2  # below it nobody should reload a model
+
+warned: set[torch.dtype] = set()
+"""What this process has looked at."""
+
+
+def warn_of_slow_dtype(model: PreTrainedModel) -> None:
+    """Warns, once per dtype and process, where `model` is on a CPU without instructions for its 16-bit dtype, and
+    float32 measures faster on one of its layers."""
+    dtype = model.dtype
+    if model.device.type != "cpu" or dtype in warned or has_instructions(dtype):
+        return
+    layers = (module for module in model.modules() if type(module) is nn.Linear)
+    weight = next((layer.weight for layer in layers if layer.weight.numel() >= MIN_WEIGHTS), None)  # [out, in]
+    if weight is None:
+        return
+    warned.add(dtype)
+    gain = float32_gain(weight.detach()[:OUTPUTS])
+    if gain >= MIN_GAIN:
+        warnings.warn(
+            f"this CPU has no instructions for {dtype}: a product of {ROWS} rows with a layer of the model takes "
+            f"{gain:.1f} times as long as in float32, measured now. Load the model with dtype=torch.float32 if its "
+            "memory allows.",
+            stacklevel=2,
+        )
+
+
+def has_instructions(dtype: torch.dtype) -> bool:
+    """Whether the CPU multiplies in `dtype` by instructions of its own, as far as torch says; float32 and wider
+    always."""
+    if dtype == torch.bfloat16 and platform.machine() in ("x86_64", "AMD64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype != torch.float16 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def float32_gain(weight: Tensor) -> float:
+    """How many times as fast a product with `weight` [out, in] is in float32."""
+    x = torch.ones(ROWS, weight.shape[1], dtype=weight.dtype)  # [m, in]; no random numbers: they are the caller's
+    wide_x, wide = x.float(), weight.float()  # [m, in], [out, in]
+    multiply_wide = partial(multiply_by_onednn, bias=None) if HAS_ONEDNN else F.linear
+    return seconds(lambda: F.linear(x, weight)) / seconds(lambda: multiply_wide(wide_x, wide))
+
+
+@torch.no_grad()
+def seconds(multiply: Callable[[], Tensor]) -> float:
+    """The least of three calls, after one that warms up."""
+    taken = []
+    for _ in range(4):
+        started = time.perf_counter()
+        multiply()
+        taken.append(time.perf_counter() - started)
+    return min(taken[1:])

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spec_trl.elementwise import activation_class, by_registers
+from spec_trl.dense_linear import activation_class, by_registers
 
 
 @pytest.mark.parametrize("function", [F.silu, torch.sigmoid], ids=["silu", "sigmoid"])

@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 from benchmarks.gpu.shapes import TINY, config_of, random_model
 from spec_trl.generation.engine import attention, fused_layers
 from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.narrow_weights import make_copies
+from spec_trl.generation.engine.linear_layers import make_copies
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.quantization import quantize_projections

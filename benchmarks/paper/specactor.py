@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-from spec_trl.cli.options import figure_file, table, whole_number
+from spec_trl.cli.arguments import figure_file, table, whole_number
 from spec_trl.specactor.cluster import Cluster
 from spec_trl.specactor.commands.cluster_figure import workers_over_time
 from spec_trl.specactor.commands.simulate import as_table, methods_for, read_cluster

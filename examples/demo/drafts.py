@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from examples.demo.widen import widen
 from spec_trl import SpeculativeConfig
-from spec_trl.cli.prompts import pad_left, read_prompts, token_ids
+from spec_trl.cli.loading import pad_left, read_prompts, token_ids
 from spec_trl.generation.engine.statistics import DraftCounts
 
 

@@ -1,37 +1,44 @@
-"""Figures of a training run, each with a sentence that says its numbers (ER Fig. 2, 4, 6, 8, 9, 12; Tab. 7).
+"""Figures of a training run, with sentences that say their numbers (ER Fig. 2, 4, 6, 8, 9, 12; Tab. 7; SA Fig. 14).
 
 A function returns None where the run has no data for its figure.
 """
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import reduce
 from itertools import pairwise
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.colors import to_rgb
 from matplotlib.ticker import MaxNLocator
 
-from ..generation.engine.statistics import DraftCounts, added
-from ..trainers.run_log import RolloutRecord, Run, StepRecord
-from ..trainers.verdict import verdict_of
+from ..generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline, RoundPoint, added, slowest
+from ..trainers.run_log import TIMELINES, RolloutRecord, Run, StepRecord, verdict_of
+from .plotting import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALE,
+    PLAIN,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    YELLOW,
+    Box,
+    Drawing,
+    canvas,
+    changes,
+    drafter_colour,
+    draw_boxes,
+    draw_line,
+    percent,
+    stripes,
+)
 
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
-BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
-PALE = "#CCCCCC"
-"""Autoregressive decoding."""
-
-_DRAFTER_COLOURS = {
-    "self": BLUE, "ngram": ORANGE, "history": GREEN, "model": VERMILLION, "eagle3": PURPLE, "dflash": SKY,
-    "tts": "#000000",
-}  # fmt: skip
 _PHASE_COLOURS = {
     "rollout": BLUE, "reward": GREEN, "logprobs": ORANGE, "update": VERMILLION, "other": GREY,
     "prefill": YELLOW, "noise": PURPLE, "draft": ORANGE, "verify": BLUE, "accept": GREEN, "compact": SKY,
@@ -40,63 +47,11 @@ _PHASE_COLOURS = {
 _ROLLOUT = "training rollout"
 _MARKS = (50, 90, 99)  # per cent of requests, as in ER App. B
 _NEIGHBOURHOOD = 5  # rollouts at either end of a run that Tab. 7 and 8 would compare
-
-Box = tuple[float, float, float, float]
-"""Left, right, low, high."""
-
-
-@dataclass
-class Drawing:
-    """A figure, a sentence that says its numbers, and a table (header first) where one says more."""
-
-    figure: Figure
-    text: str
-    table: Sequence[Sequence[str]] = ()
+_SHOWN = 0.01  # share of all rounds from which a table has a plan
+_HEIGHT = 0.8  # of a lane; the next one begins at 1
 
 
-# ---- parts that several figures share -----------------------------------------------------------------------------
-
-
-def canvas(
-    *labels: tuple[str, str], per_row: int = 2, width: float = 4.8, height: float = 3.8
-) -> tuple[Figure, list[Axes]]:
-    """A figure of its own (pyplot would keep them all) with one panel for each (x label, y label); `width` and
-    `height` of a panel are in inches."""
-    columns = min(per_row, len(labels))
-    lines = math.ceil(len(labels) / columns)
-    figure = Figure(figsize=(width * columns + 2, height * lines), layout="constrained")
-    return figure, [
-        figure.add_subplot(lines, columns, place, xlabel=x, ylabel=y) for place, (x, y) in enumerate(labels, start=1)
-    ]
-
-
-def draw_line(axes: Axes, xs: Sequence[float], ys: Sequence[float], **look: Any) -> None:
-    """Draws a line over steps or rollouts, with a dot at each of fewer than 60."""
-    axes.plot(xs, ys, **({"marker": "." if len(xs) < 60 else None} | look))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-
-
-def draw_boxes(axes: Axes, boxes: Mapping[str, Sequence[Box]], colours: Mapping[str, Any]) -> None:
-    """Draws filled boxes by label, and their legend next to the axes."""
-    for label, own in boxes.items():
-        corners = [[(left, low), (right, low), (right, high), (left, high)] for left, right, low, high in own]
-        axes.add_collection(PolyCollection(corners, facecolor=colours[label], edgecolor="none"))
-    handles = [Patch(color=colours[label], label=label) for label in boxes]
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def drafter_colour(name: str) -> str:
-    """The colour of a drafter in every figure; drafters made by users share one."""
-    return _DRAFTER_COLOURS.get(name, YELLOW)
-
-
-def percent(shares: Mapping[str, float]) -> str:
-    """Shares as text, the largest first."""
-    ordered = sorted(shares.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {share:.1%}" for name, share in ordered) or "no phase took any time"
-
-
-def spread(rollouts: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+def _spread(rollouts: Sequence[RolloutRecord]) -> list[RolloutRecord]:
     """The first, middle and last of them."""
     return [rollouts[at] for at in sorted({0, len(rollouts) // 2, len(rollouts) - 1})]
 
@@ -107,7 +62,32 @@ def _known(rollouts: Sequence[RolloutRecord], *names: str) -> list[tuple[Any, ..
     return [row for row in rows if None not in row]
 
 
-# ---- figures ------------------------------------------------------------------------------------------------------
+def _with_rest(phases: dict[str, float], seconds: float) -> dict[str, float]:
+    """`phases` and, as "other", what they leave of `seconds`: phases are rank 0's, seconds the slowest rank's."""
+    return added(phases, {"other": max(0.0, seconds - sum(phases.values()))})
+
+
+def _stack(axes: Axes, positions: Sequence[int], bars: Sequence[dict[str, float]]) -> None:
+    """Draws one stacked bar of phases per position, "other" on top."""
+    names = sorted({name: None for bar in bars for name in bar if bar[name]}, key=lambda name: name == "other")
+    first = positions[0]
+    edges = [first - 0.5 + i for i in range(positions[-1] - first + 2)]
+    below = [0.0] * (len(edges) - 1)
+    for name in names:  # one artist per phase: a patch per step and phase would take minutes for a long run
+        above = list(below)
+        for position, bar in zip(positions, bars, strict=True):
+            above[position - first] += bar.get(name, 0.0)
+        axes.stairs(above, edges, baseline=below, fill=True, color=_PHASE_COLOURS.get(name, PURPLE), label=name)
+        below = above
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
+
+
+def _shares(bars: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean over the bars of each phase's share (ER App. B: of each step, then averaged)."""
+    timed = [bar for bar in bars if any(bar.values())]
+    names = dict.fromkeys(name for bar in timed for name in bar if bar[name])
+    return {name: statistics.fmean(bar.get(name, 0.0) / sum(bar.values()) for bar in timed) for name in names}
 
 
 def step_times(steps: Sequence[StepRecord]) -> Drawing | None:
@@ -162,7 +142,7 @@ def completion_curves(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
         return None
     figure, (axes,) = canvas(("seconds since the rollout's start", "finished requests (%)"))
     texts = []
-    for record, colour in zip(spread(drawn), (BLUE, ORANGE, GREEN), strict=False):
+    for record, colour in zip(_spread(drawn), (BLUE, ORANGE, GREEN), strict=False):
         seconds, finished = zip(*record.completion_curve, strict=True)
         total = finished[-1]
         shares = [100 * count / total for count in finished]
@@ -177,6 +157,106 @@ def completion_curves(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     axes.set_ylim(0, 103)
     axes.legend(title="(requests)", loc="lower right")
     return Drawing(figure, "; ".join(texts) + ".")
+
+
+def plans_over_rounds(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
+    """Rows in flight over rounds in the first, middle and last rollout: a colour per drafter, darker for longer
+    drafts, stripes where two drafted. The table says what the rounds of each plan did, in all rollouts."""
+    drawn = [r for r in rollouts if r.points and r.speculating and r.speculating[0].rows is not None]
+    if not drawn:
+        return None
+    points = [point for record in drawn for point in record.points]
+    longest = max(1, *(point.draft_length for point in points))
+    shown = _spread(drawn)
+    figure, panels = canvas(*[("decoding round (rank 0)", "rows in flight")] * len(shown), per_row=3, width=3.6)
+    legend: dict[str, Any] = {}
+    for axes, record in zip(panels, shown, strict=True):
+        boxes = []
+        for change, (end, *_) in pairwise([*record.speculating, PlanChange(record.rounds, 0)]):
+            box = change.round, end, 0, change.rows or 0
+            for name, stripe in stripes(box, _drafters(change)):
+                boxes.append((_shade(name, change.draft_length / longest), stripe))
+                legend[name] = _shade(name, 1.0)
+        title = f"the darker, the longer\nthe draft (up to γ = {longest})" if set(legend) != {PLAIN} else None
+        draw_boxes(axes, boxes, legend if axes is panels[-1] else {}, title=title, fontsize="small")
+        most = max(change.rows or 0 for change in record.speculating)
+        axes.set(title=f"rollout {record.rollout}", xlim=(0, record.rounds), ylim=(0, 1.05 * most))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    rounds = sum(point.rounds for point in points)
+    by_plan: dict[tuple[str, int], list[RoundPoint]] = {}
+    shares: dict[str, float] = {}
+    for point in points:
+        drafters = "+".join(_drafters(point))
+        shares[drafters] = shares.get(drafters, 0.0) + point.rounds / rounds
+        by_plan.setdefault((drafters, point.draft_length), []).append(point)
+    table = [["who drafts", "γ", "share of rounds", "mean rows", "tokens per row and round", "tokens/s"]]
+    for (drafters, draft_length), like in sorted(by_plan.items(), key=lambda item: (item[0][1] > 0, item[0])):
+        count, tokens = sum(point.rounds for point in like), sum(point.tokens for point in like)
+        rows, seconds = sum(point.rounds * point.batch for point in like), sum(point.seconds for point in like)
+        if count >= _SHOWN * rounds:
+            speed = f"{tokens / seconds:.0f}" if seconds else "-"
+            cells = [f"{count / rounds:.1%}", f"{rows / count:.1f}", f"{tokens / rows:.2f}", speed]
+            table.append([drafters, str(draft_length), *cells])
+    reasons = "".join(f"; rollout {record.rollout}: {record.reason}" for record in shown if record.reason)
+    return Drawing(figure, f"{percent(shares)} of all rounds{reasons}.", table)
+
+
+def _drafters(plan: PlanChange | RoundPoint) -> list[str]:
+    return (plan.drafter or "?").split("+") if plan.draft_length else [PLAIN]
+
+
+def _shade(name: str, share: float) -> tuple[float, ...]:
+    """The colour of a drafter whose γ is this share of the longest."""
+    if name == PLAIN:
+        return to_rgb(PALE)
+    return tuple(1 - (0.35 + 0.65 * share) * (1 - part) for part in to_rgb(drafter_colour(name)))
+
+
+def timeline(timelines: Sequence[RequestTimeline], requests: int | None = None) -> Drawing | None:
+    """Who drafted for which request, and when (SA Fig. 14). A lane per request, the first to end on top: a colour per
+    drafter, stripes where drafters race, grey where the request decodes autoregressively. None without timelines.
+
+    Args:
+        timelines: of `SpeculationStatistics` or `RolloutRecord`. The `TIMELINES` that ended last are drawn.
+        requests: number of requests, where `timelines` are not all of them.
+    """
+    lanes = slowest(timelines, TIMELINES)
+    if not lanes:
+        return None
+    requests = len(timelines) if requests is None else requests
+    boxes: list[tuple[str, Box]] = []
+    seconds: dict[str, float] = {}
+    raced: dict[int, float] = {}  # by request: when its first race began
+    for place, lane in enumerate(lanes):
+        for (start, _, names), (end, _, _) in pairwise([*lane.changes, (lane.ended, 0, [])]):
+            together = "+".join(sorted(names)) or PLAIN
+            seconds[together] = seconds.get(together, 0.0) + end - start
+            boxes += stripes((start, end, place - _HEIGHT / 2, place + _HEIGHT / 2), names or [PLAIN])
+            if len(names) > 1:
+                raced.setdefault(lane.request, start)
+    whose = f"all {requests}" if len(lanes) == requests else f"the slowest {len(lanes)} of {requests}"
+    figure, (axes,) = canvas(("seconds since the rollout's start", f"{whose} requests, by when they ended"))
+    legend = {name: drafter_colour(name) for name, _ in boxes}
+    draw_boxes(axes, [(legend[name], box) for name, box in boxes], legend)
+    ended = lanes[-1].ended
+    axes.set(xlim=(0, ended), ylim=(len(lanes) - 0.5, -0.5), yticks=[])
+    shares = {together: spent / sum(seconds.values()) for together, spent in seconds.items()}
+    races = f"{len(raced)} of them raced, the first after {min(raced.values()):.3g} s" if raced else "nobody raced"
+    text = f"{whose} requests, the last of which ended after {ended:.3g} s: {percent(shares)} of their time; {races}."
+    return Drawing(figure, text)
+
+
+def timeline_of_run(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
+    """The timeline of the last rollout with a race, or else of the last one with a draft."""
+    for least in (2, 1):
+        for record in reversed(rollouts):
+            if any(len(names) >= least for lane in record.timeline for _, _, names in lane.changes):
+                finished = record.completion_curve[-1][1] if record.completion_curve else 0  # requests of rank 0
+                drawing = timeline(record.timeline, max(len(record.timeline), finished))
+                assert drawing is not None  # there are changes
+                drawing.text = f"rollout {record.rollout}, {drawing.text}"
+                return drawing
+    return None
 
 
 def draft_length_schedule(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
@@ -201,19 +281,13 @@ def draft_length_schedule(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 
 
 def _varies(record: RolloutRecord) -> bool:
-    """Whether rounds drafted with several γ, each in a tenth of the rounds that drafted or more: at the end of a text
-    drafts are cut anyway."""
+    """Whether several γ were used, each in at least a tenth of the rounds that drafted. (The end of a text cuts
+    drafts.)"""
     rounds: dict[int, int] = {}
     for point in record.points:
         if point.draft_length:
             rounds[point.draft_length] = rounds.get(point.draft_length, 0) + point.rounds
     return sum(count >= 0.1 * sum(rounds.values()) for count in rounds.values()) > 1
-
-
-def changes(places: Sequence[Any], values: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """(place, value) where the value begins or changes."""
-    pairs = list(zip(places, values, strict=True))
-    return pairs[:1] + [after for before, after in pairwise(pairs) if before[1] != after[1]]
 
 
 def entropy_against(rollouts: Sequence[RolloutRecord], quantity: str) -> Drawing | None:
@@ -223,10 +297,10 @@ def entropy_against(rollouts: Sequence[RolloutRecord], quantity: str) -> Drawing
         "first_token_acceptance": ("first-token acceptance", VERMILLION),
         "block_efficiency": ("block efficiency τ (tokens per block)", ORANGE),
     }[quantity]
-    kept = _known(rollouts, "target_entropy", quantity)
-    if not kept:
+    known = _known(rollouts, "target_entropy", quantity)
+    if not known:
         return None
-    counts, entropies, measured = zip(*kept, strict=True)
+    counts, entropies, measured = zip(*known, strict=True)
     figure, (left, right) = canvas((_ROLLOUT, ""), ("target entropy (nats)", label))
     draw_line(left, counts, entropies, color=BLUE)
     left.set_ylabel("target entropy (nats)", color=BLUE)
@@ -234,12 +308,12 @@ def entropy_against(rollouts: Sequence[RolloutRecord], quantity: str) -> Drawing
     draw_line(other, counts, measured, color=colour, linestyle="--")
     other.set_ylabel(label, color=colour)
     right.scatter(entropies, measured, c=counts, cmap="cividis", s=16)
-    if len(kept) < 3 or any(min(values) == max(values) for values in (entropies, measured)):
-        text = f"No Pearson r: it needs three rollouts that differ in both, and there are {len(kept)} rollouts."
+    if len(known) < 3 or any(min(values) == max(values) for values in (entropies, measured)):
+        text = f"No Pearson r: it needs three rollouts that differ in both, and there are {len(known)} rollouts."
         return Drawing(figure, text)
     r = f"Pearson r = {statistics.correlation(entropies, measured):.2f}"
     right.set_title(r)
-    return Drawing(figure, f"{r} over {len(kept)} rollouts.")
+    return Drawing(figure, f"{r} over {len(known)} rollouts.")
 
 
 def depth_efficiency(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
@@ -270,10 +344,10 @@ def depth_efficiency(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 
 def speedups(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     """Speedup that the control predicted and that was measured, by rollout and against each other (ER Eq. 1, E.4)."""
-    kept = _known(rollouts, "predicted_speedup", "measured_speedup")
-    if not kept:
+    known = _known(rollouts, "predicted_speedup", "measured_speedup")
+    if not known:
         return None
-    counts, predicted, measured = zip(*kept, strict=True)
+    counts, predicted, measured = zip(*known, strict=True)
     figure, (left, right) = canvas(
         (_ROLLOUT, "speedup over autoregressive rounds (×)"), ("predicted speedup (×)", "measured speedup (×)")
     )
@@ -292,27 +366,27 @@ def speedups(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     return Drawing(
         figure,
         f"predicted {statistics.fmean(predicted):.2f}×, measured {statistics.fmean(measured):.2f}× on average over "
-        f"{len(kept)} rollouts; mean error of the prediction {mape:.1%}; it was on the right side of 1 in "
+        f"{len(known)} rollouts; mean error of the prediction {mape:.1%}; it was on the right side of 1 in "
         f"{same_sign:.0%} of them.",
     )
 
 
 def rank_seconds(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """Seconds in which each rank decoded, by rollout, under the rollout's own (SA Fig. 2a)."""
-    kept = [record for record in rollouts if len(record.rank_seconds) > 1]
-    if not kept:
+    """Seconds in which each rank decoded, by rollout, below the rollout's seconds (SA Fig. 2a)."""
+    shared = [record for record in rollouts if len(record.rank_seconds) > 1]
+    if not shared:
         return None
     figure, (axes,) = canvas((_ROLLOUT, "seconds"))
-    counts = [record.rollout for record in kept]
-    axes.plot(counts, [record.seconds for record in kept], color=GREY, label="until the last rank was done")
-    for rank in range(max(len(record.rank_seconds) for record in kept)):
-        own = [(r.rollout, r.rank_seconds[rank]) for r in kept if rank < len(r.rank_seconds)]
-        axes.plot(*zip(*own, strict=True), ".", markersize=3, label=f"rank {rank} decoded" if rank < 8 else None)
+    counts = [record.rollout for record in shared]
+    axes.plot(counts, [record.seconds for record in shared], color=GREY, label="until the last rank was done")
+    for rank in range(max(len(record.rank_seconds) for record in shared)):
+        points = [(r.rollout, r.rank_seconds[rank]) for r in shared if rank < len(r.rank_seconds)]
+        axes.plot(*zip(*points, strict=True), ".", markersize=3, label=f"rank {rank} decoded" if rank < 8 else None)
     axes.set_ylim(bottom=0)
     axes.legend(fontsize="small")
-    idle = statistics.fmean(record.idle_share or 0.0 for record in kept)
-    moved = sum(record.moved_rows for record in kept)
-    ranks = len(kept[-1].rank_seconds)
+    idle = statistics.fmean(record.idle_share or 0.0 for record in shared)
+    moved = sum(record.moved_rows for record in shared)
+    ranks = len(shared[-1].rank_seconds)
     return Drawing(
         figure, f"{ranks} ranks had nothing to decode in {idle:.1%} of their time; {moved} rows moved between ranks."
     )
@@ -332,8 +406,8 @@ def verdict_of_run(run: Run) -> Drawing | None:
     left.plot(counts, speedups, color=GREY, linewidth=0.8)
     size = 6 if len(counts) < 60 else 3
     for drafted, colour, label in ((True, BLUE, "drafted"), (False, VERMILLION, "decoded plainly")):
-        if own := [at for at, record in enumerate(rollouts) if bool(record.sd_on_fraction) == drafted]:
-            xs, ys = [counts[at] for at in own], [speedups[at] for at in own]
+        if places := [at for at, record in enumerate(rollouts) if bool(record.sd_on_fraction) == drafted]:
+            xs, ys = [counts[at] for at in places], [speedups[at] for at in places]
             draw_line(left, xs, ys, color=colour, linestyle="", marker=".", markersize=size, label=label)
     highest = max([1.0, *filter(math.isfinite, speedups)])
     left.set(title="each rollout, refresh included", ylim=(0, 1.15 * highest))
@@ -346,31 +420,3 @@ def verdict_of_run(run: Run) -> Drawing | None:
         right.fill_between(edges, heights, where=where, interpolate=True, color=colour, alpha=0.3, linewidth=0)
     right.set_title(f"begins at {heights[0]:,.1f} s (calibration), ends at {heights[-1]:,.1f} s")
     return Drawing(figure, str(verdict))
-
-
-def _with_rest(phases: dict[str, float], seconds: float) -> dict[str, float]:
-    """`phases` and, as "other", what they leave of `seconds`: phases are rank 0's, seconds the slowest rank's."""
-    return added(phases, {"other": max(0.0, seconds - sum(phases.values()))})
-
-
-def _stack(axes: Axes, positions: Sequence[int], bars: Sequence[dict[str, float]]) -> None:
-    """Draws one stacked bar of phases per position, "other" on top."""
-    names = sorted({name: None for bar in bars for name in bar if bar[name]}, key=lambda name: name == "other")
-    first = positions[0]
-    edges = [first - 0.5 + i for i in range(positions[-1] - first + 2)]
-    below = [0.0] * (len(edges) - 1)
-    for name in names:  # one artist per phase: a patch per step and phase would take minutes for a long run
-        above = list(below)
-        for position, bar in zip(positions, bars, strict=True):
-            above[position - first] += bar.get(name, 0.0)
-        axes.stairs(above, edges, baseline=below, fill=True, color=_PHASE_COLOURS.get(name, PURPLE), label=name)
-        below = above
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
-
-
-def _shares(bars: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean over the bars of each phase's share (ER App. B: of each step, then averaged)."""
-    timed = [bar for bar in bars if any(bar.values())]
-    names = dict.fromkeys(name for bar in timed for name in bar if bar[name])
-    return {name: statistics.fmean(bar.get(name, 0.0) / sum(bar.values()) for bar in timed) for name in names}

@@ -1,4 +1,10 @@
-"""Measures what "auto" and each drafter gain, in tokens per second over transformers' generate and "none"."""
+"""Measures what "auto" and each drafter gain, in tokens per second over transformers' generate and "none", and whether
+their tokens are those of "none".
+
+A token that differs is a near-tie, which rounding decides, or an error. The logits of a position differ in their last
+bits between forward shapes; this logit noise is measured. The scores of both tokens are computed again, by an
+unbatched forward of the prefix: it is a near-tie when both lie closer to the best score than the noise.
+"""
 
 import math
 import time
@@ -8,16 +14,18 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from ..generation import kept
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
+from ..generation.engine.family_hooks import cache_argument
+from ..generation.engine.noise import gumbel_noise, position_keys, stream_keys
 from ..generation.engine.statistics import SpeculationStatistics
 from ..generation.strategies import make_drafters
 from ..papers import load
-from .near_ties import NOISE_PROMPT, distance, measure_logit_noise, reference_scores
-from .prompts import pad_left
+from .loading import pad_left
 
 
 if TYPE_CHECKING:
@@ -37,6 +45,8 @@ PLANNED_VISITS, MOST_VISITS = ENOUGH_VISITS + 1.5, 8
 visit is spare: calls do not take what they took before."""
 NOISE_TEXTS, NOISE_LENGTH = 2, 64
 """Number of texts, and tokens of each, on which the logit noise is measured."""
+NOISE_PROMPT = 8
+"""Tokens of each text that are fed before the logit noise is measured on the rest."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,7 @@ class Way:
 
     @property
     def config(self) -> SpeculativeConfig:
-        """What :func:`~spec_trl.cli.recommendation.config_to_paste` says too."""
+        """What :func:`~spec_trl.cli.bench.config_to_paste` says too."""
         return SpeculativeConfig(draft_length=self.draft_length, sd_toggle="always") if self.draft_length else _DEFAULT
 
     def __call__(
@@ -263,6 +273,57 @@ def logit_noise(model: PreTrainedModel, work: Work, call: Call, draft_length: in
         return 0.0
     cut = torch.tensor([text[:length] for text in texts], device=model.device)  # [texts, length]
     return measure_logit_noise(model, cut, draft_length).largest
+
+
+@dataclass(frozen=True)
+class LogitNoise:
+    """Largest and root mean square difference of one logit between forward shapes."""
+
+    largest: float
+    rms: float
+
+
+@torch.no_grad()
+def measure_logit_noise(model: PreTrainedModel, texts: Tensor, draft_length: int) -> LogitNoise:
+    """Compare the logits of `texts` [batch, n] when fed by 1 token, by draft_length + 1 tokens, and all at once."""
+    largest, squares, count = 0.0, 0.0, 0
+    caches = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    name = cache_argument(model)
+    for cache in caches:
+        model(texts[:, :NOISE_PROMPT], **{name: cache})
+    whole = torch.cat([model(text[None]).logits for text in texts])  # [batch, n, vocab], row by row
+    width = draft_length + 1
+    for start in range(NOISE_PROMPT, texts.shape[1] - width + 1, width):
+        block = texts[:, start : start + width]  # [batch, width]
+        steps = [model(token, **{name: caches[0]}).logits for token in block.split(1, dim=1)]
+        singly = torch.cat(steps, dim=1).double()  # [batch, width, vocab]
+        jointly = model(block, **{name: caches[1]}).logits.double()  # [batch, width, vocab]
+        for other in (jointly, whole[:, start : start + width].double()):
+            difference = singly - other  # [batch, width, vocab]
+            largest = max(largest, difference.abs().max().item())
+            squares += difference.square().sum().item()
+            count += difference.numel()
+    return LogitNoise(largest, math.sqrt(squares / count))
+
+
+@torch.no_grad()
+def reference_scores(
+    model: PreTrainedModel, prefix: list[int], temperature: float, seed: int, row: int, at: int
+) -> Tensor:
+    """Scores [vocab] float64 of request `row` at generated position `at`, from one unbatched forward: logits over
+    temperature, perturbed by the row's noise; at temperature 0 the logits themselves."""
+    logits = model(torch.tensor([prefix], device=model.device)).logits[0, -1].double()  # [vocab]
+    if temperature == 0:
+        return logits
+    streams = stream_keys(seed, torch.tensor([row], device=model.device))  # [1]
+    keys = position_keys(streams, torch.tensor([[at]], device=model.device))  # [1, 1]
+    noise = gumbel_noise(keys.view(-1), logits.shape[-1])[0]  # [vocab]
+    return logits / temperature + noise  # [vocab]
+
+
+def distance(scores: Tensor, tokens: tuple[int, int]) -> float:
+    """How far the worse of two tokens lies below the best of `scores` [vocab]."""
+    return (scores.max() - scores[list(tokens)].min()).item()
 
 
 @dataclass(frozen=True)

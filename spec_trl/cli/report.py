@@ -14,12 +14,9 @@ from tqdm import tqdm
 
 from ..json_files import write_atomically
 from ..papers import load
-from ..trainers.run_log import Run, read_run
-from ..trainers.verdict import verdict_of
+from ..trainers.run_log import Run, read_run, verdict_of
 from . import figures
-from .figures import Drawing
-from .plan_figure import plans_over_rounds
-from .timeline_figure import timeline_of_run
+from .plotting import Drawing
 
 
 if TYPE_CHECKING:
@@ -89,8 +86,8 @@ def _build(log: Run, profile: "Profile | None", margin: float, missing: str) -> 
         Section("rollout_time", "Rollout time", figures.rollout_phases(train)),
         Section("completion", "Completion curve", figures.completion_curves(train)),
         Section("ranks", "Ranks", figures.rank_seconds(train)),
-        Section("plan", "Plan over rounds", plans_over_rounds(train)),
-        Section("timeline", "Who drafted for whom", timeline_of_run(train)),
+        Section("plan", "Plan over rounds", figures.plans_over_rounds(train)),
+        Section("timeline", "Who drafted for whom", figures.timeline_of_run(train)),
         Section("draft_length", "Draft length and τ", figures.draft_length_schedule(train)),
         Section("entropy_acceptance", "Entropy and first-token acceptance", by_first),
         Section("entropy_efficiency", "Entropy and block efficiency", by_tau),

@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 
 from ..generation.drafters.dflash.drafter import DFlashDrafter
 from ..generation.drafters.eagle3.drafter import Eagle3Drafter
-from ..generation.engine.hidden_states import keep_states
 from ..generation.engine.noise import stream_keys
-from ..generation.engine.shadow import decoder_layers
+from ..generation.engine.shadow import decoder_layers, keep_states
 from ..json_files import replacing
 from .sequence_loss import TargetView, sequence_loss
 

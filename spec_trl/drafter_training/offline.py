@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.dflash.drafter import DFlashDrafter
 from ..generation.drafters.eagle3.drafter import Eagle3Drafter
-from ..generation.engine.hidden_states import observe
+from ..generation.engine.shadow import observe
 from ..generation.generate import speculative_decoding
 from ..json_files import replacing
 from .sequence_loss import SequenceLoss, TargetView, causal_lm_loss, sequence_loss

@@ -21,7 +21,7 @@ from ..generation.drafters.dflash.network import DFlashNetwork
 from ..generation.drafters.eagle3.config import Eagle3Config
 from ..generation.drafters.eagle3.network import Eagle3Network
 from ..generation.drafters.feature_network import FeatureNetwork
-from ..generation.engine.hidden_states import observe
+from ..generation.engine.shadow import observe
 from .target_head import TargetHead
 
 

@@ -218,7 +218,7 @@ class SpeculativeConfig:
             check_option(name, value)
         # Imported here: they bring torch, and `spec-trl --help` reads the options without it.
         from ..quantization.kernels import KERNELS
-        from ..quantization.scheme import SCHEMES
+        from ..quantization.rtn import SCHEMES
 
         require_choice("draft_quantization", self.draft_quantization, ["auto", *(scheme.name for scheme in SCHEMES)])
         require_choice("draft_kernel", self.draft_kernel, ["auto", *dict.fromkeys(kernel.name for kernel in KERNELS)])

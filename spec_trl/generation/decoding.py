@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
+from ..dense_linear import warn_of_slow_dtype
 from ..measuring.calibrated import find_ladder, find_profile
 from ..scheduling.control import Control, NeverSpeculate
 from .configuration import SpeculativeConfig, check_combination, check_decoupled, check_strategy
@@ -32,8 +33,8 @@ from .engine.kept_runner import (
     takes_pool,
 )
 from .engine.kv_room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
+from .engine.linear_layers import bytes_in_use
 from .engine.memory import check_memory, takes_pages
-from .engine.narrow_weights import bytes_in_use
 from .engine.noise import stream_keys
 from .engine.paged_cache import PagedCache
 from .engine.pages import PAGE_COLUMNS
@@ -43,7 +44,6 @@ from .engine.request_queue import RequestQueue
 from .engine.rollout import Rollout
 from .engine.rows import Request, Rows
 from .engine.runner import EagerRunner
-from .engine.slow_dtype import warn_of_slow_dtype
 from .engine.statistics import SpeculationStatistics
 from .engine.stopping import Stopping, length_limit
 from .registry import CHOOSING

@@ -11,7 +11,7 @@ from ..generation.engine.cache import autocast_dtype
 from ..generation.engine.kept_runner import runner_mode
 from ..quantization.kernels import find_kernel
 from ..quantization.quantized_copy import choose_scheme, layer_specs
-from ..quantization.scheme import Scheme
+from ..quantization.rtn import Scheme
 from ..scheduling.profile_key import ProfileKey
 
 

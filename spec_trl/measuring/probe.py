@@ -15,12 +15,11 @@ from ..generation.drafters.self_copy import SelfDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine import kept_runner
 from ..generation.engine.cache import RaggedCache, autocast_dtype
-from ..generation.engine.compiled import cpu_runner
 from ..generation.engine.cuda_graphs import CudaRecorder, Outputs
 from ..generation.engine.drafter import Drafter
+from ..generation.engine.linear_layers import lend_copies, take_copies_back
 from ..generation.engine.model_costs import model_constants
-from ..generation.engine.narrow_weights import lend_copies, take_copies_back
-from ..generation.engine.runner import COLUMN_BUCKET, EagerRunner
+from ..generation.engine.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
 from ..quantization.awq import ActivationAware
 from ..quantization.linear import QuantizedLinear
 from ..scheduling.round_costs import ForwardSeconds, ProbedRounds

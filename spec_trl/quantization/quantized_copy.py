@@ -15,7 +15,7 @@ from .experts import QuantizedExperts, holds_stacked_weights, inspect_experts, i
 from .kernels import LayerSpec, PackedWeight, check_kernel_name, make_packed
 from .kernels.native import Native
 from .linear import PackedLayer, QuantizedLinear, join
-from .scheme import GROUP_SIZES, Scheme, find_scheme
+from .rtn import GROUP_SIZES, Scheme, find_scheme
 from .source_weight import SourceSpec, inspect_projection, is_projection, is_trained_copy, under_adapters
 
 

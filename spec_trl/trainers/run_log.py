@@ -1,13 +1,13 @@
-"""The log of one training run: what each rollout and each step did, one JSON object per line.
+"""The log of a training run, a JSON object per rollout and step, and the verdict on it: whether speculation helped.
 
-A resumed run appends a second header to the same file, and its records replace those that the first attempt had
-written after the checkpoint. Reading it needs neither torch nor transformers.
+A resumed run appends a second header to the same file. Its records replace those that the first attempt wrote after
+the checkpoint. Reading a log needs neither torch nor transformers.
 """
 
 import json
 import os
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal
@@ -15,38 +15,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator
 from tqdm import tqdm
 
-from ..generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline
+from ..generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline, RoundPoint, added
 from ..json_files import from_json, to_json
 
 
 LOG_FILE = "rollout_log.jsonl"
 TIMELINES = 64
 """Requests of a rollout whose timelines are logged."""
+NOTABLE = 0.05
+"""Seconds: less prints as 0.0."""
+MORE = "Drafts pay with larger weights, fewer rows at a time, or texts that repeat."
+COLLAPSE, COLLAPSE_FROM = 0.5, 0.3
+"""Acceptance collapses when it falls below the share COLLAPSE of a rate of COLLAPSE_FROM or more."""
+COLLAPSE_DRAFTED = 64
+"""Rollouts with fewer draft tokens are not compared: a toggle stops a bad drafter early."""
+LOOKUPS = ("history", "ngram")
+"""Drafters that are not compared: their acceptance follows the texts, and they have no weights that could go stale."""
 
 Mode = Literal["train", "eval"]
-
-
-@dataclass(frozen=True)
-class RoundPoint:
-    """Decoding rounds of one rollout with the same batch, draft length and bin of cached length.
-
-    Args:
-        batch: active rows.
-        length: mean cached tokens per row.
-        draft_length: γ; 0 is autoregressive decoding.
-        rounds: number of rounds.
-        seconds: mean of one round. (In `SpeculationStatistics.points` it is the sum.)
-        tokens: committed by all these rounds, over all rows.
-        drafter: the strategy that drafted; None: none did.
-    """
-
-    batch: int
-    length: float
-    draft_length: int
-    rounds: int
-    seconds: float
-    tokens: int
-    drafter: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +40,18 @@ class RunHeader:
     """Where and how a run, or the resumed part of one, was started.
 
     Args:
-        version: of this format.
+        version: of the format. In version 1, and in logs without a version, `seconds` of a `RoundPoint` is the mean of
+            its rounds; they are read as their sum.
         started: ISO date and time.
-        hardware: device name, and threads on a CPU.
         model: name or path of the policy.
-        dtype: of the policy's forwards.
         strategy: `assistant_strategy`.
-        settings: the configuration's own fields, JSON values.
+        settings: options of `SpecGRPOConfig` that GRPOConfig does not have.
         profile: path of the roofline profile, if there is one.
-        calibration_seconds: spent before the first rollout on finding or measuring the profile and the draft ladder.
+        calibration_seconds: spent before the first rollout on the profile and the draft ladder.
     """
 
     kind: Literal["header"] = "header"
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
     started: str
     hardware: str
     model: str
@@ -81,16 +66,16 @@ class RunHeader:
 class RolloutRecord:
     """One rollout: all its `generate` calls and ranks together.
 
-    What has a name of `SpeculationStatistics` is explained there. Of several ranks counts add up; of each of the
-    `…seconds` and of `tail_rounds` the slowest rank's counts; `rounds`, `phase_seconds`, `speculating`,
-    `completion_curve`, `points`, `timeline` and `reason` are rank 0's. Ratios are None where nothing was drafted. Logs
-    may be older than the fields that have a default.
+    Fields with a name of `SpeculationStatistics` are explained there. Counts are sums over ranks; `…seconds` and
+    `tail_rounds` are the slowest rank's; `rounds`, `phase_seconds`, `speculating`, `completion_curve`, `points`,
+    `timeline` and `reason` are rank 0's. Ratios are None where nothing was drafted. Fields with a default are missing
+    in older logs.
 
     Args:
         rollout: number of rollouts of its mode before it.
         step: number of optimizer steps before it.
         strategy: `assistant_strategy`.
-        drafter: what drafted in most rounds; None: nothing did.
+        drafter: the strategy that drafted in most rounds; None: none drafted.
         seconds: of the whole rollout, `refresh_seconds` (making or requantizing the drafter) included.
         requests: number of completions.
         target_entropy: mean of -log p of the sampled tokens, in nats.
@@ -155,7 +140,6 @@ class StepRecord:
 
     Args:
         step: counts from 1.
-        seconds: of the whole step.
         phases: seconds of "rollout", "reward", "logprobs", "adaptation", "update", "other".
         reward: mean reward, if there was one.
     """
@@ -249,11 +233,14 @@ def read_run(path: Path | str) -> Run:
             warnings.warn(f"{where} is incomplete and left out: the run was interrupted ({error}).", stacklevel=2)
             break
         if isinstance(record, RunHeader):
-            headers.append(record)
+            headers.append(record if "version" in json.loads(line) else replace(record, version=1))
             started.clear()
         elif not headers:
             raise ValueError(f"{where} comes before any header. Is the beginning of the file missing?")
         else:
+            if isinstance(record, RolloutRecord) and headers[-1].version == 1:
+                for point in record.points:
+                    point.seconds *= point.rounds
             kind, at = ("step", record.step) if isinstance(record, StepRecord) else (record.mode, record.rollout)
             if kind not in started:  # resumed: what the earlier attempt did from here on is void
                 records[kind] = {place: old for place, old in records[kind].items() if place < at}
@@ -263,3 +250,135 @@ def read_run(path: Path | str) -> Run:
         raise ValueError(f"{path} holds no record. The run ended before its first rollout; start it again.")
     eval_, train, steps = ([by_number[at] for at in sorted(by_number)] for by_number in records.values())
     return Run(path, headers, eval_ + train, steps)
+
+
+# ---- what a log says ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Verdict:
+    """Sums over a run so far. Its text says in one sentence whether speculation helped the training rollouts.
+    Calibration, and making, refreshing and training the drafter, are subtracted from the gain.
+
+    Args:
+        rollouts: number of training rollouts.
+        compared: number of rollouts with known `plain_seconds`.
+        seconds: of the compared rollouts, making and refreshing the drafter included.
+        plain_seconds: predicted seconds of plain decoding for the compared rollouts.
+        calibration_seconds, adaptation_seconds: spent outside of rollouts.
+        rounds, drafted_rounds: of all training rollouts.
+        rounds_of: rounds in which a strategy drafted, alone or with another.
+        plain_rounds: timed rounds without drafts.
+        reason: of the newest rollout; None: the log is older than this field.
+    """
+
+    rollouts: int = 0
+    compared: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    calibration_seconds: float = 0.0
+    adaptation_seconds: float = 0.0
+    rounds: int = 0
+    drafted_rounds: float = 0.0
+    rounds_of: dict[str, float] = field(default_factory=dict)
+    plain_rounds: int = 0
+    reason: str | None = None
+
+    def add(self, record: Record) -> None:
+        """Counts one more record of the run."""
+        if isinstance(record, RunHeader):
+            self.calibration_seconds += record.calibration_seconds
+        elif not isinstance(record, RolloutRecord):
+            self.adaptation_seconds += record.phases.get("adaptation", 0.0)
+        elif record.mode == "train":
+            self.rollouts += 1
+            self.rounds += record.rounds
+            self.drafted_rounds += record.rounds * (record.sd_on_fraction or 0.0)
+            drafted = {name: record.rounds * share for name, share in record.drafted_by.items() if share}
+            self.rounds_of = added(self.rounds_of, drafted)
+            self.plain_rounds += sum(point.rounds for point in record.points if not point.draft_length)
+            self.reason = record.reason
+            if record.plain_seconds is not None:
+                self.compared += 1
+                self.seconds += record.seconds
+                self.plain_seconds += record.plain_seconds
+
+    @property
+    def spent(self) -> float:
+        """Seconds of the compared rollouts, and of drafters' costs outside of them."""
+        return self.seconds + self.calibration_seconds + self.adaptation_seconds
+
+    @property
+    def saved(self) -> float:
+        """Seconds; less than 0: lost."""
+        return self.plain_seconds - self.spent
+
+    def __str__(self) -> str:
+        if not self.rollouts:
+            return "no training rollout was logged."
+        costs = f"calibration{', adaptation' if self.adaptation_seconds else ''} and refresh"
+        if not self.drafted_rounds:
+            why = "" if self.reason is None else f" ({self.reason})"
+            extra = f"; {costs} took {_seconds(-self.saved)}" if -self.saved >= NOTABLE else ""
+            return f"nothing was drafted{why}: rollouts were plain decoding{extra}. {MORE}"
+        share = f"drafting in {self.drafted_rounds / self.rounds:.0%} of rounds"
+        if len(self.rounds_of) > 1:
+            by_rounds = sorted(self.rounds_of.items(), key=lambda item: -item[1])
+            share += f" ({', '.join(f'{name} in {rounds / self.rounds:.0%}' for name, rounds in by_rounds)})"
+        if not self.compared:
+            why = "the log is older than this comparison" if self.reason is None else "no plain round was measured"
+            return f"{share}; the speedup over plain decoding is not known: {why}."
+        baseline = "" if self.plain_rounds else " as predicted (no round of the run was plain)"
+        gain = f"{_seconds(abs(self.saved))} {'saved' if self.saved >= 0 else 'lost'} ({costs} subtracted)"
+        known = f"; known of {self.compared} of {self.rollouts} rollouts" if self.compared < self.rollouts else ""
+        return f"rollouts {self.plain_seconds / self.spent:.2f}× of plain decoding{baseline}, {gain}, {share}{known}."
+
+
+def verdict_of(run: Run) -> tuple[Verdict, list[float]]:
+    """The verdict on a run, and the seconds saved up to each training rollout and the steps that follow it."""
+    verdict, saved = Verdict(), list[float]()
+    for header in run.headers:
+        verdict.add(header)
+    # A rollout's `step` counts the steps before it.
+    records: list[RolloutRecord | StepRecord] = [*run.steps, *run.of("train")]
+    for record in sorted(records, key=lambda record: record.step):  # which leaves steps before rollouts
+        verdict.add(record)
+        if isinstance(record, RolloutRecord):
+            saved.append(verdict.saved)
+        elif saved:
+            saved[-1] = verdict.saved
+    return verdict, saved
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+class CollapseAlarm:
+    """Warns once when a drafter's acceptance collapses between two rollouts: it no longer predicts its policy.
+
+    Args:
+        by_first_token: compare the acceptance of first draft tokens alone, which does not depend on γ.
+    """
+
+    def __init__(self, by_first_token: bool) -> None:
+        self._by_first_token = by_first_token
+        self._previous: RolloutRecord | None = None
+
+    def add(self, record: RolloutRecord) -> None:
+        """Compares a training rollout with the one before, and warns if acceptance collapsed."""
+        drafted = sum(depth.drafted for depth in record.per_depth.values())
+        if drafted < COLLAPSE_DRAFTED or record.drafter in LOOKUPS:
+            return
+        previous, self._previous = self._previous, record
+        if previous is None or previous.drafter != record.drafter:
+            return
+        name = "first_token_acceptance" if self._by_first_token else "acceptance_rate"
+        before, now = (getattr(rollout, name) or 0.0 for rollout in (previous, record))
+        if before >= COLLAPSE_FROM and now < COLLAPSE * before:
+            warnings.warn(
+                f"the acceptance rate of the drafter {record.drafter!r} fell from {before:.2f} to {now:.2f} between "
+                f"two rollouts (step {record.step}). Outputs are not affected, speed is. Did something write weights "
+                "that the drafter cannot see, or did the policy collapse?",
+                stacklevel=2,
+            )

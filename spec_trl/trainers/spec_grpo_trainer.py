@@ -32,18 +32,15 @@ from ..quantization.awq import ActivationStatistics
 from ..scheduling.control import Control
 from ..scheduling.planner import Planner
 from .checkpoint import DraftLengthState, RankState, RolloutState, find_checkpoint, only_for_speed
-from .collapse_alarm import CollapseAlarm
 from .exact_logprobs import ExactLogprobs
 from .kept_graphs import KeptGraphs
 from .known_signatures import check_attributes, check_methods
 from .rollout_checks import check_drawn, check_rollouts, check_text
-from .rollout_totals import RolloutTotals, metrics
-from .run_log import LOG_FILE, Mode, Record, RunHeader, RunLog, StepRecord
+from .run_log import LOG_FILE, CollapseAlarm, Mode, Record, RunHeader, RunLog, StepRecord, Verdict
 from .sampler_mismatch import SamplerMismatch
 from .shared_measurements import PROFILE_FILE, check_profile, shared_ladder, shared_profile
 from .spec_grpo_config import SpecGRPOConfig
-from .step_clock import StepClock
-from .verdict import Verdict
+from .step_totals import RolloutTotals, StepClock, metrics
 from .whole_weights import check_fsdp, whole_weights
 
 
@@ -382,7 +379,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             if self._known is not None:
                 self._known.keep()
         if mode == "train":
-            self._alarm.hear(record)
+            self._alarm.add(record)
             if not isinstance(self._control, Planner):
                 for name, controller in self._draft_lengths.items():
                     controller.observe(totals.counts.tallies[name].block_efficiency)

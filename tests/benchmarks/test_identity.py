@@ -9,7 +9,7 @@ from benchmarks.models import build, shape_config
 from benchmarks.rollout import ours
 from benchmarks.workload import Workload
 from spec_trl import SpeculativeConfig
-from spec_trl.cli.near_ties import LogitNoise, measure_logit_noise, reference_scores
+from spec_trl.cli.gains import LogitNoise, measure_logit_noise, reference_scores
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from benchmarks import control_regret
 from benchmarks.control_worlds import Bounds, Cell, Decoder, Noise, World, decode
 from benchmarks.recorded_world import RecordedMachine, RecordedWorld, acceptance_of, lengths_of
 from spec_trl.generation.engine.record import Round, points_and_plans
-from spec_trl.generation.engine.statistics import RequestTimeline
+from spec_trl.generation.engine.statistics import RequestTimeline, RoundPoint
 from spec_trl.scheduling.acceptance import Acceptance
 from spec_trl.scheduling.control import Candidate, Chain, Control, Tally
-from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RoundPoint, RunLog
+from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RunLog
 from tests.cli.sample_run import make_header, make_rollout, write_run
 
 
@@ -50,10 +50,7 @@ class Recorder(Control):
 
     def finish(self) -> None:
         self._ends += [self._seconds] * (self._requests - len(self._ends))
-        points = [
-            RoundPoint(p.batch, p.length, p.draft_length, p.rounds, p.seconds / p.rounds, p.tokens, p.drafter)
-            for p in points_and_plans(self._rounds, NAMES)[0]
-        ]
+        points, _ = points_and_plans(self._rounds, NAMES)
         curve = [(second, done) for done, second in enumerate(self._ends, 1)]
         changes = dict(points=points, completion_curve=curve, timeline=[], first_token_acceptance=None)
         self.records.append(make_rollout(len(self.records), **changes))
@@ -87,11 +84,11 @@ def test_a_simulated_world_comes_back_from_its_log(refill: int, tmp_path: Path) 
 
 
 def test_rounds_take_what_was_measured_and_straight_lines_between() -> None:
-    plain = [RoundPoint(8, 100.0, 0, 10, 1.0, 80), RoundPoint(8, 300.0, 0, 10, 2.0, 80)]
-    plain += [RoundPoint(2, 100.0, 0, 10, 0.4, 20)]
-    drafted = [RoundPoint(8, 100.0, 4, 10, 3.0, 200, "self"), RoundPoint(8, 100.0, 8, 10, 4.0, 200, "self")]
-    both = [RoundPoint(8, 100.0, 12, 10, 5.0, 300, "self+ngram")]
-    other = [RoundPoint(8, 100.0, 2, 10, 1.5, 90, "history")]
+    plain = [RoundPoint(8, 100.0, 0, None, 10, 10 * 1.0, 80), RoundPoint(8, 300.0, 0, None, 10, 10 * 2.0, 80)]
+    plain += [RoundPoint(2, 100.0, 0, None, 10, 10 * 0.4, 20)]
+    drafted = [RoundPoint(8, 100.0, 4, "self", 10, 10 * 3.0, 200), RoundPoint(8, 100.0, 8, "self", 10, 10 * 4.0, 200)]
+    both = [RoundPoint(8, 100.0, 12, "self+ngram", 10, 10 * 5.0, 300)]
+    other = [RoundPoint(8, 100.0, 2, "history", 10, 10 * 1.5, 90)]
     machine = RecordedMachine([*plain, *drafted, *both, *other])
 
     def seconds(batch: int, length: float, width: int, **lengths: int) -> float:
@@ -105,14 +102,14 @@ def test_rounds_take_what_was_measured_and_straight_lines_between() -> None:
     assert seconds(8, 96, 12, ngram=4, self=8) == 5.0 and seconds(8, 96, 6, ngram=2, self=4) == pytest.approx(3.0)
     assert seconds(8, 96, 6, history=2, self=4) == pytest.approx(1.0 + 0.5 + 2.0)  # these two never drafted together
     # By chance a short draft was faster than none: a longer one is not faster yet.
-    machine = RecordedMachine([*plain, RoundPoint(8, 100.0, 2, 1, 0.7, 8, "ngram")])
+    machine = RecordedMachine([*plain, RoundPoint(8, 100.0, 2, "ngram", 1, 1 * 0.7, 8)])
     assert seconds(8, 96, 2, ngram=2) == seconds(8, 96, 10, ngram=10) == pytest.approx(0.7)
     with pytest.raises(ValueError, match="no round of this run was plain"):
         RecordedMachine(drafted)
 
 
 def points_of(name: str, rates: Acceptance, *lengths: int) -> list[RoundPoint]:
-    return [RoundPoint(8, 90.0, n, 100, 1.0, round(800 * rates.block_efficiency(n)), name) for n in lengths]
+    return [RoundPoint(8, 90.0, n, name, 100, 100.0, round(800 * rates.block_efficiency(n))) for n in lengths]
 
 
 def test_acceptance_of_each_drafter() -> None:
@@ -135,8 +132,8 @@ def test_acceptance_of_each_drafter() -> None:
 def test_texts_are_as_long_as_rows_were_in_flight() -> None:
     """Of four rows two end after 10 tokens, one after 30 and one after 90. Or three after 10: a fifth request has the
     row of one of them until 30, and what is in the timeline says that it is not the one that goes on until 90."""
-    points = [RoundPoint(4, 50.0, 0, 10, 1.0, 40), RoundPoint(2, 60.0, 5, 10, 2.0, 40, "self")]
-    points += [RoundPoint(1, 90.0, 5, 20, 1.0, 60, "self")]
+    points = [RoundPoint(4, 50.0, 0, None, 10, 10 * 1.0, 40), RoundPoint(2, 60.0, 5, "self", 10, 10 * 2.0, 40)]
+    points += [RoundPoint(1, 90.0, 5, "self", 20, 20 * 1.0, 60)]
     record = make_rollout(0, points=points, completion_curve=[(10.0, 2), (30.0, 3), (50.0, 4)], timeline=[])
     assert lengths_of(record) == [10, 10, 30, 90]
     late = replace(record, completion_curve=[(12.0, 2), (30.0, 3), (50.0, 4)])  # two seem to have had 12
@@ -161,7 +158,8 @@ def test_what_the_first_rollout_took_does_not_count(tmp_path: Path) -> None:
     log = RunLog(tmp_path / LOG_FILE)
     log.append(make_header())
     for number, seconds in enumerate([9.0, 1.0, 1.0]):
-        points = [RoundPoint(4, 64.0, 0, 9, seconds, 36), RoundPoint(4, 64.0, 5, 9, 2.0 * seconds, 90, "self")]
+        drafted = RoundPoint(4, 64.0, 5, "self", 9, 18.0 * seconds, 90)
+        points = [RoundPoint(4, 64.0, 0, None, 9, 9 * seconds, 36), drafted]
         log.append(make_rollout(number, points=points))
     machine = RecordedWorld(tmp_path).machine
     assert [machine.round_seconds(4, 64.0, lengths, 5) for lengths in ({}, {"self": 5})] == pytest.approx([1.0, 2.0])
@@ -170,6 +168,6 @@ def test_what_the_first_rollout_took_does_not_count(tmp_path: Path) -> None:
 def test_a_log_without_drafts_is_refused(tmp_path: Path) -> None:
     log = RunLog(tmp_path / LOG_FILE)
     log.append(make_header())
-    log.append(make_rollout(0, points=[RoundPoint(4, 9.0, 0, 9, 1.0, 36)]))
+    log.append(make_rollout(0, points=[RoundPoint(4, 9.0, 0, None, 9, 9 * 1.0, 36)]))
     with pytest.raises(ValueError, match="no training rollout drafted"):
         RecordedWorld(tmp_path)

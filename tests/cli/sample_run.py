@@ -7,10 +7,10 @@ from pathlib import Path
 from spec_trl.efficient_rollout.profile import Profile
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.efficient_rollout.sweep import Sample
-from spec_trl.generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline
+from spec_trl.generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline, RoundPoint
 from spec_trl.scheduling.model_constants import ModelConstants
 from spec_trl.scheduling.profile_key import ProfileKey
-from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RoundPoint, RunHeader, RunLog, StepRecord
+from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RunHeader, RunLog, StepRecord
 
 
 BATCH = 64
@@ -48,7 +48,7 @@ def make_rollout(index: int, seed: int = 0, **changes: object) -> RolloutRecord:
             seconds *= chance.uniform(0.97, 1.03)
             tokens = round(12 * batch * (tau if speculates else 1))
             drafter = "self" if speculates else None
-            points.append(RoundPoint(batch, length, gamma * speculates, 12, seconds, tokens, drafter))
+            points.append(RoundPoint(batch, length, gamma * speculates, drafter, 12, 12 * seconds, tokens))
             plans.append(PlanChange(12 * len(plans), gamma * speculates, batch, drafter))
             second += 12 * seconds
         finished += batch - batch // 2

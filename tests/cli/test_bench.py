@@ -17,10 +17,9 @@ from transformers.generation import stopping_criteria
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOConfig, SpeculativeConfig
 from spec_trl.cli import gains
-from spec_trl.cli.bench import EXACT
+from spec_trl.cli.bench import EXACT, choose, config_to_paste, recommend
 from spec_trl.cli.gains import GENERATE, Call, Gain, Identity, Way, Work, compare, measure
 from spec_trl.cli.main import main
-from spec_trl.cli.recommendation import choose, config_to_paste, recommend
 from spec_trl.generation.engine import kept_runner
 from spec_trl.generation.engine.statistics import SpeculationStatistics
 from spec_trl.measuring.machine import profile_key

@@ -9,9 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from spec_trl.cli.main import main
-from spec_trl.generation.engine.statistics import PlanChange, RequestTimeline
-from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog, read_run
-from spec_trl.trainers.verdict import MORE
+from spec_trl.generation.engine.statistics import PlanChange, RequestTimeline, RoundPoint
+from spec_trl.trainers.run_log import LOG_FILE, MORE, RunLog, read_run
 from tests.cli.sample_run import make_header, make_rollout
 
 
@@ -59,7 +58,7 @@ def test_a_run_without_speculation_says_so_in_one_line_each(
     plain = make_rollout(
         0, strategy="none", drafter=None, block_efficiency=None, acceptance_rate=None, first_token_acceptance=None,
         predicted_speedup=None, measured_speedup=None, per_depth={},
-        speculating=[PlanChange(0, 0, 4)], points=[RoundPoint(4, 9.0, 0, 96, 0.1, 384)],
+        speculating=[PlanChange(0, 0, 4)], points=[RoundPoint(4, 9.0, 0, None, 96, 9.6, 384)],
         timeline=[RequestTimeline(0, [(0.0, 0, [])], 1.0)], sd_on_fraction=0.0, plain_seconds=None, reason=None,
     )  # fmt: skip
     for index in range(3):

@@ -23,7 +23,7 @@ from spec_trl.drafter_training.offline import (
 from spec_trl.drafter_training.untrained import write_dflash, write_eagle3
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
-from spec_trl.generation.engine.hidden_states import observe
+from spec_trl.generation.engine.shadow import observe
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.watching import before, untouched

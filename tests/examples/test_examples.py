@@ -17,7 +17,7 @@ from trl import RLOOTrainer
 from examples import generate, grpo_gsm8k
 from examples.demo.task import build_tokenizer
 from spec_trl import SpeculativeConfig, SpeculativeOutput
-from spec_trl.cli.prompts import pad_left, token_ids
+from spec_trl.cli.loading import pad_left, token_ids
 from spec_trl.generation.registry import taking_assistant
 from tests.conftest import DATA, STORY_MODEL
 from tests.trainers.harness import tiny_policy

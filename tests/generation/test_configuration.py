@@ -17,8 +17,8 @@ from trl import GRPOConfig
 from docs.write_options import with_tables
 from examples import generate
 from spec_trl import SpecGRPOConfig, SpeculativeConfig
+from spec_trl.cli.arguments import MARGIN
 from spec_trl.cli.main import build_parser
-from spec_trl.cli.options import MARGIN
 from spec_trl.efficient_rollout.draft_length import DraftLengthController
 from spec_trl.generation.configuration import (
     OPTIONS,

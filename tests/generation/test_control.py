@@ -114,7 +114,7 @@ def test_controls_by_configuration(four: list[Drafter]) -> None:
     assert [(each.name, each.is_network) for each in planner.candidates] == [
         ("self", True), ("history", False), ("model", True), ("ngram", False),
     ]  # fmt: skip
-    assert [planner.candidates[which].name for which in planner.listens_to] == ["history", "ngram"]
+    assert [planner.candidates[which].name for which in planner.compared_lookups] == ["history", "ngram"]
     with pytest.raises(ValueError, match=r"drafter has the strategies \['ngram', 'ngram'\]"):
         controlled([four[3], NgramDrafter(3)])
     with pytest.raises(ValueError, match='sd_toggle="always" is for one drafter, and drafter has'):
@@ -201,8 +201,8 @@ def test_the_control_is_kept_for_the_same_options(tiny: LlamaForCausalLM, drafte
 
 def test_what_runs_a_network_is_no_lookup(drafters: Make) -> None:
     ahead = DecoupledDrafter(DraftThread(*drafters("self")))
-    assert not ahead.has_probabilities and controlled([ahead]).listens_to == []
-    assert controlled(drafters("self", "ngram")).listens_to == [1]
+    assert not ahead.has_probabilities and controlled([ahead]).compared_lookups == []
+    assert controlled(drafters("self", "ngram")).compared_lookups == [1]
 
 
 # ---- the default: no calibration before the first token; rounds tell what pays, and later calls remember ------------
@@ -255,7 +255,7 @@ def test_a_planner_keeps_what_it_learned(
     (planner,) = {each.control for each in taken if each.control.candidates}
     assert rounds == sorted(set(rounds))
     assert isinstance(planner, Planner)
-    (heard,) = (planner.drafts.methods[which] for which in planner.listens_to)
+    (heard,) = (planner.drafts.methods[which] for which in planner.compared_lookups)
     assert any(planner.drafts.state_dict()["methods"][heard])  # though it may never draft
     release(model)
     generate(model, TWO, strategy, config)

@@ -13,11 +13,11 @@ from spec_trl.cpu_products import library
 from spec_trl.generation.engine.shadow import share_weights
 from spec_trl.quantization import QuantizedLinear, kernels, quantize_projections, quantized_copy
 from spec_trl.quantization.kernels import LayerSpec, PackedWeight
-from spec_trl.quantization.kernels.kernel_table import KernelChoice
+from spec_trl.quantization.kernels.kernel_times import KernelChoice
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.linear import project
 from spec_trl.quantization.quantized_copy import choose_scheme, layer_specs
-from spec_trl.quantization.scheme import find_scheme
+from spec_trl.quantization.rtn import find_scheme
 from tests.quantization.conftest import IDS, addresses, logits, never_dense, packed_buffers, quantized
 
 

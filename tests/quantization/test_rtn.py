@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spec_trl.quantization import rtn
 from spec_trl.quantization.kernels.reference import ReferenceInt4, ReferenceInt8
-from spec_trl.quantization.scheme import find_scheme
+from spec_trl.quantization.rtn import find_scheme
 from tests.quantization.conftest import layer_spec, pack
 
 

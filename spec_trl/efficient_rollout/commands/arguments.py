@@ -3,8 +3,10 @@
 import argparse
 from pathlib import Path
 
-from ...cli.arguments import DTYPES, Command, add_device
-from ...cli.options import (
+from ...cli.arguments import (
+    DTYPES,
+    Command,
+    add_device,
     add_margin,
     add_option,
     figure_file,

@@ -11,10 +11,10 @@ from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
-from ...cli.figures import BLUE, GREEN, VERMILLION, Drawing, canvas
-from ...cli.options import MARGIN
-from ...generation.engine.statistics import added
-from ...trainers.run_log import RolloutRecord, RoundPoint
+from ...cli.arguments import MARGIN
+from ...cli.plotting import BLUE, GREEN, VERMILLION, Drawing, canvas
+from ...generation.engine.statistics import RoundPoint, added
+from ...trainers.run_log import RolloutRecord
 from ..roofline import Roofline
 from ..sweep import Sample
 from ..sweep import points as sweep_points
@@ -64,7 +64,7 @@ def points_of_run(
     for point in _points_of_profile(rollouts):
         place = point.batch, round(2 * math.log2(max(point.length, 1.0))), point.draft_length
         n = point.rounds
-        cells[place] = added(cells[place], _Cell(n, n * point.seconds, point.tokens, n * point.length))
+        cells[place] = added(cells[place], _Cell(n, point.seconds, point.tokens, n * point.length))
     measured: list[MeasuredPoint] = []
     idle = {(batch, band): cell.length for (batch, band, gamma), cell in cells.items() if gamma == 0 and cell.rounds}
     for (batch, band, draft_length), cell in sorted(cells.items()):

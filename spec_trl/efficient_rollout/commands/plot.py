@@ -4,8 +4,8 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from ...cli.figures import Drawing
-from ...cli.options import MARGIN
+from ...cli.arguments import MARGIN
+from ...cli.plotting import Drawing
 from ...specactor.commands.ladder_figure import draft_ladder
 from ...specactor.ladder import Ladder
 from ..profile import Profile

@@ -3,7 +3,7 @@
 import argparse
 import itertools
 
-from ...cli.options import table
+from ...cli.arguments import table
 from ..profile import Profile
 from .arguments import block_efficiency_of
 

@@ -11,7 +11,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ...cli.options import table
+from ...cli.arguments import table
 from ...generation.engine.model_costs import model_constants
 from ...scheduling.model_constants import ModelConstants
 from ...scheduling.profile_key import ProfileKey

@@ -9,8 +9,8 @@ from ...quantization.linear import QuantizedLinear
 from ..engine.cache import RaggedCache
 from ..engine.draft_loop import NetworkDraft
 from ..engine.drafter import DraftSession
+from ..engine.linear_layers import lend_copies, take_copies_back
 from ..engine.model_costs import kv_bytes
-from ..engine.narrow_weights import lend_copies, take_copies_back
 from ..engine.noise import RoundNoise
 from ..engine.outcome import Integers
 from ..engine.rows import Admission

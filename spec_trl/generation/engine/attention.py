@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from .cpu_attention import attend
+from .cpu_layers import attend
 from .kernels import run_on
 
 
@@ -35,7 +35,7 @@ GPT_NEO_LAYERS = {"global": FULL, "local": SLIDING}
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """The masks that a family's forward expects: one tensor, or a dict with one tensor per layer type."""
+    """The masks that a family's forward takes: one tensor, or a dict with one tensor per layer type."""
 
     layer_types: tuple[str, ...]
     per_type: bool
@@ -86,18 +86,16 @@ class MaskPlan:
     def spans(
         self, positions: Tensor, table: Tensor | None = None, places: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
-        """The same masks as the first and the last column that each query sees, for queries at cache columns
-        `positions`.
+        """Masks as spans: the first and the last column that each query sees, `[B, 1, q, 2]` int64, or one such
+        tensor per layer type. They are as long as the queries, so a captured forward serves rows of every length.
 
-        `[B, q]` int64 give `[B, 1, q, 2]` int64, or one such tensor per layer type: as short as the queries, however
-        long the rows, so that a captured forward serves every length.
-
-        A `table` of pages (`PagedCache.table_to_read`, `[B, pages]` int32, an even number) follows the queries, two
-        pages in the place of one query's columns: `[B, 1, q + pages / 2, 2]`. The table
-        travels inside the mask, since the mask is the only argument that every family passes on to attention.
-
-        `places` of :meth:`build` make `[B, 1, q, 4]`: the first and the last position that each query sees, and from
-        which column on, and by how much, a position's column lies further than its number.
+        Args:
+            positions: `[B, q]` int64, the queries' columns.
+            table: of pages (`PagedCache.table_to_read`), `[B, pages]` int32, an even number; two pages take the place
+                of one query's columns: `[B, 1, q + pages / 2, 2]`. It is a part of the mask, since the mask is the
+                only argument that every family passes on to attention.
+            places: of :meth:`build`, make `[B, 1, q, 4]`: the first and the last position that each query sees, and
+                from which column on, and by how much, a position's column lies further than its number.
         """
         spans: dict[str, Tensor] = {}
         for layer_type in self.layer_types:
@@ -120,11 +118,10 @@ class MaskPlan:
         places: Tensor | None = None,
         keys: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Additive masks for queries at `positions`.
+        """Additive masks for queries at `positions` over the first `columns` of the cache.
 
         Args:
-            positions: `[B, q]` int64, of every query.
-            columns: number of cache columns that are attended over.
+            positions: `[B, q]` int64.
             dtype: floating dtype of the queries.
             places: `[B, q]` int64, the cache column of every query where several chains of a row follow its last
                 committed token, the first query (`ChainLayout`); None: its position.
@@ -141,8 +138,8 @@ class MaskPlan:
         at, later = key, key > query  # as key, [B, 1, q, columns]
         if places is not None:
             place, last = places[:, None, :, None], places[:, None, :1, None]  # [B, 1, q, 1], [B, 1, 1, 1]
-            # Of its own chain's tokens; those of the chains before it land at positions up to `last`.
-            at = torch.where(key > last, key - (place - query), key)  # [B, 1, q, columns], position of every key
+            # Positions of keys of the query's chain; keys of earlier chains get positions up to `last`.
+            at = torch.where(key > last, key - (place - query), key)  # [B, 1, q, columns]
             later = (key > place) | ((key > last) & (at <= last))
         masks: dict[str, Tensor] = {}
         for layer_type in self.layer_types:
@@ -158,26 +155,25 @@ class MaskPlan:
 def as_spans(first: Tensor, last: Tensor, table: Tensor | None) -> Tensor:
     """The mask `[B, 1, q, 2]` of queries that see columns `first` to `last` (`[B, q]` int64 each), or with the `table`
     of :meth:`MaskPlan.spans` after it, `[B, 1, q + pages / 2, 2]`."""
-    own = torch.stack([first, last], dim=-1)  # [B, q, 2]
+    spans = torch.stack([first, last], dim=-1)  # [B, q, 2]
     if table is not None:
-        own = torch.cat([own, table.unflatten(1, (-1, 2))], dim=1)  # [B, q + pages / 2, 2]
-    return own[:, None]
+        spans = torch.cat([spans, table.unflatten(1, (-1, 2))], dim=1)  # [B, q + pages / 2, 2]
+    return spans[:, None]
 
 
 def takes_spans(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether :func:`ragged_attention` of queries in `dtype` can take spans for masks on `device`: through the CUDA
-    kernel, which computes in half precision and float32."""
+    """Whether :func:`ragged_attention` takes spans for masks there: the CUDA kernel does, in 16 bits and float32."""
     return run_on(device) and dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def reads_spans(network: PreTrainedModel) -> bool:
-    """Whether attention in `network` takes spans for masks; families with attention code of their own need masks."""
+    """Whether attention in `network` takes spans for masks; families with other attention code need masks."""
     return takes_spans(network.device, network.dtype) and calls_attention(network)
 
 
 def calls_attention(network: PreTrainedModel) -> bool:
-    """Whether all attention of a network's shadow is :func:`ragged_attention`. Many families call what their config
-    names, and do not declare it."""
+    """Whether all attention of a network's shadow is :func:`ragged_attention`; many families do not declare that they
+    call the attention that their config names."""
     if network._supports_attention_backend:
         return True
     kinds: set[tuple[Any, bool]] = {(type(module), hasattr(module, "is_causal")) for module in network.modules()}
@@ -191,16 +187,16 @@ def _calls_attention(kind: Any, is_attention: bool) -> bool | None:
     forward = inspect.unwrap(kind.forward)
     code = forward.__code__ if inspect.isfunction(forward) else None
     names, variables = ((), ()) if code is None else (code.co_names, code.co_varnames)
-    if issubclass(kind, _OwnAttention) or "ALL_ATTENTION_FUNCTIONS" in names:
+    if issubclass(kind, _RewrittenAttention) or "ALL_ATTENTION_FUNCTIONS" in names:
         return True
     return False if is_attention or ("softmax" in names and "attention_mask" in variables) else None
 
 
 @functools.cache
 def attention_class(kind: Any) -> Any:
-    """The class that a shadow should have for a module of class `kind`: one whose attention is
-    :func:`ragged_attention` where transformers wrote other code into it and we know where, else `kind`."""
-    mixin: Any = _OWN_ATTENTION.get(kind.__name__)
+    """The class of a shadow's module in the place of class `kind`: `kind`, or one that calls :func:`ragged_attention`
+    where transformers has other code."""
+    mixin: Any = _REWRITTEN.get(kind.__name__)
     if mixin is None or not kind.__module__.startswith("transformers."):
         return kind
     return type(f"Ragged{kind.__name__}", (mixin, kind), {})
@@ -212,10 +208,10 @@ def attends_exactly(network: PreTrainedModel) -> bool:
 
 
 class _WithoutCudnn:
-    """Within it torch chooses among its own attention kernels: from Hopper on it prefers cuDNN's, which take tenths of
-    a second to plan each new shape, and rounds have new ones all the time.
+    """Within it torch does not choose cuDNN's attention, which it prefers from Hopper on: that plans a new shape for
+    tenths of a second, and rounds have new shapes all the time.
 
-    The choice is the process's, and drafters may learn in another thread: the last to leave restores it.
+    The setting is the process's, and drafters may learn in another thread: the last to leave restores it.
     """
 
     def __init__(self) -> None:
@@ -278,7 +274,6 @@ def ragged_attention(
         length = query.shape[2]
         first, last = attention_mask[:, 0, :length].unbind(-1)  # [B, q] each
         table = attention_mask[:, 0, length:].flatten(1) if attention_mask.shape[2] > length else None  # [B, pages]
-        # Autocast may leave queries wide and K/V narrow.
         output = ragged_decode_attention(
             query.to(key.dtype), key, value, first, last, scale, softcap, s_aux, table, exact
         )
@@ -324,17 +319,16 @@ ATTENTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
 }  # fmt: skip
 for _name, _function in ATTENTIONS.items():
     AttentionInterface.register(_name, _function)
-    # Masks arrive ready made. Without this entry transformers takes an unknown backend to need no mask at all and
-    # would drop a sliding window silently.
+    # Masks arrive ready made. Without this entry transformers would drop the sliding window of an unknown backend.
     AttentionMaskInterface.register(_name, eager_mask)
 
 
-class _OwnAttention(nn.Module):
-    """Attention of a family with code of its own in the place of a call."""
+class _RewrittenAttention(nn.Module):
+    """Attention of a family that does not call the function which its config names."""
 
 
-class _Method(_OwnAttention):
-    """The code is a method."""
+class _Method(_RewrittenAttention):
+    """Its code is a method."""
 
     config: PreTrainedConfig
 
@@ -345,8 +339,8 @@ class _Method(_OwnAttention):
         return output.transpose(1, 2), None
 
 
-class _Call(_OwnAttention):
-    """The code calls torch's attention, where the config names that."""
+class _Call(_RewrittenAttention):
+    """Its code calls torch's attention, where the config names that."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with _RaggedCalls():
@@ -362,13 +356,11 @@ class _RaggedCalls(TorchFunctionMode):
         return output.transpose(1, 2)
 
 
-_OWN_ATTENTION = {
-    "GPTNeoSelfAttention": _Method, "GPTJAttention": _Method, "FalconAttention": _Call,
-}  # fmt: skip
+_REWRITTEN = {"GPTNeoSelfAttention": _Method, "GPTJAttention": _Method, "FalconAttention": _Call}
 
 
 def warn_of_masks(network: nn.Module, error: Exception) -> None:
-    """Says that the attention kernel failed with `error`, and that `network` attends under masks from now on."""
+    """Warns that the attention kernel failed with `error`, and that `network` attends under masks from now on."""
     warnings.warn(
         f"the attention kernel failed under {type(network).__name__}, which goes on under masks, with the same tokens "
         f"but slower: {type(error).__name__}: {error}",

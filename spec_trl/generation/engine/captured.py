@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,16 +18,22 @@ from transformers import PreTrainedModel
 
 from .attention import warn_of_masks
 from .cache import RaggedCache, autocast_dtype
-from .captured_drafts import CapturedLoops
-from .captured_features import CapturedFeatures
-from .captured_forward import CapturedForward, ForwardKey, column_bucket, pad, row_bucket, uncached_autocast
-from .compiled import compiled_twin
-from .cuda_graphs import GraphBudget, Outputs, Recording
+from .captured_drafts import CapturedFeatures, CapturedLoops
+from .cuda_graphs import (
+    CapturedForward,
+    ForwardKey,
+    GraphBudget,
+    Outputs,
+    Recording,
+    column_bucket,
+    pad,
+    row_bucket,
+    uncached_autocast,
+)
 from .draft_loop import NetworkDraft
-from .feature_runner import FeatureRunner
-from .narrow_weights import copied_bytes
-from .runner import EagerRunner, Heard
-from .shadow import addresses
+from .linear_layers import copied_bytes
+from .runner import EagerRunner, FeatureRunner, Heard
+from .shadow import addresses, decoder_layers, make_shadow
 from .verification import Proposal
 
 
@@ -334,3 +341,46 @@ class GraphRunner(EagerRunner):
                 f"{type(error).__name__}: {error}",
                 stacklevel=2,
             )
+
+
+class _LayerCache:
+    """The cache as one layer sees it.
+
+    `RaggedCache.update` finds its layer by an index, for each of which torch.compile would compile the layer anew.
+    Here every layer gets an object of the same shape, and the index is never looked at.
+    """
+
+    def __init__(self, cache: RaggedCache, index: int) -> None:
+        self.layer = cache.layers[index]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return self.layer.update(key_states, value_states)
+
+    def layer_at(self, _index: int) -> Any:
+        return self.layer
+
+
+def compiled_twin(network: PreTrainedModel, cache: RaggedCache) -> PreTrainedModel:
+    """A twin of `network`, a shadow or its quantized twin, over the same weights, whose decoder layers are compiled.
+
+    Layer by layer rather than whole: that takes seconds and not minutes, since layers of one class, shape and layer
+    type share what is compiled. Embedding, final norm and head stay eager, and so does whatever is patched onto them.
+    `cache` is that of its forwards, of which one has run. A network without a list of decoder layers is a ValueError.
+    """
+    twin = make_shadow(network)
+    layers = decoder_layers(twin)
+    # A code object of its own: recompilations are counted, and limited, per code object.
+    code = _run_layer.__code__.replace(co_name=f"run_{type(layers[0]).__name__}")
+    compiled = torch.compile(FunctionType(code, _run_layer.__globals__), fullgraph=True)
+    for index, layer in enumerate(layers):
+        layer.forward = partial(_forward, compiled, layer, _LayerCache(cache, index))
+    return twin
+
+
+def _run_layer(layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+def _forward(compiled: Any, layer: nn.Module, cache: _LayerCache, /, *args: Any, **kwargs: Any) -> Any:
+    kwargs = {name: cache if isinstance(value, RaggedCache) else value for name, value in kwargs.items()}
+    return compiled(layer, *args, **kwargs)

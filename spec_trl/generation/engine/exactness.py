@@ -24,7 +24,7 @@ from ...json_files import write_atomically
 from ...native_code import cache_directory
 from .cache import RaggedCache, autocast_dtype
 from .chains import ChainLayout
-from .narrow_weights import make_copies
+from .linear_layers import make_copies
 from .runner import EagerRunner
 from .shadow import decoder_layers, make_shadow
 from .snapshot import while_unchanged

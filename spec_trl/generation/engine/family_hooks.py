@@ -1,7 +1,7 @@
-"""Ways into forwards that take no positions, or the same mask for all layers: a shadow gets hooks that lead there.
+"""Hooks for families whose forwards take no positions, or the same mask for all layers.
 
 Most families of transformers take `position_ids` and a mask for each type of layer. BART's kin and layers of Llama 4
-ask the cache for its length instead, as if all rows had one; GPT-Neo hands one mask to all layers.
+ask the cache for its length instead, as if all rows had one; GPT-Neo passes one mask to all layers.
 """
 
 import functools
@@ -35,8 +35,7 @@ def cache_name(kind: type) -> str:
 
 
 def cache_argument(network: PreTrainedModel) -> str:
-    """What the forward of `network`, or of the decoder that gets its keywords, calls its K/V cache; empty: none of the
-    known names."""
+    """The same for `network`, or for the decoder that gets its keywords."""
     return cache_name(type(network)) or cache_name(type(network.get_decoder()))
 
 
@@ -46,8 +45,8 @@ def takes_positions(network: PreTrainedModel) -> bool:
 
 
 def position_tables(network: PreTrainedModel) -> list[nn.Module]:
-    """Modules that embed positions, counted from the cache's length unless they are told them; empty where one of them
-    cannot be told."""
+    """Modules that embed positions, counted from the cache's length unless they get `position_ids`; empty where one of
+    them takes none."""
     lengths = {f"{name}_length" for name in CACHE_NAMES}
     tables = [module for module in network.modules() if lengths & forward_parameters(type(module))]
     return tables if all("position_ids" in forward_parameters(type(table)) for table in tables) else []
@@ -59,26 +58,26 @@ def asks_for_length(kind: Any) -> bool:
     forward = inspect.unwrap(kind.forward)
     names = forward.__code__.co_names if inspect.isfunction(forward) else ()
     asks = not issubclass(kind, PreTrainedModel) and not _LENGTHS.isdisjoint(names)  # a model gets position_ids
-    return asks and kind.__name__ not in _TOLD_OTHERWISE
+    return asks and kind.__name__ not in _LENGTH_UNUSED
 
 
 _LENGTHS = {"get_seq_length", "get_mask_sizes", "get_query_offset"}
 # The first gets a hook (`_scale_queries`). The others ask in cross-attention, which does not run for text.
-_TOLD_OTHERWISE = "Llama4TextAttention", "BigBirdSelfAttention", "MllamaTextCrossAttention"
+_LENGTH_UNUSED = "Llama4TextAttention", "BigBirdSelfAttention", "MllamaTextCrossAttention"
 
 
 def adapt(shadow: PreTrainedModel) -> None:
     """Has `shadow`, whatever its family, take `position_ids` and the masks of its plan, like any other."""
-    if {_hand_out_positions, _hand_out_masks} & set(shadow._forward_pre_hooks.values()):
+    if {_keep_positions, _keep_masks} & set(shadow._forward_pre_hooks.values()):
         return  # a shadow of a shadow
     if not takes_positions(shadow):
         tables = position_tables(shadow)
         for table in tables:
-            table.register_forward_pre_hook(_tell_positions, with_kwargs=True)
+            table.register_forward_pre_hook(_pass_positions, with_kwargs=True)
             table.register_forward_hook(_unfold)
         names = tuple(name for name, module in shadow.named_modules() if module in tables)
         shadow._spec_trl_tables = names  # names, because clones take them over
-        shadow.register_forward_pre_hook(_hand_out_positions, with_kwargs=True)
+        shadow.register_forward_pre_hook(_keep_positions, with_kwargs=True)
     for layer in shadow.get_decoder().modules():
         if type(layer).__name__ == "Llama4TextDecoderLayer":
             attention: Any = layer.self_attn
@@ -88,23 +87,23 @@ def adapt(shadow: PreTrainedModel) -> None:
     if shadow.config.model_type == "gpt_neo":
         for layer in shadow.get_decoder().h:
             layer.register_forward_pre_hook(_take_mask, with_kwargs=True)
-        shadow.register_forward_pre_hook(_hand_out_masks, with_kwargs=True)
+        shadow.register_forward_pre_hook(_keep_masks, with_kwargs=True)
 
 
 Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-# What is handed out lies on the modules: a network's clone, in another thread perhaps, has modules of its own.
-def _hand_out_positions(network: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
+# Positions and masks are passed as attributes of modules, of which the clones of a network have others.
+def _keep_positions(network: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
     positions = kwargs.pop("position_ids", None)
     for name in network._spec_trl_tables:
         network.get_submodule(name)._spec_trl_positions = positions
     return args, kwargs
 
 
-def _tell_positions(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
+def _pass_positions(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
     positions = table._spec_trl_positions
-    # Flat: some tables put a batch axis of their own in front.
+    # Flat: some tables add a batch axis in front.
     return args, kwargs if positions is None else kwargs | {"position_ids": positions.flatten()}
 
 
@@ -113,7 +112,7 @@ def _unfold(table: Any, _: tuple[Any, ...], output: Tensor) -> Tensor:
     return output if positions is None else output.view(*positions.shape, -1)  # [B, q, hidden]
 
 
-def _hand_out_masks(network: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
+def _keep_masks(network: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
     masks: Any = kwargs.get("attention_mask")
     if masks is None:  # a forward over whole rows, without a cache
         tokens = args[0] if args else kwargs["input_ids"]

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 
-from ...elementwise import ByRegisters
+from ...dense_linear import ByRegisters
 from ...native_code import compiler
 from ...quantization.linear import QuantizedLinear, project
 from ...quantization.quantized_copy import SIBLINGS
-from . import cpu_decoder, cpu_layer
+from . import cpu_layers
 from .attention import ATTENTIONS, RAGGED_ATTENTION
 from .cache import RaggedCache, _RaggedLayer, autocast_dtype
 from .family_hooks import cache_name
 from .kernels import run_on
-from .narrow_weights import NarrowProduct
+from .linear_layers import NarrowProduct
 from .paged_cache import _PagedLayer
-from .patched_forwards import patched_forward
+from .training_marks import patched_forward
 
 
 FAMILIES = ("BitNet", "Llama", "Mistral", "Qwen2", "Qwen3")
@@ -39,11 +39,11 @@ _SILU = (nn.SiLU, SiLUActivation)
 
 class _Fused(nn.Module):
     _kernels: Any
-    """`torch.ops.spec_trl`, Triton's, or :mod:`cpu_layer`: set when the class is made."""
+    """`torch.ops.spec_trl`, Triton's, or :mod:`cpu_layers`: set when the class is made."""
 
     def _fit(self, x: Tensor, *others: Tensor) -> bool:
         """Whether the kernels, which have no gradient, take these together, in one dtype."""
-        served = cpu_layer.serves(x) if self._kernels is cpu_layer else x.dtype in _DTYPES
+        served = cpu_layers.serves(x) if self._kernels is cpu_layers else x.dtype in _DTYPES
         return served and not torch.is_grad_enabled() and all(other.dtype == x.dtype for other in others)
 
 
@@ -168,11 +168,11 @@ class _DecoderLayer(_Fused):
         self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> Tensor | None:
         """On a CPU, where all parts of the layer are its family's and nobody watches them."""
-        if self._kernels is not cpu_layer or not self._fit(hidden_states, *position_embeddings):
+        if self._kernels is not cpu_layers or not self._fit(hidden_states, *position_embeddings):
             return None
-        call = cpu_decoder.calls.get(self)
+        call = cpu_layers.calls.get(self)
         if call is None:
-            call = cpu_decoder.calls[self] = cpu_decoder.OneCall(self, self._norms_in_order())
+            call = cpu_layers.calls[self] = cpu_layers.OneCall(self, self._norms_in_order())
         layer = _layer_of(kwargs.get(self._cache_name), call.index)
         if type(layer) is not _RaggedLayer:
             return None
@@ -180,7 +180,7 @@ class _DecoderLayer(_Fused):
         return call(hidden_states, cosine, sine, attention_mask, layer)
 
     def _norms_in_order(self) -> list[Any] | None:
-        """Norms as :class:`~spec_trl.generation.engine.cpu_decoder.OneCall` takes them; None: a part is not ours."""
+        """Norms as :class:`~spec_trl.generation.engine.cpu_layers.OneCall` takes them; None: a part is not ours."""
         attention, mlp = self.self_attn, self.mlp
         if not isinstance(attention, _Attention) or not isinstance(mlp, _Mlp):
             return None
@@ -239,7 +239,7 @@ def _fused(kind: type, on_cpu: bool) -> type:
             ours = dict(RMSNorm=_Norm, MLP=mlp, Attention=attention, DecoderLayer=_DecoderLayer)
             mixin = ours.get(kind.__name__.removeprefix(family))
             if mixin is not None:
-                kernels = cpu_layer if on_cpu else torch.ops.spec_trl
+                kernels = cpu_layers if on_cpu else torch.ops.spec_trl
                 members = {"_kernels": kernels, "_cache_name": cache_name(kind)}
                 return type(f"Fused{kind.__name__}", (mixin, kind), members)
     return kind

@@ -11,15 +11,13 @@ from .. import kept
 from ..configuration import SpeculativeConfig
 from .cache import RaggedCache, autocast_dtype
 from .captured import GraphRunner
-from .captured_forward import SMALLEST_COLUMNS, cache_rows
-from .compiled import cpu_runner
-from .cuda_graphs import CudaRecorder, GraphBudget
+from .cuda_graphs import SMALLEST_COLUMNS, CudaRecorder, GraphBudget, cache_rows
 from .exactness import inexact_parts
+from .linear_layers import make_copies, refresh_copies
 from .memory import free_memory
-from .narrow_weights import make_copies, refresh_copies
 from .paged_cache import PagedCache
 from .pages import pages_of
-from .runner import EagerRunner
+from .runner import EagerRunner, cpu_runner
 from .shadow import fingerprint, make_shadow, not_exact
 from .snapshot import is_unchanged, snapshot_of
 

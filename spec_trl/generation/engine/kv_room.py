@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from .attention import reads_spans
 from .cache import autocast_dtype
 from .drafter import Drafter
+from .linear_layers import bytes_of_copies
 from .memory import free_memory
 from .model_costs import kv_bytes
-from .narrow_weights import bytes_of_copies
 from .outcome import Integers
 from .paged_cache import PagedCache
 from .pages import PAGE_COLUMNS, pages_of

@@ -16,9 +16,9 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .attention import STATELESS, MaskPlan
 from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
-from .patched_forwards import unfollowed_patch
 from .shadow import unwrapped
 from .snapshot import while_unchanged
+from .training_marks import unfollowed_patch
 
 
 if TYPE_CHECKING:

@@ -1,10 +1,11 @@
-"""Runs one network over a ragged cache. Every forward of generation, target's or drafter's, goes through here."""
+"""Runs one network over a ragged cache, eagerly or with C++ on a CPU: every forward of generation is a runner's."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +14,16 @@ from transformers import PreTrainedModel
 
 from ...cpu_products import reading_prompts
 from .. import kept
-from .attention import MaskPlan, attends_exactly, reads_spans
+from .attention import MaskPlan, attends_exactly, calls_attention, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
-from .draft_loop import NetworkDraft
+from .cpu_layers import runs_attention
+from .draft_loop import Forward, NetworkDraft
 from .family_hooks import cache_argument
-from .feature_runner import FeatureRunner
-from .hidden_states import keep_states
 from .memory import sent
 from .requirements import position_limit
 from .rows import Admission, Rows
+from .shadow import keep_states
 from .verification import Proposal
 
 
@@ -33,13 +34,17 @@ COLUMN_BUCKET = 32
 TOKENS_PER_FORWARD = 8192
 _QUERIES_PER_FORWARD = 2048
 # Tokens of a prompt that a CPU reads as it computes generated tokens: a decoder layer of few tokens is one call there
-# (`cpu_decoder.py`). The prompt's length alone decides, so that its sums do not depend on other rows.
+# (`cpu_layers.py`). The prompt's length alone decides, so that its sums do not depend on other rows.
 SHORT_PROMPT = 16
 # Logits of one prefill forward of a network that names no head: half a GiB in float32.
 _LOGITS_PER_FORWARD = 2**27
 _READ = "what a runner reads of it"
 
 Heard = Callable[[Tensor, Tensor, int], None]
+TakeIn = Callable[[Tensor, Tensor], None]
+"""Writes what the network keeps of features `[B, q, F]` at positions `[B, q]` to its cache, which points there."""
+Over = Callable[[int], Forward]
+"""The forwards of one draft, which attend over the first so many columns."""
 
 
 def _facts_of(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool]:
@@ -62,6 +67,35 @@ def _is_short(rows: Rows, row: int) -> bool:
 def _pieces(start: int, end: int, most: int) -> list[tuple[int, int]]:
     """The columns from `start` to `end` that one forward after the other reads, `most` each."""
     return [(at, min(at + most, end)) for at in range(start, end, most)]
+
+
+class FeatureRunner:
+    """Runs it eagerly.
+
+    Args:
+        network: of the drafter.
+        cache: its own, with what it keeps of the features.
+    """
+
+    uses_spans = False
+    """Whether drafts attend under spans (:meth:`~spec_trl.generation.engine.attention.MaskPlan.spans`)."""
+
+    def __init__(self, network: nn.Module, cache: RaggedCache) -> None:
+        self.network, self.cache = network, cache
+
+    def take_in(self, features: Tensor, positions: Tensor, first_row: int, keep: TakeIn) -> None:
+        """Has `keep` write what a forward of the target over the rows from `first_row` on has shown."""
+        self.cache.point_at(positions, 0, first_row)
+        self.cache.table_to_read(len(positions))  # nothing is read: no pages need to be gathered
+        keep(features, positions)
+
+    def take_in_round(self, features: Tensor, positions: Tensor, keep: TakeIn) -> None:
+        """The same for a round, in which all rows in flight are verified."""
+        self.take_in(features, positions, 0, keep)
+
+    def draft(self, draft: NetworkDraft, over: Over, columns: int) -> Proposal:
+        """Drafts, with attention over columns `0..columns`."""
+        return draft.run(over(columns))
 
 
 class EagerRunner:
@@ -375,3 +409,22 @@ class EagerRunner:
             is_all = layers == self._kept
             own = features if is_all else torch.cat([states[self._kept.index(layer)] for layer in layers], dim=-1)
             heard(own, positions, first_row)
+
+
+class CompiledRunner(EagerRunner):
+    """An :class:`EagerRunner` on a CPU with C++ attention in every forward, and C++ parts of layers."""
+
+    def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
+        return cpu_runner(network, self._cache_for(network, shares_cache))
+
+    def _run(self, tokens: Tensor, *given: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
+        with torch.inference_mode():
+            logits, features = super()._run(tokens, *given, **more | {"spans": True})
+        # Copies: drafters learn from these, and from what inference mode makes nobody can.
+        return logits.clone(), None if features is None else features.clone()
+
+
+def cpu_runner(network: PreTrainedModel, cache: RaggedCache) -> EagerRunner:
+    """A runner with compiled attention where that serves `network`, else an eager one."""
+    is_served = runs_attention(network.device, network.dtype) and calls_attention(network)
+    return (CompiledRunner if is_served else EagerRunner)(network, cache)

@@ -1,4 +1,4 @@
-"""A second module tree over the same Parameters: the network that generation runs.
+"""A second module tree over the same Parameters: the network that generation runs. And hooks on its hidden states.
 
 Training leaves its marks on a policy: train mode with live dropout, gradient checkpointing, patched forwards, an
 attention implementation chosen for packed sequences. Generation must neither see nor touch them. A shadow has its own
@@ -7,24 +7,25 @@ weights and costs no memory.
 """
 
 import copy
+from collections.abc import Iterable, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...dense_linear import dense_class
-from ...elementwise import activation_class
+from ...dense_linear import activation_class, dense_class
 from ...quantization.source_weight import WRAPPED
 from .attention import EXACT_ATTENTION, RAGGED_ATTENTION, attends_exactly, attention_class, calls_attention
-from .exact_layers import ExactConv1D, ExactLinear, exact_kind
 from .family_hooks import adapt
 from .fused_layers import has_fused_sums, launches, with_fused_kernels
 from .kernels import run_on
-from .narrow_weights import NarrowProduct
-from .patched_forwards import patched_forward, rebind
+from .linear_layers import ExactConv1D, ExactLinear, NarrowProduct, exact_kind
 from .snapshot import while_unchanged
-from .training_marks import HOOK_DICTS, lasting_attributes
+from .training_marks import HOOK_DICTS, lasting_attributes, patched_forward, rebind
 
 
 _OF_TRAINING = ("training", "gradient_checkpointing")  # which a shadow, in eval mode, does not act on
@@ -189,3 +190,60 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
         state["forward"] = patch
     clone.__dict__ = state
     return clone
+
+
+def keep_states(network: PreTrainedModel, layers: Iterable[int], states: dict[int, Tensor]) -> list[RemovableHandle]:
+    """Has every forward of `network` leave its hidden states `[B, q, hidden]` in `states`, in place of those of the
+    forward before, until its hooks go; raises ValueError where it has no such layer.
+
+    `layers` go by transformers' count: 0 is the embedding's output, i the input of layer i, and the number of layers
+    the output of the final norm.
+    """
+    layers, blocks = list(dict.fromkeys(layers)), decoder_layers(network)
+    beyond = [index for index in layers if not 0 <= index <= len(blocks)]
+    if beyond:
+        raise ValueError(
+            f"layers={layers}: hidden states {beyond} are asked for, and {type(network).__name__} has those of 0 to "
+            f"{len(blocks)}."
+        )
+
+    def keep_input(index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states[index] = args[0] if args else kwargs["hidden_states"]
+
+    def keep_output(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        states[len(blocks)] = output.last_hidden_state
+
+    return [
+        blocks[index].register_forward_pre_hook(partial(keep_input, index), with_kwargs=True)
+        if index < len(blocks)
+        else network.get_decoder().register_forward_hook(keep_output)
+        for index in layers
+    ]
+
+
+@torch.no_grad()
+def observe(target: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Runs the target, in eval mode, over whole sequences `tokens` `[B, T]` int64 from position 0.
+
+    They are right-padded: attention is causal, so padding changes no real position.
+
+    Returns:
+        The hidden states of `layers` (in transformers' count; none is fine) next to each other,
+        `[B, T, len(layers) * H_t]`, and what the output embedding takes, `[B, T, H_t]`.
+    """
+    states: dict[int, Tensor] = {}
+    hidden: list[Tensor] = []
+
+    def keep_hidden(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+        hidden.append(args[0])
+        return (args[0][:, -1:],)  # logits are computed later, in pieces
+
+    hooks = keep_states(target, layers, states)
+    hooks.append(target.get_output_embeddings().register_forward_pre_hook(keep_hidden))
+    try:
+        target(tokens, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    features = [states[index] for index in layers] or [hidden[0][..., :0]]
+    return torch.cat(features, dim=-1), hidden[0]

@@ -12,8 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .. import kept
-from .patched_forwards import held
-from .training_marks import HOOK_DICTS, lasting_attributes
+from .training_marks import HOOK_DICTS, held, lasting_attributes
 
 
 T = TypeVar("T")

@@ -115,7 +115,7 @@ class RoundPoint:
         batch: rows.
         length: mean cached tokens per row.
         draft_length: γ; 0 is autoregressive decoding. In a race: the largest draft count verified in any row.
-        drafter: name of the drafter, several joined by "+"; None: none drafted.
+        drafter: its strategy, several joined by "+". None: none drafted, or the log is older than this field.
         rounds: number of rounds.
         seconds: of all these rounds, without what a drafter learned in them.
         tokens: committed by all these rounds.
@@ -124,7 +124,7 @@ class RoundPoint:
     batch: int
     length: float
     draft_length: int
-    drafter: str | None
+    drafter: str | None = None
     rounds: int = 0
     seconds: float = 0.0
     tokens: int = 0

@@ -1,10 +1,16 @@
-"""What training leaves on the modules of a policy, and generation takes no notice of."""
+"""What training leaves on the modules of a policy: attributes and hooks that generation ignores, and patched forwards.
 
+A forward that was set on a module takes the place of its class's. It mostly calls the forward that it replaced, and so
+holds a method of the policy's module. A clone of the module gets a copy of the patch that holds the clone's method.
+"""
+
+from collections.abc import Container, Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
-
-from .patched_forwards import patched_forward
+from transformers import PreTrainedModel
 
 
 HOOK_DICTS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks"))
@@ -35,3 +41,131 @@ def _stays_behind(hook: Any) -> bool:
     checkpointed activations get gradients."""
     is_for_gradients = getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
     return is_for_gradients or str(hook.__module__).startswith(_LEFT_BEHIND)
+
+
+# Put around the forward of a policy that is trained: autocast, which generation enters by itself.
+_WRAPPERS = ("torch.amp", "accelerate.utils.operations")
+# Put in place of it: losses that need no logits.
+_LOSSES = ("trl.", "liger_kernel.")
+
+
+def patched_forward(module: nn.Module) -> Any:
+    """What was set as the forward of `module` alone and computes something else than its class's; None: nothing."""
+    forward: Any = vars(module).get("forward")
+    owner: Any = None
+    while forward is not None:
+        if isinstance(forward, MethodType):
+            forward, owner = forward.__func__, forward.__self__
+        if forward is type(module).forward and owner in (None, module):
+            return None
+        home = _home(forward)
+        if not home.startswith(_WRAPPERS) and not (home == "accelerate.hooks" and _only_moves_inputs(module)):
+            is_loss = home.startswith(_LOSSES) and isinstance(module, PreTrainedModel)
+            return None if is_loss else forward if owner is None else MethodType(forward, owner)
+        forward = getattr(forward, "__wrapped__", None)
+    return None
+
+
+def unfollowed_patch(network: nn.Module) -> str | None:
+    """Name of a module with a patched forward that leads back to `network` in a way that no copy can follow."""
+    modules = {id(module) for module in network.modules()}
+    patches = {name: patched_forward(module) for name, module in network.named_modules() if "forward" in vars(module)}
+    return next((name for name, patch in patches.items() if _hides(patch, modules, set())), None)
+
+
+def rebind(clones: Mapping[int, nn.Module]) -> None:
+    """Has the patches of `clones`, by the id of the module that each was made of, run over the clones."""
+    for clone in clones.values():
+        for name in ("forward", "_old_forward"):  # the second one is accelerate's: what its hooks surround
+            if name in vars(clone):
+                setattr(clone, name, _rebound(vars(clone)[name], clones, {}))
+
+
+def _home(function: Any) -> str:
+    """The module whose code a callable runs; `functools.wraps` copies what `__module__` says."""
+    while isinstance(function, partial):
+        function = function.func
+    return function.__globals__["__name__"] if isinstance(function, FunctionType) else type(function).__module__
+
+
+def _only_moves_inputs(module: Any) -> bool:
+    """Whether accelerate's hooks of a module do no more than move its inputs to the device where the weights lie."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
+    return all(type(hook).__name__ == "AlignDevicesHook" and not hook.offload for hook in hooks)
+
+
+def _rebound(value: Any, clones: Mapping[int, nn.Module], seen: dict[int, Any]) -> Any:
+    """`value`, or a copy of it that holds clones where `value` holds the modules they were made of."""
+    if isinstance(value, nn.Module):
+        return clones.get(id(value), value)
+    if id(value) in seen:
+        return seen[id(value)]
+    seen[id(value)] = value  # ends the recursion where a function holds itself
+    again = partial(_rebound, clones=clones, seen=seen)
+    if isinstance(value, MethodType):
+        seen[id(value)] = MethodType(again(value.__func__), again(value.__self__))
+    elif isinstance(value, partial):
+        keywords = {name: again(inner) for name, inner in value.keywords.items()}
+        seen[id(value)] = partial(again(value.func), *map(again, value.args), **keywords)
+    elif isinstance(value, FunctionType):
+        swap = {id(inner): again(inner) for inner in held(value)}
+        if any(swap[id(inner)] is not inner for inner in held(value)):
+            seen[id(value)] = _copied(value, swap)
+    return seen[id(value)]
+
+
+def _copied(function: FunctionType, swap: Mapping[int, Any]) -> FunctionType:
+    """A copy of a function that holds `swap[id(value)]` where the function holds `value`."""
+    cells = tuple(_swapped(cell, swap) for cell in function.__closure__ or ())
+    defaults = tuple(swap[id(inner)] for inner in function.__defaults__ or ())
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, defaults or None, cells)
+    copy.__kwdefaults__ = {name: swap[id(inner)] for name, inner in (function.__kwdefaults__ or {}).items()}
+    return copy
+
+
+def held(function: FunctionType) -> list[Any]:
+    """What a function holds in its closure and in its defaults."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _swapped(cell: CellType, swap: Mapping[int, Any]) -> CellType:
+    """The cell itself where its value stays, so that both functions see what is written there."""
+    if cell == CellType() or swap[id(cell.cell_contents)] is cell.cell_contents:
+        return cell
+    return CellType(swap[id(cell.cell_contents)])
+
+
+def _hides(value: Any, modules: Container[int], seen: set[int]) -> bool:
+    """Whether `value` leads to one of the modules, by id, through something that :func:`_rebound` leaves alone."""
+    if isinstance(value, nn.Module):  # a wrapper around the network is in no clone's place
+        return id(value) not in modules and any(id(module) in modules for module in value.modules())
+    if id(value) in seen or isinstance(value, type):
+        return False
+    seen.add(id(value))
+    inner: list[Any] = []
+    if isinstance(value, MethodType):
+        inner = [value.__func__, value.__self__]
+    elif isinstance(value, partial):
+        inner = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, FunctionType):
+        inner = held(value)
+        named = [value.__globals__.get(name) for name in value.__code__.co_names]
+        if any(_is_of(item, modules) for item in named):
+            return True
+    else:
+        parts = _parts(value)
+        parts += [inside for part in parts if isinstance(part, dict | list | tuple | set) for inside in _parts(part)]
+        return any(_is_of(part, modules) for part in parts)
+    return any(_hides(item, modules, seen) for item in inner)
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a container holds, or the attributes of an object."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    return [*items, *getattr(value, "__dict__", {}).values()]
+
+
+def _is_of(value: Any, modules: Container[int]) -> bool:
+    return id(value.__self__ if isinstance(value, MethodType) else value) in modules

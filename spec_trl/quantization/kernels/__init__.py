@@ -6,14 +6,12 @@ import torch
 
 from .base import LayerSpec, PackedWeight, QuantizedRows
 from .bitsandbytes_nf4 import BitsAndBytesNF4Cpu, BitsAndBytesNF4Cuda
-from .humming import HummingInt4
 from .kernel_times import choose_measured
-from .marlin import MarlinInt4
+from .marlin_humming import HummingInt4, MarlinInt4
 from .native import Native, NativeInt4, NativeInt8
 from .onnxruntime_int4 import OnnxRuntimeInt4, is_fastest
 from .reference import ReferenceInt4, ReferenceInt8, ReferenceNF4
-from .torch_int4 import TorchInt4Cpu, TorchInt4Cuda
-from .torch_int8 import TorchInt8Cpu
+from .torch_core import TorchInt4Cpu, TorchInt4Cuda, TorchInt8Cpu
 from .triton_int4 import TritonInt4
 
 

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ...cli.arguments import Command
-from ...cli.options import figure_file
+from ...cli.arguments import Command, figure_file
 
 
 def _simulate(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping
 
-from ...cli.figures import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, VERMILLION, Box, Drawing, canvas, draw_boxes
+from ...cli.plotting import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, VERMILLION, Box, Drawing, canvas, draw_boxes
 from ..simulator import Outcome
 
 
@@ -22,11 +22,11 @@ def workers_over_time(outcomes: Mapping[str, Outcome]) -> Drawing:
     for axes, (name, outcome) in zip(panels, outcomes.items(), strict=True):
         by_end = sorted(outcome.spans, key=lambda spans: spans[0][1] if spans else 0.0)
         lanes = [by_end[0], *by_end[1:][-(WORKERS - 1) :]]
-        boxes: dict[str, list[Box]] = {}
+        boxes: list[tuple[str, Box]] = []
         for place, spans in enumerate(lanes):
-            for start, end, drafter in spans:
-                boxes.setdefault(drafter, []).append((start, end, place - 0.4, place + 0.4))
-        draw_boxes(axes, boxes, colours)
+            boxes += [(drafter, (start, end, place - 0.4, place + 0.4)) for start, end, drafter in spans]
+        legend = {drafter: colours[drafter] for drafter, _ in boxes}
+        draw_boxes(axes, [(colours[drafter], box) for drafter, box in boxes], legend)
         axes.set(title=name, xlim=(0, longest), ylim=(len(lanes) - 0.5, -0.5), yticks=[])
     ends = ", ".join(f"{name} {outcome.rollout_seconds:.0f} s" for name, outcome in outcomes.items())
     return Drawing(figure, f"the last request ends after: {ends}.")

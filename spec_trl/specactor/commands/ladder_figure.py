@@ -2,7 +2,7 @@
 
 from matplotlib.lines import Line2D
 
-from ...cli.figures import GREY, Drawing, canvas, changes, drafter_colour
+from ...cli.plotting import GREY, Drawing, canvas, changes, drafter_colour
 from ...scheduling.acceptance import Acceptance
 from ..ladder import NO_METHOD, Ladder
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from tqdm import tqdm
 
-from ...cli.options import table
+from ...cli.arguments import table
 from ...json_files import from_json
 from ..cluster import Cluster
 from ..simulator import Method, Outcome, simulate

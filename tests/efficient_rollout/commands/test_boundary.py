@@ -10,7 +10,7 @@ from spec_trl.efficient_rollout.commands.boundary import (
     points_of_sweep,
     toggle_boundary,
 )
-from spec_trl.trainers.run_log import RoundPoint
+from spec_trl.generation.engine.statistics import RoundPoint
 from tests.cli.sample_run import make_profile, make_rollout, make_roofline
 
 
@@ -29,15 +29,15 @@ def test_sweep_points_are_equation_four() -> None:
 
 def test_run_points_pool_rounds_and_compare_tokens_per_second() -> None:
     first = [
-        RoundPoint(4, 500.0, 0, 10, 0.2, 40),
-        RoundPoint(4, 520.0, 5, 30, 0.5, 160),
-        RoundPoint(8, 520.0, 5, 30, 0.5, 160, "ngram"),  # of which a profile says nothing
-        RoundPoint(64, 60.0, 0, 50, 0.9, 3200),
+        RoundPoint(4, 500.0, 0, None, 10, 2.0, 40),
+        RoundPoint(4, 520.0, 5, "self", 30, 15.0, 160),
+        RoundPoint(8, 520.0, 5, "ngram", 30, 15.0, 160),  # of which a profile says nothing
+        RoundPoint(64, 60.0, 0, None, 50, 45.0, 3200),
     ]
     second = [
-        RoundPoint(4, 510.0, 5, 10, 0.7, 240),
-        RoundPoint(2, 900.0, 5, 8, 0.4, 64),
-        RoundPoint(1, 900.0, 5, 2, 0.4, 8),  # too few rounds
+        RoundPoint(4, 510.0, 5, "self", 10, 7.0, 240),
+        RoundPoint(2, 900.0, 5, None, 8, 3.2, 64),
+        RoundPoint(1, 900.0, 5, "self", 2, 0.8, 8),  # too few rounds
     ]
     records, roofline = [make_rollout(0, points=first), make_rollout(1, points=second)], make_roofline()
     (lone, both), idle = points_of_run(records, roofline)

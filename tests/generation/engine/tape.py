@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spec_trl import cpu_products
-from spec_trl.generation.engine import compiled, kept_runner
+from spec_trl.generation.engine import captured, kept_runner
 from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
 
 
@@ -71,7 +71,7 @@ def install_tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     tape, compile_ = Tape(), torch.compile
     monkeypatch.setattr(cpu_products, "library", lambda: None)  # a tape hears torch alone
     monkeypatch.setattr(kept_runner, "recorder_for", lambda device: tape)
-    monkeypatch.setattr(compiled.torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
+    monkeypatch.setattr(captured.torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
     return tape
 
 

@@ -15,8 +15,7 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine import attention, captured, fused_layers, processors, runner
 from spec_trl.generation.engine.captured_drafts import CapturedLoop
-from spec_trl.generation.engine.captured_forward import cache_rows, column_bucket, row_bucket
-from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
+from spec_trl.generation.engine.cuda_graphs import Outputs, Recording, cache_rows, column_bucket, row_bucket
 from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows

@@ -16,7 +16,7 @@ from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from spec_trl.generation.engine import captured
 from spec_trl.generation.engine.attention import ragged_attention
-from spec_trl.generation.engine.captured_features import CapturedFeatures
+from spec_trl.generation.engine.captured_drafts import CapturedFeatures
 from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
 from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama

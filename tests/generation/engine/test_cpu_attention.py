@@ -20,12 +20,11 @@ from transformers import (
 )
 
 from spec_trl import native_code
-from spec_trl.generation.engine import cpu_attention
+from spec_trl.generation.engine import cpu_layers
 from spec_trl.generation.engine.attention import MaskPlan, ragged_attention
 from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.compiled import cpu_runner
-from spec_trl.generation.engine.cpu_attention import attend
-from spec_trl.generation.engine.runner import EagerRunner
+from spec_trl.generation.engine.cpu_layers import attend
+from spec_trl.generation.engine.runner import EagerRunner, cpu_runner
 from spec_trl.generation.engine.shadow import make_shadow
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -152,7 +151,7 @@ def test_chains_are_summed_as_if_each_were_alone(dtype: torch.dtype, size: int, 
             alone_key[row, :, to], alone_value[row, :, to] = key[row, :, where], value[row, :, where]
         alone = attended(query[:, :, own], alone_key, alone_value, plan.spans(positions[:, own]))
         assert torch.equal(together[:, own], alone)
-    monkeypatch.setattr(cpu_attention, "compiled", lambda *_: None)
+    monkeypatch.setattr(cpu_layers, "attention_function", lambda *_: None)
     masks = plan.build(positions, COLUMNS, dtype, places)
     masked, spanned = (ragged_attention(nn.Module(), query, key, value, given)[0] for given in (masks, spans))
     assert torch.equal(masked, spanned)
@@ -247,9 +246,9 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[li
 
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
     monkeypatch.setattr(native_code.subprocess, "run", noted)
-    cpu_attention.compiled.cache_clear()
+    cpu_layers.attention_function.cache_clear()
     yield compiled
-    cpu_attention.compiled.cache_clear()
+    cpu_layers.attention_function.cache_clear()
 
 
 def test_it_is_compiled_once_and_kept(compilations: list[str], tmp_path: Path) -> None:
@@ -258,7 +257,7 @@ def test_it_is_compiled_once_and_kept(compilations: list[str], tmp_path: Path) -
     assert not compilations
     for _ in range(2):
         assert outputs(generate(model, PROMPTS)) == expected
-        cpu_attention.compiled.cache_clear()  # as in another process
+        cpu_layers.attention_function.cache_clear()  # as in another process
     assert len(compilations) == 1
     assert [path.suffix for path in tmp_path.rglob("cpu_attention*")].count(".so") == 1
 
@@ -269,16 +268,14 @@ def test_where_nothing_can_be_kept_it_is_compiled_for_this_process(
     """In a read-only home, or on a full disk."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "file"))
-    assert cpu_attention.compiled(torch.float32, 16) is not None
+    assert cpu_layers.attention_function(torch.float32, 16) is not None
     assert len(compilations) == 1
 
 
 def test_several_that_compile_at_once_keep_one_library(compilations: list[str], tmp_path: Path) -> None:
     """As the ranks of a first job do; nobody waits for another one."""
     with ThreadPoolExecutor(3) as pool:
-        libraries = list(
-            pool.map(lambda _: native_code.load(cpu_attention._SOURCE, SCALAR="float", HEAD_SIZE=16), "abc")
-        )
+        libraries = list(pool.map(lambda _: native_code.load(cpu_layers._SOURCE, SCALAR="float", HEAD_SIZE=16), "abc"))
     assert all(library is not None and library.attend for library in libraries)
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
 
@@ -306,7 +303,7 @@ def test_without_a_compiler_attention_stays_torchs(
     elif trouble == "it fails":
         broken = tmp_path / "broken.cpp"
         broken.write_text("this is not C++")
-        monkeypatch.setattr(cpu_attention, "_SOURCE", broken)
+        monkeypatch.setattr(cpu_layers, "_SOURCE", broken)
     else:
         monkeypatch.setattr(native_code, "_SECONDS", 1e-3)
     for runner in ("compiled", "auto"):

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from spec_trl.generation.engine import cpu_decoder
+from spec_trl.generation.engine import cpu_layers
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.chains import ChainLayout
-from spec_trl.generation.engine.compiled import CompiledRunner
+from spec_trl.generation.engine.runner import CompiledRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.native_code import compiler
 from spec_trl.quantization import quantize_projections
@@ -25,14 +25,14 @@ LAYERS, FORWARDS = 2, 4  # of `run`
 def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each layer's forward was one call."""
     found: list[bool] = []
-    call = cpu_decoder.OneCall.__call__
+    call = cpu_layers.OneCall.__call__
 
     def noted(*given: Any) -> Any:
         output = call(*given)
         found.append(output is not None)
         return output
 
-    monkeypatch.setattr(cpu_decoder.OneCall, "__call__", noted)
+    monkeypatch.setattr(cpu_layers.OneCall, "__call__", noted)
     return found
 
 

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from spec_trl.generation.engine import attention, captured, fused_layers, kept_runner, shadow
 from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.exact_layers import ExactConv1D, ExactLinear
-from spec_trl.generation.engine.narrow_weights import NarrowProduct, make_copies
+from spec_trl.generation.engine.linear_layers import ExactConv1D, ExactLinear, NarrowProduct, make_copies
 from spec_trl.generation.engine.paged_cache import PagedCache
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow, not_exact

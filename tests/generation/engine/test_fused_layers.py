@@ -25,13 +25,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from benchmarks.gpu.kernels_per_layer import per_layer
 from spec_trl import cpu_products
-from spec_trl.generation.engine import compiled, cpu_decoder, cpu_layer, fused_layers
+from spec_trl.generation.engine import captured, cpu_layers, fused_layers
 from spec_trl.generation.engine.cache import RaggedCache, TailCache
-from spec_trl.generation.engine.compiled import CompiledRunner, compiled_twin
-from spec_trl.generation.engine.hidden_states import keep_states
-from spec_trl.generation.engine.narrow_weights import make_copies
-from spec_trl.generation.engine.runner import EagerRunner
-from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.generation.engine.captured import compiled_twin
+from spec_trl.generation.engine.linear_layers import make_copies
+from spec_trl.generation.engine.runner import CompiledRunner, EagerRunner
+from spec_trl.generation.engine.shadow import keep_states, make_shadow
 from spec_trl.native_code import compiler
 from spec_trl.quantization import quantize_projections
 from tests.conftest import tiny_llama
@@ -134,15 +133,15 @@ def test_a_float32_forward_under_autocast_is_that_of_the_family(fused, family: s
 
 @pytest.fixture
 def in_cpp(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the compiled functions that ran, where layers are not one call (test_cpu_decoder.py)."""
+    """Names of the compiled functions that ran, where layers are not one call (test_cpu_layers.py)."""
     if compiler() is None:
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(cpu_decoder.OneCall, "__call__", lambda *given: None)
+    monkeypatch.setattr(cpu_layers.OneCall, "__call__", lambda *given: None)
     ran: list[str] = []
 
     def note(name: str) -> None:
-        function = getattr(cpu_layer, name)
-        monkeypatch.setattr(cpu_layer, name, lambda *given: (ran.append(name), function(*given))[1])
+        function = getattr(cpu_layers, name)
+        monkeypatch.setattr(cpu_layers, name, lambda *given: (ran.append(name), function(*given))[1])
 
     for name in ("rms_norm", "add_rms_norm", "silu_multiply", "rotate_and_write"):
         note(name)
@@ -154,7 +153,7 @@ def in_cpp(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_in_cpp_a_forward_is_that_of_the_family(
     in_cpp: list[str], monkeypatch: pytest.MonkeyPatch, family: str, threads: int
 ) -> None:
-    monkeypatch.setattr(cpu_layer, "_threads", lambda out: threads)
+    monkeypatch.setattr(cpu_layers, "_threads", lambda out: threads)
     exact = make_shadow(model_of(family, torch.float64))
     run(exact, kind=CompiledRunner)
     assert not in_cpp, "float64 is for exactness"
@@ -215,7 +214,7 @@ def test_one_compilation_serves_all_layers(fused) -> None:
     expected = run(network, cache)
     with pytest.MonkeyPatch.context() as patch:
         compile_ = torch.compile
-        patch.setattr(compiled.torch, "compile", lambda f, **options: compile_(f, backend=counter, **options))
+        patch.setattr(captured.torch, "compile", lambda f, **options: compile_(f, backend=counter, **options))
         twin = compiled_twin(network, cache)
     assert names_of(twin) == names_of(network)
     compare(run(twin, cache), expected)

@@ -17,10 +17,10 @@ import spec_trl
 from spec_trl import cpu_products
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import load_assistant
-from spec_trl.generation.engine import narrow_weights
+from spec_trl.generation.engine import linear_layers
 from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.kv_room import RowNeeds
-from spec_trl.generation.engine.narrow_weights import NarrowProduct, bytes_of_copies, copied_bytes, make_copies
+from spec_trl.generation.engine.linear_layers import NarrowProduct, bytes_of_copies, copied_bytes, make_copies
 from spec_trl.generation.engine.shadow import make_shadow, share_weights
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
@@ -264,7 +264,7 @@ def test_weights_that_each_forward_computes_have_none(compute: Callable[[nn.Modu
 
 def alive() -> int:
     """Number of copies there are, without a collection of garbage."""
-    return sum(type(each) is narrow_weights.Copies for each in gc.get_objects())
+    return sum(type(each) is linear_layers.Copies for each in gc.get_objects())
 
 
 def test_they_live_as_long_as_what_was_captured(tape) -> None:
@@ -344,7 +344,7 @@ def test_room_for_rows_counts_them(tape) -> None:
 
 @pytest.fixture
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(narrow_weights, "warned", set())
+    monkeypatch.setattr(linear_layers, "warned", set())
 
 
 def test_stacked_experts_are_said_to_be_cast(nothing_said: None) -> None:

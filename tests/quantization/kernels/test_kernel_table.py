@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_trl.quantization.kernels.kernel_table import ROWS, KernelChoice, KernelTable, TableKey
+from spec_trl.quantization.kernels.kernel_times import ROWS, KernelChoice, KernelTable, TableKey
 from spec_trl.user_cache import cache_directory
 
 

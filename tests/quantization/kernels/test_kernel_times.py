@@ -13,9 +13,9 @@ from torch import Tensor
 from spec_trl.quantization import kernels as kernel_choice
 from spec_trl.quantization.kernels import PackedWeight, find_kernel, kernel_times, make_packed
 from spec_trl.quantization.kernels.base import Package
-from spec_trl.quantization.kernels.kernel_table import ROWS, KernelChoice, KernelTable, TableKey
+from spec_trl.quantization.kernels.kernel_times import ROWS, KernelChoice, KernelTable, TableKey
 from spec_trl.quantization.kernels.reference import ReferenceInt4
-from spec_trl.quantization.kernels.torch_int4 import TorchInt4Cpu
+from spec_trl.quantization.kernels.torch_core import TorchInt4Cpu
 from tests.quantization.conftest import layer_spec
 
 

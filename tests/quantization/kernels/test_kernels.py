@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_trl.quantization.kernels import LayerSpec, QuantizedRows, find_kernel, native
-from spec_trl.quantization.kernels.humming import HummingInt4
-from spec_trl.quantization.kernels.marlin import MarlinInt4
+from spec_trl.quantization.kernels.marlin_humming import HummingInt4, MarlinInt4
 from spec_trl.quantization.kernels.native import NativeInt4, NativeInt8
 from spec_trl.quantization.kernels.onnxruntime_int4 import OnnxRuntimeInt4
 from spec_trl.quantization.kernels.reference import ReferenceInt4, ReferenceInt8
-from spec_trl.quantization.kernels.torch_int4 import TorchInt4Cpu, TorchInt4Cuda
-from spec_trl.quantization.kernels.torch_int8 import TorchInt8Cpu
+from spec_trl.quantization.kernels.torch_core import TorchInt4Cpu, TorchInt4Cuda, TorchInt8Cpu
 from spec_trl.quantization.kernels.triton_int4 import TritonInt4
 from tests.quantization.conftest import layer_spec, pack
 

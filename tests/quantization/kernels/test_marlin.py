@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from spec_trl.quantization.kernels import LayerSpec, QuantizedRows, marlin_mm
-from spec_trl.quantization.kernels.marlin import MarlinInt4
-from spec_trl.quantization.kernels.marlin_mm import marlin_int4_mm
+from spec_trl.quantization.kernels import LayerSpec, QuantizedRows, marlin_humming
+from spec_trl.quantization.kernels.marlin_humming import MarlinInt4, marlin_int4_mm
 
 
 def repacked(codes):
@@ -63,11 +62,11 @@ def test_sources_are_copied_and_completed_once(tmp_path):
     (installed / "kernel.h").write_text("// a header")
     generator = installed / "generate_kernels.py"
     generator.write_text("open('kernel_bf16_a.cu', 'w').write('made')")
-    copied = marlin_mm.copy_sources(installed, tmp_path / "cache" / "source")
+    copied = marlin_humming.copy_sources(installed, tmp_path / "cache" / "source")
     assert (copied / "kernel.h").exists() and (copied / "kernel_bf16_a.cu").read_text() == "made"
     assert sorted(file.name for file in installed.iterdir()) == ["generate_kernels.py", "kernel.h"]
     generator.write_text("raise SystemExit('broken')")
-    assert marlin_mm.copy_sources(installed, copied) == copied  # not made again
+    assert marlin_humming.copy_sources(installed, copied) == copied  # not made again
     with pytest.raises(RuntimeError, match="the generator of .* failed: broken"):
-        marlin_mm.copy_sources(installed, tmp_path / "other" / "source")
+        marlin_humming.copy_sources(installed, tmp_path / "other" / "source")
     assert not list((tmp_path / "other").iterdir())

@@ -14,8 +14,7 @@ from transformers import LlamaForCausalLM
 
 from spec_trl.generation.engine.shadow import share_weights
 from spec_trl.quantization.kernels import QuantizedRows, find_kernel, make_packed
-from spec_trl.quantization.kernels.matmul_nbits import matmul_nbits_model
-from spec_trl.quantization.kernels.onnxruntime_int4 import OnnxRuntimeInt4
+from spec_trl.quantization.kernels.onnxruntime_int4 import OnnxRuntimeInt4, matmul_nbits_model
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.quantization.conftest import IDS, layer_spec, logits, never_dense, pack, quantized

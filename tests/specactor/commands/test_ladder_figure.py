@@ -3,7 +3,7 @@
 import numpy
 import pytest
 
-from spec_trl.cli.figures import drafter_colour
+from spec_trl.cli.plotting import drafter_colour
 from spec_trl.specactor.commands.ladder_figure import draft_ladder
 from spec_trl.specactor.ladder import Ladder, Rung
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from ...engine.cache import autocast_dtype
 from ...engine.draft_loop import Forward
-from ...engine.narrow_weights import NarrowProduct
+from ...engine.linear_layers import NarrowProduct
 from ...registry import register_drafter
 from ..canvas import Canvas
 from ..feature_drafter import FeatureDrafter

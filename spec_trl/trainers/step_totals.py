@@ -1,12 +1,16 @@
-"""What one rollout did, all turns of its tool loop and all ranks together: for TRL's log and for the run log."""
+"""What a training step did: seconds of its phases, and sums over its rollout's calls and ranks, for both logs."""
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from functools import reduce
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
+from transformers import TrainerCallback
 
 from ..distributed.pool import SharedPool
 from ..generation.drafters.tts.drafter import DistilledDrafter
@@ -15,22 +19,66 @@ from ..generation.engine.statistics import (
     DraftCounts,
     PlanChange,
     RequestTimeline,
+    RoundPoint,
     SpeculationStatistics,
     added,
     slowest,
     thin,
 )
 from ..scheduling.control import Control, Explanation, Tally
-from .run_log import TIMELINES, Mode, RolloutRecord, RoundPoint
+from .run_log import TIMELINES, Mode, RolloutRecord
 
 
 CURVE_POINTS = 200
 """Points of a completion curve that are logged."""
 
 
+class StepClock(TrainerCallback):
+    """Splits each optimizer step into the phases of ER Fig. 2a, 6. It waits for a GPU where a phase ends.
+
+    Args:
+        device: of the training.
+        on_step: called with (step, seconds, seconds by phase) at the end of each step. Phases are "rollout", "reward",
+            "logprobs", "adaptation" (of a learned drafter), "update" (the rest of forward, backward and optimizer) and
+            "other" (advantages, logging).
+    """
+
+    def __init__(self, device: torch.device, on_step: Callable[[int, float, dict[str, float]], None]) -> None:
+        self._device = device
+        self._on_step = on_step
+        self._seconds: dict[str, float] = {}
+        self._started = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time inside to `name`; "prepare" surrounds all but update and adaptation."""
+        started = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - started
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._seconds = {}
+        self._started = self._now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        seconds = self._now() - self._started
+        prepare, adaptation = (self._seconds.get(name, 0.0) for name in ("prepare", "adaptation"))
+        phases = {name: self._seconds.get(name, 0.0) for name in ("rollout", "reward", "logprobs")}
+        other = max(prepare - sum(phases.values()), 0.0)
+        phases |= {"adaptation": adaptation, "update": seconds - prepare - adaptation, "other": other}
+        self._on_step(state.global_step, seconds, phases)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
 @dataclass
 class Counts:
-    """Counts of a rollout. Those of its calls and of all ranks add up."""
+    """Counts of a rollout, summed over its calls and over ranks."""
 
     requests: int = 0
     tokens: int = 0
@@ -100,13 +148,10 @@ class RolloutTotals:
         self.phase_seconds = added(self.phase_seconds, statistics.phase_seconds)
         self.speculating += [plan._replace(round=rounds + plan.round) for plan in statistics.speculating]
         self.completion_curve += [(begun + second, done + count) for second, count in statistics.completion_curve]
-        self.points += [
-            RoundPoint(p.batch, p.length, p.draft_length, p.rounds, p.seconds / p.rounds, p.tokens, p.drafter)
-            for p in statistics.points
-        ]
-        for own in statistics.timeline:
-            moved = [(begun + second, rounds + round_, names) for second, round_, names in own.changes]
-            self.timeline.append(RequestTimeline(done + own.request, moved, begun + own.ended))
+        self.points += statistics.points
+        for timeline in statistics.timeline:
+            moved = [(begun + second, rounds + round_, names) for second, round_, names in timeline.changes]
+            self.timeline.append(RequestTimeline(done + timeline.request, moved, begun + timeline.ended))
         if self.explanation is None:
             self.explanation = Explanation(statistics.predicted_speedup, statistics.reason)
         self.rounds += statistics.rounds

@@ -1,16 +1,20 @@
-"""The 4-bit kernels of torch core: AVX-512 on a CPU, tinygemm on a GPU. Both compute in bfloat16.
+"""The kernels of torch core, in bfloat16: 4 bits by AVX-512 on a CPU and tinygemm on a GPU, 8 bits on a CPU.
 
-Both dequantize as (code - 8) * scale + offset, with scale and offset in bfloat16. Our (code - zero) * scale is the
-same with offset = (8 - zero) * scale, up to the rounding of the offset.
+The 4-bit ones dequantize as (code - 8) * scale + offset, with scale and offset in bfloat16. Our (code - zero) * scale
+is the same with offset = (8 - zero) * scale, up to the rounding of the offset.
 """
 
 import torch
 from torch import Tensor
 
 from .base import LayerSpec, PackedWeight, QuantizedRows, pad_rows
+from .reference import ReferenceInt8
 
 
 aten = torch.ops.aten
+
+INT8_MAX_ROWS = {torch.float16: 4, torch.bfloat16: 4, torch.float32: 16, torch.float64: 32}
+"""Rows of x up to which the kernel beats `F.linear` in the policy's dtype (measured)."""
 
 
 class _TorchInt4(PackedWeight):
@@ -81,3 +85,19 @@ class TorchInt4Cuda(_TorchInt4):
 
     def linear(self, x: Tensor) -> Tensor:
         return aten._weight_int4pack_mm(x.contiguous(), self.codes, self.layer.group, self.scales_and_offsets)
+
+
+class TorchInt8Cpu(ReferenceInt8):
+    """The reference's layout with a faster product."""
+
+    name = "torch_int8"
+    device_type = "cpu"
+    activation_dtypes = (torch.bfloat16,)
+    multiples = (1, 16)  # the op does not check: with others it returns garbage or crashes
+
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__(layer)
+        self.max_rows = INT8_MAX_ROWS[layer.policy_dtype]
+
+    def linear(self, x: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int8pack_mm(x.contiguous(), self.codes, self.scales)  # [m, out]

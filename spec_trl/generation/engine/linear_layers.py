@@ -1,4 +1,6 @@
-"""Copies of a policy's float32 weights in autocast's dtype, for a generation under autocast.
+"""Linear layers of a shadow: exact ones on CUDA, and copies of float32 weights in autocast's dtype.
+
+An exact layer sums in one order for every number of rows.
 
 Autocast casts a wide weight in each product, or caches the cast of a weight that is trained. A captured forward would
 cast again in each replay. So the linear layers of a shadow have casts, the same bit for bit, that each generation
@@ -18,10 +20,47 @@ from transformers.pytorch_utils import Conv1D
 
 from ...dense_linear import DenseConv1D, DenseLinear, is_plain, multiply
 from ...quantization.linear import PackedLayer
+from .attention import takes_spans
 from .cache import autocast_dtype
-from .exact_layers import ExactConv1D, ExactLinear
-from .exact_layers import multiply as multiply_exactly
-from .patched_forwards import patched_forward
+from .training_marks import patched_forward
+
+
+class ExactLinear(nn.Linear):
+    """nn.Linear, whose rows do not depend on the rows beside them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → y [..., out]"""
+        own = multiply_exactly(x, self.weight, self.bias)
+        return super().forward(x) if own is None else own
+
+
+class ExactConv1D(Conv1D):
+    """GPT-2's layer likewise; its weight is [in, out]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → y [..., out]"""
+        own = multiply_exactly(x, self.weight.t(), self.bias)
+        result: Tensor = super().forward(x) if own is None else own
+        return result
+
+
+_KINDS: dict[type, type] = {nn.Linear: ExactLinear, Conv1D: ExactConv1D}
+
+
+def exact_kind(kind: type) -> type:
+    """The class that a layer of class `kind` has in an exact shadow."""
+    return _KINDS.get(kind, kind)
+
+
+def multiply_exactly(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """x [..., in] times weight [out, in] plus bias [out], in the dtype that autocast gives x; None where the kernel
+    cannot: with gradient, not on CUDA, or in another dtype than that of the weight."""
+    dtype = autocast_dtype(x.device) or x.dtype
+    if torch.is_grad_enabled() or weight.dtype != dtype or not takes_spans(x.device, dtype):
+        return None
+    from .kernels.dense_product import dense_product  # imports Triton
+
+    return dense_product(x.to(dtype), weight, bias)
 
 
 warned: set[type] = set()

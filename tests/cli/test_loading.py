@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from examples.demo.task import build_tokenizer
-from spec_trl.cli.prompts import pad_left, random_ids, read_prompts, token_ids
+from spec_trl.cli.loading import pad_left, random_ids, read_prompts, token_ids
 
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}={% endfor %}"
