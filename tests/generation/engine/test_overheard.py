@@ -79,7 +79,7 @@ def test_a_draft_is_compared_with_the_text_that_follows(lookup: Any) -> None:
 def test_lookups_take_a_small_share_of_the_time(lookup: Any, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lookup takes a second and a half, the rounds a second each."""
     listener, each = heard(lookup)
-    propose, tell = lookup.propose, listener.overheard
+    propose, tell = lookup.propose, listener.record_unverified
 
     def take(seconds: float, action: Any) -> Any:
         def slow(*arguments: Any) -> Any:
@@ -88,7 +88,7 @@ def test_lookups_take_a_small_share_of_the_time(lookup: Any, clock: Any, monkeyp
 
         return slow
 
-    lookup.propose, listener.overheard = take(1.0, propose), take(0.5, tell)  # type: ignore[method-assign]
+    lookup.propose, listener.record_unverified = take(1.0, propose), take(0.5, tell)  # type: ignore[method-assign]
     rounds = []
     for number in range(1000):
         each.before({})
