@@ -1,9 +1,9 @@
-"""A drafter on a rank of its own (SA §4.1): the messages of decoupled execution over torch.distributed.
+"""A drafter on another rank (SA §4.1): the pipe of decoupled execution over torch.distributed.
 
     if rank == 0:
-        link = DraftRank(1)
-        model.generate(**inputs, drafter=DecoupledDrafter(link))
-        link.close()
+        pipe = DraftRank(1)
+        model.generate(**inputs, drafter=DecoupledDrafter(pipe))
+        pipe.close()
     else:
         serve(SmallModelDrafter(assistant, model), verifier=0)
 
@@ -12,8 +12,8 @@ group "cpu:gloo,cuda:nccl" has both. A receive must be given up after a time, wh
 """
 
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -24,17 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..generation.drafters.decoupled.messages import DraftLink, Kind
-from ..generation.drafters.decoupled.thread import DRAFT_TIMEOUT
-from ..generation.drafters.decoupled.worker import DraftWorker
+from ..generation.drafters.decoupled.drafter import DecoupledDrafter
+from ..generation.drafters.decoupled.pipe import DRAFT_TIMEOUT, NOTHING, DraftPipe
+from ..generation.drafters.decoupled.worker import DraftWorker, Kind, work
 from ..generation.engine.drafter import DraftCost, Drafter, DraftSession
 from ..generation.engine.processors import LogitsPipeline
 from ..generation.engine.rows import Rows
+from .link import Link, Watch
 
 
 IDLE_SECONDS = 24 * 3600.0
-"""Seconds between two messages after which :func:`serve` gives up by itself: a verifier may have a long break."""
-_LOOK_SECONDS = 0.5  # between two looks whether a verifier that sends nothing is alive
+"""Seconds between two messages after which :func:`serve` ends by itself: a verifier may have a long break."""
+_LOOK_SECONDS = 0.5  # between two checks whether a verifier that sends nothing is alive
 _MAGIC = 0x5AEC7A11  # of a message's head
 _MOST = 1 << 26  # numbers in a message: the prompts of thousands of rows, and no garbage that asks for more memory
 
@@ -57,7 +58,7 @@ class Channel:
     def send(self, kind: Kind, values: Tensor, seconds: float) -> None:
         """Sends within `seconds`, or raises RuntimeError."""
         self.sent += 1
-        head = torch.tensor([_MAGIC, self.sent, kind, len(values), _check_sum(values)])  # [5]
+        head = torch.tensor([_MAGIC, self.sent, kind, len(values), int(values.sum())])  # [5]; a sum modulo 2**64
         for part in (head, values) if len(values) else (head,):
             self._wait(dist.isend(part.contiguous(), self.rank, self.group), seconds)
 
@@ -73,7 +74,7 @@ class Channel:
         values = torch.zeros(length, dtype=torch.int64)
         if length:
             self._wait(dist.irecv(values, self.rank, self.group), seconds)
-        if _check_sum(values) != check_sum:
+        if int(values.sum()) != check_sum:
             raise ValueError(f"message {number} of rank {self.rank} ({Kind(kind).name}) is damaged")
         return Kind(kind), values
 
@@ -83,8 +84,8 @@ class Channel:
         work.wait(timedelta(seconds=seconds))
 
 
-class DraftRank(DraftLink):
-    """The way to a drafter that another rank runs by :func:`serve`.
+class DraftRank(DraftPipe):
+    """The pipe to a drafter that another rank runs by :func:`serve`.
 
     Of the logits processors, temperature, top-k, top-p and min-p act on its drafts; leaving out others costs
     acceptance. A rank that fails in any way, or gives no window in time, is lost: torch.distributed closes the
@@ -111,7 +112,6 @@ class DraftRank(DraftLink):
         self.strategy, self.max_rows, self.cost = strategy, max_rows, cost
         self._channel, self._timeout = Channel(rank, group), timeout
         self._loss: str | None = None
-        self._owed = 0  # windows that were asked for and have not come
 
     def begin(self, session: DraftSession, vocabulary: int) -> None:
         rows = session.rows
@@ -120,18 +120,16 @@ class DraftRank(DraftLink):
         self.send(Kind.BEGIN, torch.cat([sizes, bits]))
 
     def send(self, kind: Kind, values: Tensor) -> None:
-        self._require()
-        self._owed += kind == Kind.DRAFT
+        self._require_connection()
         try:
             self._channel.send(kind, values, self._timeout)
         except Exception as error:
             self._lose(error)
 
     def receive(self) -> Tensor:
-        self._require()
+        self._require_connection()
         try:
             kind, values = self._channel.receive(self._timeout)
-            self._owed -= 1
             if kind not in (Kind.WINDOW, Kind.FAILED):
                 raise ValueError(f"a {kind.name} came in place of a WINDOW")
         except Exception as error:
@@ -142,18 +140,15 @@ class DraftRank(DraftLink):
         return values
 
     def end(self) -> None:
-        if self._loss is not None:
-            return
-        while self._owed:  # where the target failed. First: with gloo a send waits for its receive, on either side
-            self.receive()
-        self.send(Kind.END, torch.zeros(0, dtype=torch.int64))
+        self.send(Kind.END, NOTHING)
+        self.receive()
 
     def close(self) -> None:
         """Ends the other rank's :func:`serve`."""
         if self._loss is None:
-            self.send(Kind.CLOSE, torch.zeros(0, dtype=torch.int64))
+            self.send(Kind.CLOSE, NOTHING)
 
-    def _require(self) -> None:
+    def _require_connection(self) -> None:
         if self._loss is not None:
             raise RuntimeError(self._loss)
 
@@ -177,7 +172,7 @@ def serve(
         drafter: drafts on this rank; must be able to draft ahead. A copy does not keep its policy alive: keep it.
         verifier: a rank of the default group.
         device: where it drafts.
-        group: that both are in, as given to :class:`DraftRank`.
+        group: that both are in, as passed to :class:`DraftRank`.
         timeout: seconds that the verifier may take to receive a window.
         look: is called again and again while the verifier sends nothing. What it raises ends the wait.
 
@@ -190,13 +185,40 @@ def serve(
     if not drafter.drafts_ahead:
         raise ValueError(f"drafter={type(drafter).__name__} cannot draft ahead; serve a small model or the copy.")
     channel = Channel(verifier, group)
+    # Over gloo a receive cannot be tried, and giving one up closes the connection: a thread receives, up to CLOSE.
+    arrived: SimpleQueue[tuple[Kind, Tensor] | Exception] = SimpleQueue()
+    Thread(target=_receive_all, args=(channel, arrived), daemon=True).start()
+
+    def begin(values: Tensor) -> DraftWorker:
+        capacity, columns, vocabulary, do_sample = values[:4].tolist()
+        rows = Rows(capacity, columns, torch.device(device))
+        pipeline = LogitsPipeline.of_warpers(values[4:].view(torch.float64).tolist(), rows)
+        return DraftWorker(drafter, DraftSession(rows, pipeline, bool(do_sample), None, False), vocabulary)
+
+    def receive() -> tuple[Kind, Tensor]:
+        while True:
+            try:
+                message = arrived.get(timeout=_LOOK_SECONDS)
+            except Empty:
+                look()
+                continue
+            if isinstance(message, Exception):
+                raise _Lost from message
+            return message
+
+    def answer(result: Tensor | Exception) -> None:
+        reply = (Kind.WINDOW, result) if isinstance(result, Tensor) else (Kind.FAILED, _text(result))
+        try:
+            channel.send(*reply, timeout)
+        except RuntimeError as error:
+            raise _Lost from error
+
     try:
-        _serve(drafter, channel, device, timeout, look)
+        work(drafter, begin, receive, answer)
     except _Lost as lost:
-        error = lost.__cause__
-        warnings.warn(f"nothing is drafted for rank {verifier} any more: {error}", stacklevel=2)
+        warnings.warn(f"nothing is drafted for rank {verifier} any more: {lost.__cause__}", stacklevel=2)
         with suppress(RuntimeError):
-            channel.send(Kind.FAILED, _text(error), timeout)
+            channel.send(Kind.FAILED, _text(lost.__cause__), timeout)
         return False
     return True
 
@@ -205,75 +227,78 @@ class _Lost(Exception):
     """The verifier is gone, or what it sent is damaged; the cause says how."""
 
 
-class _Inbox:
-    """Receives the messages of `channel` on a thread, up to CLOSE: over gloo a receive cannot be tried, and giving one
-    up closes the connection."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._arrived: SimpleQueue[tuple[Kind, Tensor] | Exception] = SimpleQueue()
-        Thread(target=self._receive, args=(channel,), daemon=True).start()
-
-    def _receive(self, channel: Channel) -> None:
-        kind = None
-        try:
-            while kind != Kind.CLOSE:
-                kind, values = channel.receive(IDLE_SECONDS)
-                self._arrived.put((kind, values))
-        except Exception as error:
-            self._arrived.put(error)
-
-    def next(self, look: Callable[[], None]) -> tuple[Kind, Tensor]:
-        """Waits for the next message, with a `look` in between."""
-        while True:
-            try:
-                message = self._arrived.get(timeout=_LOOK_SECONDS)
-            except Empty:
-                look()
-                continue
-            if isinstance(message, Exception):
-                raise _Lost from message
-            return message
+def _receive_all(channel: Channel, arrived: "SimpleQueue[tuple[Kind, Tensor] | Exception]") -> None:
+    kind = None
+    try:
+        while kind != Kind.CLOSE:
+            kind, values = channel.receive(IDLE_SECONDS)
+            arrived.put((kind, values))
+    except Exception as error:
+        arrived.put(error)
 
 
-def _serve(
-    drafter: Drafter, channel: Channel, device: torch.device | str, timeout: float, look: Callable[[], None]
-) -> None:
-    """Carries out messages until CLOSE."""
-    worker, failure, inbox = None, "", _Inbox(channel)
-    while True:
-        kind, values = inbox.next(look)
-        if kind == Kind.CLOSE:
+def _text(error: BaseException | None) -> Tensor:
+    """`[n]` int64, the UTF-8 bytes of its type and message."""
+    return torch.tensor([*f"{type(error).__name__}: {error}".encode()], dtype=torch.int64)
+
+
+class DraftRanks:
+    """The last `drafting` of all ranks draft in rollouts, each for one of the first. All ranks must make it.
+
+    Args:
+        drafting: number of ranks that draft.
+        rank, ranks: this rank, and how many there are.
+        timeout: seconds of silence after which a rank that waits for others gives up.
+
+    Attributes:
+        decoding: number of ranks that decode, the first ones.
+
+    Raises:
+        ValueError: there are fewer ranks that decode than ranks that draft.
+    """
+
+    def __init__(self, drafting: int, rank: int, ranks: int, timeout: float) -> None:
+        if 2 * drafting > ranks:
+            raise ValueError(
+                f"draft_ranks={drafting} with {ranks} processes: each of them drafts for another rank, so at most "
+                f"{ranks // 2} can."
+            )
+        self.decoding = ranks - drafting
+        self._rank, self._other, self._group = rank, -1, None
+        self._seconds = min(DRAFT_TIMEOUT, timeout)  # that a message may take
+        for first in range(drafting):
+            pair = [first, self.decoding + first]
+            # Over gloo, since messages lie in host memory; a group that fails leaves other groups whole.
+            group = dist.new_group(pair, backend="gloo", timeout=timedelta(seconds=timeout))
+            if rank in pair:
+                self._other, self._group = sum(pair) - rank, group
+
+    @property
+    def drafts(self) -> bool:
+        """Whether this rank drafts for another."""
+        return self._rank >= self.decoding
+
+    def serve(self, drafter: Drafter, device: torch.device, link: Link) -> None:
+        """Drafts with `drafter` on `device` until the other rank leaves :meth:`ahead`. Where the connection to it is
+        lost, that rank decodes on alone, and this one waits for the end of the pool, to which `link` leads.
+
+        Raises:
+            RuntimeError: no rank that decodes was heard from for the link's timeout.
+        """
+        watch = Watch(link)
+        if not serve(drafter, self._other, device, self._group, self._seconds, watch.look):
+            watch.await_end()
+
+    @contextmanager
+    def ahead(self, drafters: Sequence[Drafter]) -> Iterator[Sequence[Drafter]]:
+        """The drafters of a generation on this rank, or in their place the one of the rank that drafts for it."""
+        if self._group is None:
+            yield drafters
             return
-        window = None
+        (drafter,) = drafters
+        pipe = DraftRank(self._other, self._group, self._seconds, drafter.strategy, drafter.max_rows, drafter.cost)
         try:
-            if kind == Kind.BEGIN:
-                failure, worker = "", _begin(drafter, values, device)
-            elif not failure:
-                assert worker is not None, f"{kind.name} came before BEGIN"
-                window = worker.handle(kind, values)
-        except Exception as error:  # said in the next answer; the drafter is ready again for the next generation
-            failure = f"{type(error).__name__}: {error}"
-            with suppress(Exception):
-                drafter.end()
-        if kind == Kind.DRAFT:
-            answer = (Kind.FAILED, _text(failure)) if window is None else (Kind.WINDOW, window)
-            try:
-                channel.send(*answer, timeout)
-            except RuntimeError as error:
-                raise _Lost from error
-
-
-def _begin(drafter: Drafter, values: Tensor, device: torch.device | str) -> DraftWorker:
-    capacity, columns, vocabulary, do_sample = values[:4].tolist()
-    rows = Rows(capacity, columns, torch.device(device))
-    pipeline = LogitsPipeline.of_warpers(values[4:].view(torch.float64).tolist(), rows)
-    return DraftWorker(drafter, DraftSession(rows, pipeline, bool(do_sample), None, keep_logits=False), vocabulary)
-
-
-def _text(what: object) -> Tensor:
-    """`[n]` int64, the UTF-8 bytes of what it says."""
-    return torch.tensor([*str(what).encode()], dtype=torch.int64)
-
-
-def _check_sum(values: Tensor) -> int:
-    return int(values.sum())  # wraps modulo 2**64
+            yield [DecoupledDrafter(pipe)]
+        finally:
+            with suppress(RuntimeError):
+                pipe.close()

@@ -1,9 +1,11 @@
 """What ranks tell each other while they decode: counters and notes in torch.distributed's store, tensors from one rank
 to another. Nothing here is a collective call: no rank waits for one that decodes."""
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
 from typing import TypeVar
@@ -11,11 +13,11 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from .lost_ranks import REMEDY
-
 
 T = TypeVar("T")
 
+REMEDY = "died or hangs. Look at its output, and resume from the last checkpoint."
+_OF_GLOO = re.compile("gloo|Application timeout caused pair closure")  # which has no exception of its own
 POLL_SECONDS = (0.001, 0.02)
 """Between two looks of a waiting rank at the store. It begins with the first, much less than a decoding round, and
 waits a tenth longer each time, until it looks fifty times per second: one store serves all ranks."""
@@ -190,3 +192,19 @@ def _within(seconds: float, action: Callable[..., T], *given: object) -> T:
 
     Thread(target=run, daemon=True).start()
     return answer.result(seconds)
+
+
+@contextmanager
+def naming_the_remedy(rank: int) -> Iterator[None]:
+    """Has errors of collective calls that `rank` makes in it, ours or a library's, say what to do.
+
+    Raises:
+        RuntimeError: such a call failed; its own error is the cause. Other errors stay as they are.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if REMEDY in said or not (isinstance(error, dist.DistError) or _OF_GLOO.search(said)):
+            raise
+        raise RuntimeError(f"rank {rank} waits for the other ranks, and one of them {REMEDY} {error}") from error

@@ -14,8 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..generation.engine.request_queue import RequestQueue
 from ..generation.engine.rows import Request, prompt_key
 from ..scheduling.shared_order import ExpectedLengths, longest_first
-from .link import Link
-from .lost_ranks import naming_the_remedy
+from .link import Link, naming_the_remedy
 from .pool import SharedPool
 
 

@@ -14,7 +14,7 @@ from ..papers import load
 from . import kept
 from .configuration import SpeculativeConfig
 from .drafters.decoupled.drafter import DecoupledDrafter
-from .drafters.decoupled.thread import DraftThread
+from .drafters.decoupled.pipe import DraftThread
 from .engine.drafter import Drafter
 from .engine.statistics import SpeculationStatistics
 from .strategies import as_drafters
@@ -32,10 +32,10 @@ def decoupled(
     capacity: int,
     length: int,
 ) -> list[Drafter]:
-    """The call's `drafters`, those that run decoupled on a thread each.
+    """The call's `drafters`, with a thread for each one that runs decoupled.
 
     Args:
-        drafters: made for the call, or given to it.
+        drafters: of the call.
         model: the target.
         config: its `decoupled_execution` decides.
         rejects: whether rejection sampling verifies.
@@ -43,7 +43,7 @@ def decoupled(
         length: the longest total length of a row, tokens.
 
     Raises:
-        ValueError: one of them must run decoupled and cannot.
+        ValueError: a drafter must run decoupled and cannot.
     """
     if config.decoupled_execution == "always":
         if rejects and drafters:
@@ -51,12 +51,12 @@ def decoupled(
                 'verification="rejection" does not go with decoupled_execution="always". Use verification="exact".'
             )
         return [
-            each
-            if isinstance(each, DecoupledDrafter)
-            else DecoupledDrafter(DraftThread(each), _plans(each, model, config, capacity, length))
-            for each in drafters
+            drafter
+            if isinstance(drafter, DecoupledDrafter)
+            else DecoupledDrafter(DraftThread(drafter), _plans(drafter, model, config, capacity, length))
+            for drafter in drafters
         ]
-    # Whoever runs on a GPU shares it: only a CPU's idle cores make a second worker.
+    # A thread would share a GPU with the target: only idle cores of a CPU make a second worker.
     is_open = config.decoupled_execution == "auto" and model.device.type == "cpu" and _drafting_share() > 0
     if is_open and len(drafters) == 1 and drafters[0].drafts_ahead and not rejects:
         plans = _plans(drafters[0], model, config, capacity, length)
@@ -66,34 +66,36 @@ def decoupled(
 
 
 def check_device(
-    config: SpeculativeConfig, device: torch.device, given: Drafter | Sequence[Drafter] | None = None
+    config: SpeculativeConfig, device: torch.device, drafter: Drafter | Sequence[Drafter] | None = None
 ) -> None:
-    """Raises ValueError where a drafter would run on a thread beside a target on `device`, which is no CPU; `given`:
-    drafters in place of the strategy's own."""
-    drafters = [None] if given is None else as_drafters(given)
-    links = [each.link if isinstance(each, DecoupledDrafter) else None for each in drafters]
-    what = None
-    if any(isinstance(link, DraftThread) for link in links):
-        what = "drafter=DecoupledDrafter(DraftThread(...))"
-    elif config.decoupled_execution == "always" and None in links:
-        what = 'decoupled_execution="always"'
-    if what is not None and device.type != "cpu":
-        raise ValueError(
-            f"{what} with the model on {device}: the drafter's thread would share that device and launch each "
-            'operation by itself, and decoding would be slower than without it. Set decoupled_execution="never" or '
-            '"auto" and pass the drafter itself, or give it a rank of its own (docs/decoupled.md).'
-        )
+    """Raises ValueError where a drafter would run on a thread beside a target on `device`, which is no CPU; `drafter`:
+    drafts in place of the strategy's."""
+    if device.type == "cpu":
+        return
+    drafters = [None] if drafter is None else as_drafters(drafter)
+    pipes = [each.pipe if isinstance(each, DecoupledDrafter) else None for each in drafters]
+    if any(isinstance(pipe, DraftThread) for pipe in pipes):
+        option = "drafter=DecoupledDrafter(DraftThread(...))"
+    elif config.decoupled_execution == "always" and None in pipes:
+        option = 'decoupled_execution="always"'
+    else:
+        return
+    raise ValueError(
+        f"{option} with the model on {device}: the drafter's thread would share that device and launch each operation "
+        'by itself, and decoding would be slower than without it. Set decoupled_execution="never" or "auto" and pass '
+        "the drafter itself, or give it a rank of its own (docs/decoupled.md)."
+    )
 
 
 def keep_acceptance(model: PreTrainedModel, drafters: Sequence[Drafter], statistics: SpeculationStatistics) -> None:
     """Keeps how often first drafts were accepted, by which later calls plan."""
     for drafter in drafters:
-        found = statistics.per_drafter[drafter.strategy].first_token_acceptance
-        if not math.isnan(found):
-            kept.keep(model, _name(drafter), found)
+        acceptance = statistics.per_drafter[drafter.strategy].first_token_acceptance
+        if not math.isnan(acceptance):
+            kept.keep(model, _acceptance_key(drafter), acceptance)
 
 
-def _name(drafter: Drafter) -> str:
+def _acceptance_key(drafter: Drafter) -> str:
     return f"first-token acceptance of {drafter.strategy}"
 
 
@@ -105,15 +107,15 @@ def _drafting_share() -> float:
 def _plans(
     drafter: Drafter, model: PreTrainedModel, config: SpeculativeConfig, capacity: int, length: int
 ) -> "RequestPlans[int] | None":
-    """The plans of requests, all that of the machine at first; None: there is no profile to predict by, or no
-    acceptance of an earlier call."""
-    acceptance: float | None = kept.look(model, _name(drafter))
+    """The plans of requests, which begin as the machine's; None: there is no profile, or no acceptance of an earlier
+    call, to predict by."""
+    acceptance: float | None = kept.look(model, _acceptance_key(drafter))
     if acceptance is None:
         return None
-    profile = find_profile(model, replace(config, sd_toggle="measured"), capacity, length)  # one that exists
+    profile = find_profile(model, replace(config, sd_toggle="measured"), capacity, length)  # profiles nothing
     if profile is None:
         return None
-    plans: RequestPlans[int] = load("specactor.machine_plans").request_plans(
+    plans: RequestPlans[int] = load("specactor.reconfiguration").request_plans(
         drafter, profile, config, acceptance, capacity, length, _drafting_share()
     )
     return plans

@@ -195,7 +195,7 @@ class Control(ABC):
 
     def helper(self, which: int) -> "Control":
         """The control of rows for which this rank races, drafted for by candidate `which`."""
-        helper: Control = load("specactor.race_helper").RaceHelper(self, which)
+        helper: Control = load("specactor.assignment").RaceHelper(self, which)
         return helper
 
     @abstractmethod

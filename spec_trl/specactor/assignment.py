@@ -1,8 +1,12 @@
-"""Further drafters for slow requests (SA §4.2 "Greedy Best-of-N assignments", Algorithm 3)."""
+"""Further drafters for slow requests (SA §4.2 "Greedy Best-of-N assignments", Algorithm 3), and the control of a rank
+that races with one of them."""
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
+
+from ..scheduling.control import Chain, Control, Explanation
+from ..scheduling.plain_decoding import PlainRounds
 
 
 Request = TypeVar("Request", bound=Hashable)
@@ -65,25 +69,61 @@ def greedy_assignments(
 
 
 def further_method(
-    requests: Mapping[Request, float], methods: Sequence[str], own: str, helpers: Mapping[tuple[Request, str], int]
+    requests: Mapping[Request, float], methods: Sequence[str], present: str, helpers: Mapping[tuple[Request, str], int]
 ) -> tuple[str, list[Request]] | None:
-    """What Algorithm 3 gives to one freed worker, seen by the worker that has the requests.
+    """Algorithm 3 for one freed worker, as the worker that has the requests runs it.
 
     Args:
         requests: with their acceptance.
         methods: candidates, the best one on the ladder first.
-        own: the method that drafts for them here.
-        helpers: the worker of each (request, method) that has been given away before.
+        present: the method that drafts for them here.
+        helpers: the worker of each (request, method) that was assigned before.
 
     Returns:
-        The method, and the requests it takes, the slowest first; None: nobody needs it.
+        The freed worker's method, and its requests, the slowest first; None: nobody needs it.
     """
     here, freed = -1, -2
     workers = {name: sorted({worker for (_, other), worker in helpers.items() if other == name}) for name in methods}
-    if own in workers:
-        workers[own].append(here)
+    if present in workers:
+        workers[present].append(here)
     load = Counter(helpers.values()) + Counter({here: len(requests)})
-    assigned = {**helpers, **{(request, own): here for request in requests}}
+    assigned = {**helpers, **{(request, present): here for request in requests}}
     added = greedy_assignments(requests, methods, [freed], workers, load, len(requests), methods, assigned)
-    mine = [pair for pair, worker in added.items() if worker == freed]
-    return (mine[0][1], [request for request, _ in mine]) if mine else None
+    pairs = [pair for pair, worker in added.items() if worker == freed]
+    return (pairs[0][1], [request for request, _ in pairs]) if pairs else None
+
+
+class RaceHelper(Control):
+    """The control of a rank that races for rows of another one: candidate `which` drafts for them in each round.
+
+    Args:
+        control: of the rank, which goes on when the race is over.
+        which: index of the candidate.
+    """
+
+    def __init__(self, control: Control, which: int) -> None:
+        self.control = control
+        self.candidates, self.tallies = control.candidates, control.tallies
+        self._which = which
+        self._batch = 0
+
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        self._batch = len(requests)
+        candidate = self.candidates[self._which]
+        return () if self._batch > candidate.max_rows else (Chain(self._which, candidate.draft_length),)
+
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
+        if draft_length:
+            self.tallies[self._which].add_round(self._batch, tokens, seconds)
+
+    def drop(self, index: int) -> None:
+        self.control.drop(index)
+
+    def finish(self) -> None:
+        self.control.finish()
+
+    def explain(self) -> Explanation:
+        return self.control.explain()
+
+    def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
+        return self.control.plain_seconds(rounds)

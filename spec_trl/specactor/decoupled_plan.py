@@ -24,7 +24,7 @@ from .token_speed import (
 
 Mode: TypeAlias = Literal["plain", "coupled", "decoupled"]
 SpeedModel: TypeAlias = Callable[[float, int, float, float], float]
-"""TGS of (p, w, D, V): `decoupled_speed`, or `printed_decoupled_speed` to reproduce the paper."""
+"""TGS of (p, w, D, V)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ def execution_plan(
     acceptance: float,
     draft: DraftSeconds,
     verify: VerifySeconds,
-    speed: SpeedModel = decoupled_speed,
     modes: Sequence[Mode] = ("plain", "coupled", "decoupled"),
 ) -> ExecutionPlan:
     """The plan of highest TGS; of equal ones the first in the order plain, coupled, decoupled, small groups first.
@@ -58,7 +57,6 @@ def execution_plan(
         acceptance: p, 0 to 1.
         draft: D of g_d.
         verify: V of (g_v, positions).
-        speed: the model of decoupled execution.
         modes: those to compare; the paper's own search is ("decoupled",).
 
     Raises:
@@ -73,7 +71,7 @@ def execution_plan(
         for mode in ("plain", "coupled", "decoupled")
         if mode in modes
         for g_v in sorted({size for size in verify_gpus if 1 <= size <= gpus})
-        for plan in _plans(mode, g_v, requests, gpus, acceptance, draft, verify, speed)
+        for plan in _plans(mode, g_v, requests, gpus, acceptance, draft, verify)
     )
     best = max(plans, key=lambda plan: plan.tokens_per_second, default=None)
     if best is None:
@@ -129,7 +127,6 @@ def _plans(
     acceptance: float,
     draft: DraftSeconds,
     verify: VerifySeconds,
-    speed: SpeedModel,
 ) -> Iterator[ExecutionPlan]:
     """The best window of each number of drafting GPUs."""
     # "drafters need fewer GPUs than verifiers" (SA, line 3 of Algorithm 1)
@@ -142,7 +139,7 @@ def _plans(
             if mode == "coupled":
                 window, tgs = best_coupled_window(acceptance, batch, drafter, verifier)
             else:
-                window, tgs = best_decoupled_window(acceptance, batch, drafter, verifier, speed)
+                window, tgs = best_decoupled_window(acceptance, batch, drafter, verifier)
         yield ExecutionPlan(mode, g_d, g_v, window, batch, tgs)
 
 

@@ -1,8 +1,8 @@
 """The draft ladder: what acceptance a drafting method needs to be how fast, at which batch (SA §4.2, Fig. 10a).
 
 Acceptance here is p, the probability that a draft token is accepted when all before it were: rounds are profiled with
-tokens accepted at random with it, and have τ = (1 - p^(γ+1)) / (1 - p) tokens. A caller asks by τ:
-:class:`~spec_trl.scheduling.acceptance.Acceptance` knows more of it than p would say.
+tokens accepted at random with it, and have τ = (1 - p^(γ+1)) / (1 - p) tokens. A caller asks by τ,
+which :class:`~spec_trl.scheduling.acceptance.Acceptance` knows better than p.
 """
 
 from bisect import bisect_left
@@ -55,18 +55,9 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A method ("none": decode autoregressively) with its γ (then 0), and the speedup over "none" that is expected."""
-
-    method: str
-    draft_length: int
-    speedup: float
-
-
-@dataclass(frozen=True)
 class Ladder:
-    """Speedups of drafting methods, from profiled rounds; neither the target's nor the drafters' weights matter.
-    Raises ValueError if there is no rung, or two for one cell."""
+    """Speedups of drafting methods, from profiled rounds, on which no weights have an influence. Raises ValueError if
+    there is no rung, or two for one cell."""
 
     rungs: tuple[Rung, ...]  # the profiled cells, each (method, batch, γ, acceptance) once
     shape: str  # fingerprint of the target's and the drafters' shapes, which the caller compares
@@ -93,11 +84,11 @@ class Ladder:
 
     @cached_property
     def _profiled(self) -> dict[str, dict[int, dict[int, list[Rung]]]]:
-        """Rungs by method, batch and γ, each list ascending in τ."""
-        found: dict[str, dict[int, dict[int, list[Rung]]]] = {}
+        """Rungs by method, batch and γ, ascending in τ."""
+        cells: dict[str, dict[int, dict[int, list[Rung]]]] = {}
         for rung in sorted(self.rungs, key=lambda rung: rung.acceptance):
-            found.setdefault(rung.method, {}).setdefault(rung.batch, {}).setdefault(rung.draft_length, []).append(rung)
-        return found
+            cells.setdefault(rung.method, {}).setdefault(rung.batch, {}).setdefault(rung.draft_length, []).append(rung)
+        return cells
 
     def draft_lengths(self, method: str, batch: int) -> tuple[int, ...]:
         """γ profiled for `method` at the batch nearest to `batch`, ascending."""
@@ -141,27 +132,20 @@ class Ladder:
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of an autoregressive round at the profiled batch nearest to `batch`: the same for all methods."""
-        return self._plain[self.profiled_batch(batch)]
-
-    def profiled_batch(self, batch: int) -> int:
-        """The one nearest to `batch`."""
-        return _nearest_batch(self.batches, batch)
+        return self._plain[_nearest_batch(self.batches, batch)]
 
     @cached_property
     def _plain(self) -> dict[int, float]:
-        return {each: median(rung.plain_seconds for rung in self.rungs if rung.batch == each) for each in self.batches}
+        by_batch: dict[int, list[float]] = {}
+        for rung in self.rungs:
+            by_batch.setdefault(rung.batch, []).append(rung.plain_seconds)
+        return {batch: median(seconds) for batch, seconds in by_batch.items()}
 
     def best_draft_length(self, method: str, expected: BlockEfficiency, batch: int) -> tuple[int, float]:
         """The profiled γ of largest speedup, the smallest of equals, and that speedup. Errors as in `speedup`."""
         lengths = self.draft_lengths(method, batch)
         speedups = [self.speedup(method, expected(length), batch, length) for length in lengths]
         return max(zip(lengths, speedups, strict=True), key=lambda pair: pair[1])
-
-    def rank(self, expected: Mapping[str, BlockEfficiency], batch: int) -> list[Choice]:
-        """Each method of `expected` (its τ by γ) with its best γ, and "none", best first. Of equals "none" comes
-        first, then the order of `expected` holds. Errors as in `speedup`."""
-        choices = [Choice(method, *self.best_draft_length(method, own, batch)) for method, own in expected.items()]
-        return sorted([Choice(NO_METHOD, 0, 1.0), *choices], key=lambda choice: -choice.speedup)
 
     def _nearest(self, method: str, batch: int) -> dict[int, list[Rung]]:
         """Rungs by γ at the profiled batch nearest to `batch`."""
@@ -193,8 +177,8 @@ class LadderRounds:
 
     def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
         """As :data:`~spec_trl.scheduling.control.RoundSeconds`."""
-        found = [self.ladder.round_seconds(name, 1.0, batch, count) for name, count in lengths.items()]
-        slowdown = 1 + sum(seconds / plain - 1 for seconds, plain in found)
+        rounds = [self.ladder.round_seconds(name, 1.0, batch, count) for name, count in lengths.items()]
+        slowdown = 1 + sum(seconds / plain - 1 for seconds, plain in rounds)
         if self.target is not None:
             return self.target.target_seconds(batch, length) * slowdown
         return self.ladder.plain_seconds(batch) * slowdown

@@ -1,11 +1,22 @@
-"""SA Algorithm 2: requests of low acceptance get a window and a mode of their own."""
+"""SA Algorithm 2: requests of low acceptance get their own window and mode; and such plans for one machine."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from .decoupled_plan import ExecutionPlan, Mode, SpeedModel, best_coupled_window, best_decoupled_window
+from ..efficient_rollout.profile import Profile
+from ..efficient_rollout.roofline import Roofline
+from ..efficient_rollout.rounds import roofline_of
+from ..scheduling.affine_seconds import AffineSeconds, fit_affine
+from .decoupled_plan import (
+    ExecutionPlan,
+    Mode,
+    SpeedModel,
+    best_coupled_window,
+    best_decoupled_window,
+    plan_of_machine,
+)
 from .token_speed import (
     DraftSeconds,
     VerifySeconds,
@@ -17,10 +28,14 @@ from .token_speed import (
 )
 
 
+if TYPE_CHECKING:
+    from ..generation.configuration import SpeculativeConfig
+    from ..generation.engine.drafter import Drafter
+
 Request = TypeVar("Request", bound=Hashable)
 
 RECONFIGURATION_TOKENS = 1000
-"""A request is looked at again after it has generated this many tokens (SA §4.1): acceptance changes sharply over
+"""A request's plan is decided again after it has generated this many tokens (SA §4.1): acceptance changes sharply over
 fewer, and each change costs a rollback."""
 
 
@@ -40,7 +55,7 @@ def reconfigured(
     speed: SpeedModel = decoupled_speed,
     waits: SpeedModel = alternating_speed,
 ) -> dict[Request, RequestPlan]:
-    """The plan of each request: the group's own from the mean acceptance upwards, the fastest for it below the mean.
+    """The plan of each request: the group's from the mean acceptance upwards, the fastest for it below the mean.
 
     Args:
         acceptance: p of each request, 0 to 1.
@@ -52,7 +67,6 @@ def reconfigured(
         waits: the model of a request that waits for its verification among others that do not.
     """
     mean = sum(acceptance.values()) / len(acceptance) if acceptance else 0.0
-    own = RequestPlan(plan.mode, plan.window)
     drafter, verifier = draft(plan.draft_gpus or 1), partial(verify, plan.verify_gpus)
 
     @cache
@@ -66,27 +80,29 @@ def reconfigured(
         choices.append((tgs, "coupled", window))
         return RequestPlan(*max(choices)[1:])
 
-    return {request: fastest(p) if p < mean else own for request, p in acceptance.items()}
+    group = RequestPlan(plan.mode, plan.window)
+    return {request: fastest(p) if p < mean else group for request, p in acceptance.items()}
 
 
 @dataclass
-class _Count:
-    """What one request did."""
+class _Counts:
+    """What one request did, and its plan."""
 
+    plan: RequestPlan
     tokens: int = 0  # generated
     judged: int = 0  # drafts of which the target said whether they are right
     right: int = 0
-    looks: int = 0  # at its plan
+    decisions: int = 0  # about its plan
 
 
 class RequestPlans(Generic[Request]):
-    """The plan of each request of a running group, decided anew after every 1000 tokens of its own.
+    """The plan of each request of a running group, decided again after every 1000 tokens of the request.
 
     Args:
-        plan: the group's, kept as `group`.
+        plan: the group's, with which requests begin; the attribute `group`.
         draft: D of g_d.
         verify: V of (g_v, positions).
-        every: tokens of a request between two looks at its plan.
+        every: tokens of a request between two decisions.
     """
 
     def __init__(
@@ -97,31 +113,89 @@ class RequestPlans(Generic[Request]):
 
     def begin(self) -> None:
         """A rollout starts; all requests have the group's plan."""
-        self._counts: dict[Request, _Count] = {}
-        self._own: dict[Request, RequestPlan] = {}
+        self._counts: dict[Request, _Counts] = {}
 
     def of(self, request: Request) -> RequestPlan:
         """The present plan of `request`."""
-        return self._own.get(request, RequestPlan(self.group.mode, self.group.window))
+        return self._counts_of(request).plan
 
     def record(
         self, requests: Sequence[Request], tokens: Sequence[int], judged: Sequence[int], right: Sequence[int]
     ) -> None:
         """Takes what one round did for each of the `requests` in flight: tokens committed, drafts judged, and how many
         of these were right."""
-        is_due = False
-        for request, *done in zip(requests, tokens, judged, right, strict=True):
-            own = self._counts.setdefault(request, _Count())
-            own.tokens, own.judged, own.right = own.tokens + done[0], own.judged + done[1], own.right + done[2]
-            is_due |= own.tokens // self._every > own.looks
-        if not is_due:
+        counts = [self._counts_of(request) for request in requests]
+        for count, *done in zip(counts, tokens, judged, right, strict=True):
+            count.tokens, count.judged, count.right = (
+                count.tokens + done[0], count.judged + done[1], count.right + done[2],
+            )  # fmt: skip
+        due = [count.tokens // self._every > count.decisions for count in counts]
+        if not any(due):
             return
-        plans = reconfigured(  # those that have ended count for the mean: the tail is to be compared with the batch
-            {request: own.right / own.judged for request, own in self._counts.items() if own.judged},
+        plans = reconfigured(  # requests that have ended count for the mean: the tail is compared with the batch
+            {request: count.right / count.judged for request, count in self._counts.items() if count.judged},
             self.group, self._draft, self._verify, len(requests), busy_decoupled_speed, busy_alternating_speed,
         )  # fmt: skip
-        for request in requests:
-            own = self._counts[request]
-            if own.tokens // self._every > own.looks:
-                own.looks = own.tokens // self._every
-                self._own[request] = plans.get(request, self.of(request))
+        for request, count, is_due in zip(requests, counts, due, strict=True):
+            if is_due:
+                count.decisions = count.tokens // self._every
+                count.plan = plans.get(request, count.plan)
+
+    def _counts_of(self, request: Request) -> _Counts:
+        if request not in self._counts:
+            self._counts[request] = _Counts(RequestPlan(self.group.mode, self.group.window))
+        return self._counts[request]
+
+
+def request_plans(
+    drafter: "Drafter",
+    profile: Profile,
+    config: "SpeculativeConfig",
+    acceptance: float,
+    capacity: int,
+    length: int,
+    share: float,
+) -> RequestPlans[int]:
+    """The plans of a call's requests, which begin as the machine's (:func:`~.decoupled_plan.plan_of_machine`).
+
+    Args:
+        drafter: that may run decoupled.
+        profile: of the target on this machine.
+        config: `decoupled_execution="always"` decouples whatever the plan.
+        acceptance: p, of an earlier call.
+        capacity: most rows in flight.
+        length: the longest total length of a row, tokens.
+        share: the cores that the drafter's thread gets over those that the profile was measured with; 0 or less counts
+            as 1.
+    """
+    roofline = roofline_of(drafter, profile)
+    draft, verify = affine_times(roofline, capacity, length / 2, share if share > 0 else 1.0)
+    alone, _ = affine_times(roofline, capacity, length / 2)
+    plan = plan_of_machine(acceptance, config.draft_length, capacity, alone(1), draft(1), partial(verify, 1))
+    if config.decoupled_execution == "always":
+        plan = replace(plan, mode="decoupled", window=config.draft_length + 1)
+    return RequestPlans(plan, draft, verify)
+
+
+def affine_times(
+    roofline: Roofline, largest_batch: int, length: float, draft_share: float = 1.0
+) -> tuple[DraftSeconds, VerifySeconds]:
+    """D and V as lines through the roofline's times of the batches 1, 2, 4, ... up to `largest_batch`.
+
+    Args:
+        roofline: of the target and the drafter on this machine.
+        largest_batch: rows that a rollout begins with.
+        length: mean cached tokens of a row.
+        draft_share: share of the profiled compute that the drafter has when it runs next to the target.
+    """
+    batches = sorted({largest_batch, *(1 << power for power in range(largest_batch.bit_length()))})
+
+    @cache
+    def draft(gpus: int) -> AffineSeconds:
+        return fit_affine([(batch, roofline.draft_seconds(batch, length) / draft_share, 1.0) for batch in batches])
+
+    @cache
+    def verify(gpus: int, positions: int) -> AffineSeconds:
+        return fit_affine([(batch, roofline.verify_seconds(batch, length, positions - 1), 1.0) for batch in batches])
+
+    return draft, verify

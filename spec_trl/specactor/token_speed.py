@@ -76,11 +76,6 @@ def decoupled_speed(acceptance: float, window: int, draft_seconds: float, verify
     return window_tokens(acceptance, window) / max(window * draft_seconds, verify_seconds)
 
 
-def printed_decoupled_speed(acceptance: float, window: int, draft_seconds: float, verify_seconds: float) -> float:
-    """The same with τ_w as SA §4.1 prints it."""
-    return printed_window_tokens(acceptance, window) / max(window * draft_seconds, verify_seconds)
-
-
 def coupled_speed(acceptance: float, window: int, draft_seconds: float, verify_seconds: float) -> float:
     """TGS where drafting waits for verification: (1 - p^(w+1)) / (1 - p) tokens in w D + V. w = 0: plain decoding."""
     return expected_block_efficiency(acceptance, window) / (window * draft_seconds + verify_seconds)

@@ -14,8 +14,8 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
-from ..distributed.draft_ranks import DraftRanks
-from ..distributed.lost_ranks import naming_the_remedy
+from ..distributed.decoupled import DraftRanks
+from ..distributed.link import naming_the_remedy
 from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
 from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from spec_trl.distributed.decoupled import Channel, DraftRank, serve
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
-from spec_trl.generation.drafters.decoupled.messages import Kind
+from spec_trl.generation.drafters.decoupled.worker import Kind
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.verification import Proposal

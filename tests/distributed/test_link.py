@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spec_trl.distributed.link import IDLE, Link, Watch
-from spec_trl.distributed.lost_ranks import naming_the_remedy
+from spec_trl.distributed.link import IDLE, Link, Watch, naming_the_remedy
 
 
 def test_a_rank_that_is_gone_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

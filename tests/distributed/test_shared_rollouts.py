@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import pytest
 
 from spec_trl.distributed import shared_rollouts
-from spec_trl.distributed.draft_ranks import DraftRanks
+from spec_trl.distributed.decoupled import DraftRanks
 from spec_trl.distributed.shared_rollouts import Sampled, SharedRollouts
 from spec_trl.scheduling.shared_order import ExpectedLengths
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,3 +79,13 @@ def test_algorithm_3_properties(cluster: dict[str, Any]) -> None:
         served = [requests[r] for r, m in added if m == method]
         left = [requests[r] for r in requests if (r, method) not in added and (r, method) not in standing]
         assert not served or not left or max(served) <= min(left)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"methods": []}, "methods"), ({"ladder_order": ["x"]}, "ladder_order=.*'y'"), ({"max_batch": 0}, "max_batch=0")],
+)
+def test_refusals(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = dict(requests={}, methods="xy", freed=[], workers_of={}, load={}, assigned={})
+    with pytest.raises(ValueError, match=f"{message}.*(name|rank|must)"):
+        greedy_assignments(**(arguments | dict(max_batch=1, ladder_order="xy") | changes))

@@ -1,8 +1,12 @@
 """The draft ladder: speedups from profiled cells, rankings, costs, and its file."""
 
 import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +16,8 @@ from hypothesis import strategies as st
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.scheduling.acceptance import Acceptance
 from spec_trl.scheduling.model_constants import ModelConstants
-from spec_trl.specactor.ladder import BlockEfficiency, Choice, Ladder, LadderRounds, Rung, ladder_path
+from spec_trl.specactor.ladder import BlockEfficiency, Ladder, LadderRounds, Rung, ladder_path
+from tests.efficient_rollout.test_refusals import assert_hand_edit_is_named
 
 
 def rungs(method: str, batch: int, length: int, seconds: dict[float, float], plain: float = 1.0) -> list[Rung]:
@@ -89,18 +94,6 @@ def test_best_draft_length_follows_acceptance() -> None:
     assert LADDER.best_draft_length("self", lookup.block_efficiency, 1) == pytest.approx((6, 4 / 4))
 
 
-def test_rank() -> None:
-    ranked = LADDER.rank({"self": at(0.9), "ngram": at(0.9)}, 1)
-    assert [choice.method for choice in ranked] == ["ngram", "self", "none"]
-    assert ranked[0] == Choice("ngram", 4, LADDER.speedup("ngram", at(0.9)(4), 1, 4))
-    ranked = LADDER.rank({"self": at(0.9), "ngram": at(0.1)}, 1)
-    assert [choice.method for choice in ranked] == ["self", "none", "ngram"]
-    assert LADDER.rank({}, 1) == [Choice("none", 0, 1.0)]
-    # Speculation must gain something; otherwise equals keep the order that was given.
-    ladder = Ladder(tuple(Rung(m, 1, 1, 0.5, s, 1.0) for m, s in (("a", 1.5), ("b", 1.0), ("c", 1.0))), "")
-    assert [choice.method for choice in ladder.rank(dict.fromkeys("acb", at(0.5)), 1)] == ["c", "b", "none", "a"]
-
-
 GROWING = Roofline(  # a second, and one per 100 cached tokens
     ModelConstants("growing", 1.0, 0.0, 1.0, 0.0, 0.01),
     Coefficients(F_eff=1e9, BW_eff=1.0, rho_kappa=1.0, eta_D=0.0, c_T=0.0, c_D=0.0, c_V=0.0),
@@ -129,3 +122,44 @@ def test_files(tmp_path: Path) -> None:
         assert Ladder.load(str(path)) == ladder
     (rung,) = ladder.rungs
     assert json.loads(path.read_text()) == {"version": 1, "shape": "other", "rungs": [vars(rung)]}
+
+
+RUNG = Rung("self", 2, 3, 0.5, 0.1, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: LADDER.speedup("eagle3", 1.5, 1, 2), r"method='eagle3' .*\['self', 'ngram'\]; profile it"),
+        (lambda: LADDER.speedup("self", 3.01, 1, 2), r"block_efficiency=3.01 of 'self' .* must be 1 to .* 3"),
+        (lambda: LADDER.speedup("self", math.nan, 1, 2), "block_efficiency=nan of 'self'"),
+        (lambda: LADDER.speedup("self", 1.5, 0, 2), "batch=0"),
+        (lambda: LADDER.speedup("self", 1.5, 8, 6), r"draft_length=6 of 'self' .* batch 8; choose one of \[2\]"),
+        (lambda: replace(RUNG, method="none"), "method='none'"),
+        (lambda: replace(RUNG, method=3), "method=3"),
+        (lambda: replace(RUNG, batch=0), "batch=0"),
+        (lambda: replace(RUNG, draft_length=0), "draft_length=0"),
+        (lambda: replace(RUNG, draft_length=65), "draft_length=65 .* 1 to 64"),
+        (lambda: replace(RUNG, acceptance=1.1), "acceptance=1.1"),
+        (lambda: replace(RUNG, seconds=0.0), "seconds=0.0"),
+        (lambda: replace(RUNG, plain_seconds=math.inf), "plain_seconds=inf"),
+        (lambda: Ladder((), ""), "rungs is empty"),
+        (lambda: Ladder((RUNG, replace(RUNG, seconds=0.2)), ""), r"rungs has \('self', 2, 3, 0.5\).* twice"),
+    ],
+)  # fmt: skip
+def test_refusals(act: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        act()
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (["version"], 2, r"version: Input should be 1 \(found 2\)"),
+        (["rungs"], [], "rungs is empty"),
+        (["rungs", 1, "batch"], 1.5, r"rungs\[1\]\.batch: .* valid integer \(found 1\.5\)"),
+        (["rungs", 1], asdict(LADDER.rungs[0]), "rungs has .* twice"),
+    ],
+)
+def test_a_hand_edit_is_named(where: list[Any], value: Any, message: str, tmp_path: Path) -> None:
+    assert_hand_edit_is_named(LADDER, where, value, message, tmp_path)

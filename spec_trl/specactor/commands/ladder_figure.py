@@ -26,10 +26,13 @@ def draft_ladder(ladder: Ladder) -> Drawing:
         rungs = [rung for rung in ladder.rungs if rung.batch == batch]
         methods = [method for method in ladder.methods if any(rung.method == method for rung in rungs)]
         axes.axhline(1, color=GREY, linewidth=1.2)
-        wins = []
+        wins, best, fastest = [], [1.0] * len(expected), [NO_METHOD] * len(expected)
         for method in methods:
             colour = drafter_colour(method)
-            speedups = [ladder.best_draft_length(method, own, batch)[1] for own in expected]
+            speedups = [ladder.best_draft_length(method, tau, batch)[1] for tau in expected]
+            before = zip(speedups, best, fastest, strict=True)
+            fastest = [method if speedup > most else name for speedup, most, name in before]
+            best = [*map(max, speedups, best)]
             axes.plot(acceptances, speedups, color=colour)
             points = [(rung.acceptance, rung.speedup) for rung in rungs if rung.method == method]
             axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=3.5)
@@ -37,7 +40,6 @@ def draft_ladder(ladder: Ladder) -> Drawing:
             won = acceptances[losses[-1] + 1 if losses else 0 :]
             wins.append(f"{method} from p = {won[0]:.2f}" if won else f"{method} at no p")
         axes.set(title=f"{batch} {'rows' if batch > 1 else 'row'}", xlim=(0, 1), ylim=(0, None))
-        fastest = [ladder.rank(dict.fromkeys(methods, own), batch)[0].method for own in expected]
         (_, first), *others = changes(acceptances, fastest)
         ranked = ", ".join([first, *(f"from {p:.2f} on {method}" for p, method in others)])
         texts.append(f"batch {batch}: faster than plain decoding: {', '.join(wins)}; fastest at equal p: {ranked}")

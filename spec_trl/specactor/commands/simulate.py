@@ -1,10 +1,12 @@
-"""``spec-trl simulate``: what each way of rolling out would take on a described cluster (SA §5)."""
+"""``spec-trl simulate``: what each way of rolling out would take on a described cluster (SA §5, Fig. 14)."""
 
 import argparse
+import itertools
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 from tqdm import tqdm
@@ -15,6 +17,11 @@ from ..cluster import Cluster
 from ..simulator import Method, Outcome, simulate
 
 
+if TYPE_CHECKING:
+    from ...cli.plotting import Box, Drawing
+
+WORKERS = 5
+"""Lanes of a panel, as in the paper: the worker that is free first, and those that decode longest."""
 _MOST_BYTES = 1_000_000
 _MOST_LEVELS = 20
 
@@ -49,8 +56,6 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{cluster.name}: {cluster.requests} requests on {cluster.gpus} GPUs, {cluster.worker_gpus} per worker")
     print(as_table(outcomes))
     if arguments.output is not None:
-        from .cluster_figure import workers_over_time
-
         drawing = workers_over_time(outcomes)
         drawing.figure.savefig(arguments.output)
         print(f"{arguments.output}: {drawing.text}")
@@ -92,7 +97,7 @@ def methods_for(cluster: Cluster) -> list[Method]:
     return [method for method in methods if not one_worker or method.execution in ("plain", "coupled")]
 
 
-def as_table(outcomes: dict[str, Outcome]) -> str:
+def as_table(outcomes: Mapping[str, Outcome]) -> str:
     """One line per method, with its plan and its times next to the first one's."""
     base = next(iter(outcomes.values()))
     rows = []
@@ -106,3 +111,28 @@ def as_table(outcomes: dict[str, Outcome]) -> str:
         )  # fmt: skip
     head = ["method", "drafter", "GPUs", "batch", "w", "rollout s", "rollout ×", "step ×", "idle"]
     return table(head, rows)
+
+
+def workers_over_time(outcomes: Mapping[str, Outcome]) -> "Drawing":
+    """One panel per method, one lane per worker: a colour per drafter, nothing where the worker idles (SA Fig.
+    14)."""
+    # matplotlib takes a second to import, and only figures need it.
+    from ...cli.plotting import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, VERMILLION, Drawing, canvas, draw_boxes
+
+    labels = [("seconds since the rollout's start", "workers")] * len(outcomes)
+    figure, panels = canvas(*labels, per_row=3, width=4.2, height=2.2)
+    longest = max(outcome.rollout_seconds for outcome in outcomes.values())
+    drafters = sorted({name for outcome in outcomes.values() for spans in outcome.spans for _, _, name in spans})
+    colours = dict(zip(drafters, itertools.cycle((BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)), strict=False))
+    colours["none"] = PALE
+    for axes, (name, outcome) in zip(panels, outcomes.items(), strict=True):
+        by_end = sorted(outcome.spans, key=lambda spans: spans[0][1] if spans else 0.0)
+        lanes = [by_end[0], *by_end[1:][-(WORKERS - 1) :]]
+        boxes: list[tuple[str, Box]] = []
+        for place, spans in enumerate(lanes):
+            boxes += [(drafter, (start, end, place - 0.4, place + 0.4)) for start, end, drafter in spans]
+        legend = {drafter: colours[drafter] for drafter, _ in boxes}
+        draw_boxes(axes, [(colours[drafter], box) for drafter, box in boxes], legend)
+        axes.set(title=name, xlim=(0, longest), ylim=(len(lanes) - 0.5, -0.5), yticks=[])
+    ends = ", ".join(f"{name} {outcome.rollout_seconds:.0f} s" for name, outcome in outcomes.items())
+    return Drawing(figure, f"the last request ends after: {ends}.")

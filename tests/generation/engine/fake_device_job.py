@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import spec_trl
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
-from spec_trl.generation.drafters.decoupled.messages import Kind
+from spec_trl.generation.drafters.decoupled.worker import Kind
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.scheduling.planner import Planner

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from spec_trl.generation import decoding
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
-from spec_trl.generation.drafters.decoupled.thread import DraftThread
+from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.engine import kv_room, memory
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.kv_room import KVRoom, RowNeeds

@@ -15,7 +15,7 @@ from spec_trl import release
 from spec_trl.generation import decoding
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
-from spec_trl.generation.drafters.decoupled.thread import DraftThread
+from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import paged_cache
 from spec_trl.generation.engine.cache import RaggedCache

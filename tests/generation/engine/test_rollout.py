@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
-from spec_trl.generation.drafters.decoupled.thread import DraftThread
+from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.noise import RoundNoise

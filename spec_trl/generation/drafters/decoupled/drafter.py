@@ -1,7 +1,7 @@
 """The verifier's side of decoupled execution (SA §4.1): a drafter whose windows are drafted elsewhere, meanwhile."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -14,7 +14,8 @@ from ...engine.noise import RoundNoise
 from ...engine.outcome import Integers
 from ...engine.rows import Admission
 from ...engine.verification import Proposal
-from .messages import DraftLink, Kind
+from .pipe import DraftPipe
+from .worker import Kind
 
 
 if TYPE_CHECKING:
@@ -43,22 +44,23 @@ class DecoupledDrafter(Drafter):
     either is, as tokens never do.
 
     Args:
-        link: to the drafter.
-        plans: gives each request a window and a mode of its own (SA Algorithm 2); None: all run ahead by w. A request
+        pipe: to the drafter.
+        plans: give each request its window and mode (SA Algorithm 2); None: all run ahead by w. A request
             in coupled mode drafts only when nothing of it waits for verification; one in plain mode never.
     """
 
     has_probabilities = False  # its drafts are verified exactly
     drafts_ahead = False  # it does so already
 
-    def __init__(self, link: DraftLink, plans: "RequestPlans[int] | None" = None) -> None:
-        self.link = link
-        self.strategy, self.max_rows, self.cost = link.strategy, link.max_rows, link.cost
+    def __init__(self, pipe: DraftPipe, plans: "RequestPlans[int] | None" = None) -> None:
+        self.pipe = pipe
+        self.strategy, self.max_rows, self.cost = pipe.strategy, pipe.max_rows, pipe.cost
         self._plans = plans
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        with super().claim(), self.link.claim():
+        drafter = self.pipe.drafter
+        with super().claim(), nullcontext() if drafter is None else drafter.claim():
             yield
 
     def begin(self, session: DraftSession) -> None:
@@ -74,11 +76,15 @@ class DecoupledDrafter(Drafter):
         self.drafted, self.dropped = 0, 0  # tokens
         if self._plans is not None:
             self._plans.begin()
-        self.link.begin(session, self._vocabulary)
+        self.pipe.begin(session, self._vocabulary)
 
     def end(self) -> None:
         super().end()
-        self.link.end()
+        try:
+            if self._asked is not None:  # the target failed; over gloo the window must be received before END is sent
+                self.pipe.receive()
+        finally:
+            self.pipe.end()
 
     def admit(self, admission: Admission) -> None:
         rows, first = self.session.rows, admission.first
@@ -92,7 +98,7 @@ class DecoupledDrafter(Drafter):
             self._lengths[row], self._limits[row] = len(prompt) + len(output), state[0, row]
             self._ahead[row] = 0
         self._active = rows.active
-        self.link.send(Kind.ADMIT, torch.from_numpy(np.concatenate(parts)))
+        self.pipe.send(Kind.ADMIT, torch.from_numpy(np.concatenate(parts)))
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         remaining = self.session.rows.active
@@ -100,7 +106,7 @@ class DecoupledDrafter(Drafter):
         for state in (self._lengths, self._limits, self._ahead, self._drafts):
             state[destination] = state[source]
         self._active = remaining
-        self.link.send(Kind.MOVE, torch.tensor([*destination, *ended]))
+        self.pipe.send(Kind.MOVE, torch.tensor([*destination, *ended]))
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         batch = self._active
@@ -109,15 +115,16 @@ class DecoupledDrafter(Drafter):
         room = self._limits[:batch] - self._lengths[:batch] - ahead  # [B]
         # 2w - 1 are ahead at most, of which the first is sure to be right if all before it are.
         asked = torch.minimum(window, torch.minimum(2 * window - 1 - ahead, room)).clamp(min=0)
-        self._asked = asked.masked_fill(waits & (ahead > 0), 0)  # [B]
-        self.link.send(Kind.DRAFT, self._asked)
+        asked = asked.masked_fill(waits & (ahead > 0), 0)
+        self.pipe.send(Kind.DRAFT, asked)
+        self._asked = asked
         return Proposal(self._drafts[:batch, :draft_length].clone(), ahead.clamp(max=draft_length))  # [B, γ], [B]
 
     def observe(self, tokens: Integers, kept: Integers) -> None:
         batch = self._active
         if self._asked is not None:
             asked, self._asked = self._asked, None
-            self._take(self.link.receive(), asked)
+            self._take(self.pipe.receive(), asked)
         ahead, drafts = self._ahead[:batch], self._drafts[:batch]  # [B], [B, 2w]
         counts = torch.from_numpy(kept)  # [B]
         text = torch.from_numpy(tokens[:, : kept.max()])  # [B, K]
@@ -127,7 +134,7 @@ class DecoupledDrafter(Drafter):
         right = is_right.long().cumprod(1).sum(1)  # [B]
         stays = right == counts  # [B]
         text = text.masked_fill(step >= counts[:, None], 0)
-        self.link.send(Kind.COMMIT, torch.cat([counts, stays.long(), text.T.flatten()]))
+        self.pipe.send(Kind.COMMIT, torch.cat([counts, right, text.T.flatten()]))
         left = (ahead - counts).where(stays, 0)  # [B]
         self.dropped += int((ahead - right - left).sum())
         slots = (counts[:, None] + torch.arange(drafts.shape[1])).clamp(max=drafts.shape[1] - 1)  # [B, 2w]
@@ -146,11 +153,11 @@ class DecoupledDrafter(Drafter):
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
-        return self.link.forwards
+        return 0 if self.pipe.drafter is None else self.pipe.drafter.forwards
 
     @property
     def cache_bytes(self) -> int:
-        return self.link.cache_bytes
+        return 0 if self.pipe.drafter is None else self.pipe.drafter.cache_bytes
 
     def _windows(self, most: int) -> tuple[Tensor, Tensor]:
         """w of each row, `[B]` int64 of at most `most`, and whether it waits for verification, `[B]` bool."""

@@ -1,6 +1,12 @@
-"""A drafter that runs ahead: it drafts on from its own drafts, and goes back where the target went another way."""
+"""The drafter's side of decoupled execution: it drafts on from its drafts, and goes back where the target differs.
 
+Verifier and worker exchange messages: a kind and a flat int64 tensor in host memory, a few hundred bytes per round.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -10,7 +16,33 @@ from ...engine.cache import RaggedCache, TailCache
 from ...engine.drafter import Drafter, DraftSession
 from ...engine.noise import RoundNoise
 from ...engine.rows import Progress, Request
-from .messages import Kind
+
+
+class Kind(IntEnum):
+    """The messages of a generation: BEGIN, then ADMIT, DRAFT, COMMIT and MOVE again and again, END. B: rows in
+    flight."""
+
+    BEGIN = 1
+    """A generation begins; each pipe has its content."""
+    ADMIT = 2
+    """Requests came in, in the order of their rows; of each: index, limit, noise key, tokens of the prompt, tokens
+    that another rank has generated, and all these tokens."""
+    DRAFT = 3
+    """`[B]`: how many more tokens to draft for each row, after those it has drafted already. Answered by WINDOW."""
+    COMMIT = 4
+    """`[B]` tokens k that a round committed, or that follow prompts, `[B]` how many of the row's drafts are the first
+    of them, and the tokens `[B, max k]`. Where all k are, the drafts after them stay; else the row's drafts are
+    dropped."""
+    MOVE = 5
+    """Rows that ended, as of :meth:`Rows.drop`."""
+    END = 6
+    """The generation is over. Answered by an empty WINDOW."""
+    WINDOW = 7
+    """Answer: `[B]` tokens drafted, and `[B, max asked]` tokens."""
+    FAILED = 8
+    """Answer: the drafter raised; the UTF-8 bytes of its error."""
+    CLOSE = 9
+    """No generation follows."""
 
 
 class DraftWorker:
@@ -20,8 +52,8 @@ class DraftWorker:
         mirrored row     prompt . . . output . . . p1 p2 ... | n1 n2 ... nw |
                                                    pending     next window
 
-    The mirror counts drafts as text. So the drafter needs to know nothing of decoupling: it is asked for `w` tokens
-    after the text, and told now and then that rows have become shorter.
+    The mirror counts drafts as text. So the drafter knows nothing of decoupling: it drafts `w` tokens after the text,
+    and sometimes rows become shorter.
 
     Args:
         drafter: drafts in the thread or process of the worker alone.
@@ -42,8 +74,8 @@ class DraftWorker:
             session = replace(session, tail=TailCache(target, self._committed, size))
         drafter.begin(session)
 
-    def handle(self, kind: Kind, values: Tensor) -> Tensor | None:
-        """Carries out one message; returns the content of the answer, to DRAFT alone.
+    def handle(self, kind: Kind, values: Tensor) -> Tensor:
+        """Carries out one message; returns the window that answers DRAFT, and else an empty tensor.
 
         Raises:
             ValueError: the message does not fit the rows.
@@ -61,7 +93,7 @@ class DraftWorker:
                 self._drafter.end()
             case _:
                 raise ValueError(f"a drafter cannot carry out {kind!r}")
-        return None
+        return values[:0]
 
     def _admit(self, values: Tensor) -> None:
         rows, requests, at = self._rows, [], 0
@@ -92,37 +124,36 @@ class DraftWorker:
         proposal = self._drafter.propose(width, noise).to(rows.tokens.device)
         if proposal.scores is not None and proposal.scores.isnan().any():
             raise FloatingPointError("the draft network returned NaN logits")
-        found = torch.minimum(proposal.drafted(), counts).clamp(min=0)  # [B]
-        is_draft = torch.arange(width, device=found.device) < found[:, None]  # [B, width]
+        drafted = torch.minimum(proposal.drafted(), counts).clamp(min=0)  # [B]
+        is_draft = torch.arange(width, device=drafted.device) < drafted[:, None]  # [B, width]
         tokens = proposal.tokens.masked_fill(~is_draft, 0)  # [B, width]
         self._require_tokens(tokens, "the drafter's proposal")
         rows.write(0, tokens)
-        rows.commit((rows.lengths + found).cpu().numpy(), None)
-        self._drafter.observe(tokens.cpu().numpy(), found.cpu().numpy())
-        return torch.cat([found, tokens.flatten()]).cpu()
+        rows.commit((rows.lengths + drafted).cpu().numpy(), None)
+        self._drafter.observe(tokens.cpu().numpy(), drafted.cpu().numpy())
+        return torch.cat([drafted, tokens.flatten()]).cpu()
 
     def _commit(self, values: Tensor) -> None:
         rows, batch = self._rows, self._rows.active
         _require(batch > 0 and len(values) % batch == 0 and len(values) > 2 * batch, "COMMIT", "shape")
-        kept, stays, *_ = values = values.to(self._committed.device).view(-1, batch)  # [B] each
+        counts, right, *_ = values = values.to(self._committed.device).view(-1, batch)  # [B] each
         tokens = values[2:].T  # [B, K]
-        step = torch.arange(tokens.shape[1], device=kept.device)  # [K]
-        ends = self._committed[:batch] + kept  # [B]
-        _require(bool(((kept >= 0) & (kept <= len(step)) & (ends <= rows.limits)).all()), "COMMIT", "lengths")
+        step = torch.arange(tokens.shape[1], device=counts.device)  # [K]
+        ends = self._committed[:batch] + counts  # [B]
+        _require(bool(((counts >= 0) & (counts <= len(step)) & (ends <= rows.limits)).all()), "COMMIT", "lengths")
+        is_draft = (right >= 0) & (right <= counts) & (self._committed[:batch] + right <= rows.lengths)  # [B]
+        _require(bool(is_draft.all()), "COMMIT", "numbers of right drafts")
         self._require_tokens(tokens, "COMMIT")
         columns = self._committed[:batch, None] + step  # [B, K]
-        text, is_kept = rows.tokens[:batch].gather(1, columns), step < kept[:, None]  # [B, K] each
-        right = ((text == tokens) & is_kept).long().cumprod(1).sum(1)  # [B]
-        rows.tokens[:batch].scatter_(1, columns, tokens.where(is_kept, text))
+        text = rows.tokens[:batch].gather(1, columns)  # [B, K]
+        rows.tokens[:batch].scatter_(1, columns, tokens.where(step < counts[:, None], text))
         # Dropped drafts end at the first that was wrong: the drafter computed nothing that holds from there on, even
         # where another one's chain has gone further.
-        held = torch.minimum(self._committed[:batch] + right + 1, ends)  # [B]
-        rows.commit(rows.lengths.where(stays.bool(), held).cpu().numpy(), None)
+        stays = right == counts  # [B]
+        rows.commit(rows.lengths.where(stays, torch.minimum(ends - counts + right + 1, ends)).cpu().numpy(), None)
         self._drafter.observe(tokens[:, :0].cpu().numpy(), np.zeros(batch, np.int64))  # rows have become shorter
         self._committed[:batch] = ends
-        rows.lengths.copy_(rows.lengths.where(stays.bool(), ends))
-        _require(bool((rows.lengths >= ends).all()), "COMMIT", "drafts that stay")
-        rows.commit(rows.lengths.cpu().numpy(), None)
+        rows.commit(rows.lengths.where(stays, ends).cpu().numpy(), None)
 
     def _move(self, finished: list[int]) -> None:
         rows = self._rows
@@ -133,6 +164,39 @@ class DraftWorker:
 
     def _require_tokens(self, tokens: Tensor, message: str) -> None:
         _require(bool(((tokens >= 0) & (tokens < self._vocabulary)).all()), message, "tokens")
+
+
+def work(
+    drafter: Drafter,
+    begin: Callable[[Tensor], DraftWorker],
+    receive: Callable[[], tuple[Kind, Tensor]],
+    answer: Callable[[Tensor | Exception], None],
+) -> None:
+    """Carries out messages until CLOSE. What the drafter raises is the answer until the next generation.
+
+    Args:
+        drafter: of the worker.
+        begin: makes the worker of a generation from BEGIN's content.
+        receive: waits for the next message.
+        answer: sends a WINDOW's content, or the error of a drafter that failed.
+    """
+    worker: DraftWorker | None = None
+    failure: Exception | None = None
+    while (message := receive())[0] != Kind.CLOSE:
+        kind, values = message
+        try:
+            if kind == Kind.BEGIN:
+                failure, worker = None, begin(values)
+            elif failure is None:
+                assert worker is not None, f"{kind.name} came before BEGIN"
+                values = worker.handle(kind, values)
+        except Exception as error:
+            failure = error
+            with suppress(Exception):
+                drafter.end()
+        if kind in (Kind.DRAFT, Kind.END):
+            answer(values if failure is None else failure)
+    del failure  # its traceback holds this frame, which holds the caches
 
 
 def _require(is_right: bool, message: str, what: str) -> None:

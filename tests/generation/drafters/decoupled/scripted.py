@@ -1,4 +1,4 @@
-"""Links and drafters whose behaviour a test writes down."""
+"""Pipes and drafters whose behaviour a test writes down."""
 
 import random
 from collections.abc import Callable
@@ -6,15 +6,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spec_trl.generation.drafters.decoupled.messages import DraftLink, Kind
-from spec_trl.generation.drafters.decoupled.worker import DraftWorker
+from spec_trl.generation.drafters.decoupled.pipe import NOTHING, DraftPipe, mirrored
+from spec_trl.generation.drafters.decoupled.worker import DraftWorker, Kind
 from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.generation.engine.rows import Rows
 from spec_trl.generation.engine.verification import Proposal
 
 
-class InTurn(DraftLink):
+class InTurn(DraftPipe):
     """Runs the drafter in the caller's thread, when it is asked for the answer. `spoil` makes another answer of each.
 
     Attributes:
@@ -30,11 +29,9 @@ class InTurn(DraftLink):
         self.most_ahead, self.wasted = 0, []
 
     def begin(self, session: DraftSession, vocabulary: int) -> None:
-        rows = self.rows = session.rows
-        self.mirror = Rows(rows.capacity, rows.columns + 1, rows.tokens.device)
-        pipeline = session.pipeline.over(self.mirror)
-        own = DraftSession(self.mirror, pipeline, session.do_sample, None, False, session.most_drafted)
-        self.worker = DraftWorker(self.drafter, own, vocabulary, session.target.cache)
+        session, self.rows, target = mirrored(session), session.rows, session.target
+        self.mirror = session.rows
+        self.worker = DraftWorker(self.drafter, session, vocabulary, target.cache)
 
     def send(self, kind: Kind, values: Tensor) -> None:
         self.messages.append(kind)
@@ -60,7 +57,7 @@ class InTurn(DraftLink):
         return self.spoil(answer)
 
     def end(self) -> None:
-        self.worker.handle(Kind.END, torch.zeros(0, dtype=torch.int64))
+        self.worker.handle(Kind.END, NOTHING)
 
 
 class Chance(Drafter):

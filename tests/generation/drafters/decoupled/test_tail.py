@@ -9,13 +9,14 @@ from torch import Tensor
 
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
-from spec_trl.generation.drafters.decoupled.messages import DraftLink, Kind
-from spec_trl.generation.drafters.decoupled.thread import DraftThread
+from spec_trl.generation.drafters.decoupled.pipe import DraftPipe, DraftThread
+from spec_trl.generation.drafters.decoupled.worker import Kind
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import memory
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.generation.engine.statistics import DraftCounts
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Chain
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -60,6 +61,18 @@ def exact_copy(model: Any) -> NetworkDrafter:
     return NetworkDrafter(make_shadow(model), shares_target_cache=True)
 
 
+def check(
+    model: Any, drafter: DecoupledDrafter, new_tokens: int, prompts: Any = PROMPTS, **options: Any
+) -> DraftCounts:
+    """No token changes, and every draft of the exact copy that `drafter` runs is right; returns the counts."""
+    found = generate(model, prompts, drafter=drafter, max_new_tokens=new_tokens, **options)
+    for name in ("config", "control"):
+        options.pop(name, None)
+    assert outputs(found) == outputs(generate(model, prompts, max_new_tokens=new_tokens, **options))
+    assert drafter.drafted > 0 == drafter.dropped
+    return found.statistics.total
+
+
 # ---- drafts --------------------------------------------------------------------------------------------------------
 
 
@@ -74,17 +87,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("link", [DraftThread, InTurn, Before])
+@pytest.mark.parametrize("pipe", [InTurn, Before])
 @pytest.mark.parametrize("case", CASES)
-def test_an_exact_copy_drafts_what_the_target_says(case: str, link: Callable[[Drafter], DraftLink], tiny) -> None:
-    options = dict(CASES[case])
-    prompts = options.pop("prompts", PROMPTS)
-    drafter = DecoupledDrafter(link(exact_copy(tiny)))
-    found = generate(tiny, prompts, drafter=drafter, max_new_tokens=70, **options)
-    options.pop("config", None)
-    assert outputs(found) == outputs(generate(tiny, prompts, max_new_tokens=70, **options))
-    assert drafter.drafted > 0 == drafter.dropped
-    assert found.statistics.total.accepted == found.statistics.total.drafted
+def test_an_exact_copy_drafts_what_the_target_says(case: str, pipe: Callable[[Drafter], DraftPipe], tiny) -> None:
+    total = check(tiny, DecoupledDrafter(pipe(exact_copy(tiny))), 70, **CASES[case])
+    assert total.accepted == total.drafted
 
 
 @pytest.mark.parametrize("modes", ["decoupled", "coupled", "changing"])
@@ -92,20 +99,13 @@ def test_windows_that_change(modes: str, tiny) -> None:
     """Rounds of other γ, without drafts, with chains of some rows; requests with windows and modes of their own."""
     rounds = [[Chain(0, 2)], [Chain(0, 9)], [], [Chain(0, 1)], [Chain(0, 5, (0, 2, 5))], [Chain(0, 9)], [Chain(0, 3)]]
     drafter = DecoupledDrafter(DraftThread(exact_copy(tiny)), Assigned(modes))
-    found = generate(
-        tiny, PROMPTS, drafter=drafter, control=Plans(1, rounds), max_new_tokens=90, config={"max_batch_size": 4}
-    )
-    assert outputs(found) == outputs(generate(tiny, PROMPTS, max_new_tokens=90))
-    assert drafter.drafted > 0 == drafter.dropped
+    check(tiny, drafter, 90, control=Plans(1, rounds), config={"max_batch_size": 4})
 
 
 def test_rows_whose_tail_is_full(tiny) -> None:
     """Rows without a chain of their own wait with 2w - 1 drafts, and are fed as many tokens as the others draft."""
-    drafter = DecoupledDrafter(DraftThread(exact_copy(tiny)))
     control = Plans(1, [[Chain(0, 5, (0, 2))]] * 8 + [[Chain(0, 5)]] * 2)
-    found = generate(tiny, PROMPTS, drafter=drafter, control=control, max_new_tokens=60)
-    assert outputs(found) == outputs(generate(tiny, PROMPTS, max_new_tokens=60))
-    assert drafter.drafted > 0 == drafter.dropped
+    check(tiny, DecoupledDrafter(DraftThread(exact_copy(tiny))), 60, control=control)
 
 
 def test_races(tiny) -> None:
@@ -121,10 +121,7 @@ def test_races(tiny) -> None:
 @pytest.mark.parametrize("family", ["mistral with window", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3", "gpt2"])
 def test_layers_that_see_a_part_and_code_of_their_own(family: str) -> None:
     model = build(family)
-    drafter = DecoupledDrafter(DraftThread(exact_copy(model)))
-    found = generate(model, PROMPTS, drafter=drafter, max_new_tokens=40)
-    assert outputs(found) == outputs(generate(model, PROMPTS, max_new_tokens=40))
-    assert drafter.drafted > 0 == drafter.dropped
+    check(model, DecoupledDrafter(DraftThread(exact_copy(model))), 40)
 
 
 def test_a_packed_copy_drafts_as_it_does_coupled(tiny) -> None:

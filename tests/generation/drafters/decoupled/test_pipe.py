@@ -11,7 +11,7 @@ import torch
 from spec_trl import release
 from spec_trl.generation import kept
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
-from spec_trl.generation.drafters.decoupled.thread import DraftThread
+from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
