@@ -16,10 +16,8 @@ from transformers import PreTrainedModel
 
 from ..generation.drafters.borrowed import plain_embedding
 from ..generation.drafters.checkpoints import write_checkpoint
-from ..generation.drafters.dflash.config import DFlashConfig, spaced_layers
-from ..generation.drafters.dflash.network import DFlashNetwork
-from ..generation.drafters.eagle3.config import Eagle3Config
-from ..generation.drafters.eagle3.network import Eagle3Network
+from ..generation.drafters.dflash.network import DFlashConfig, DFlashNetwork, spaced_layers
+from ..generation.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from ..generation.drafters.feature_network import FeatureNetwork
 from ..generation.engine.shadow import observe
 from .target_head import TargetHead

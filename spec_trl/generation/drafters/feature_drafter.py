@@ -23,8 +23,7 @@ from ..engine.verification import Proposal
 from .borrowed import plain_embedding
 from .canvas import TrainableDrafter
 from .checkpoints import load_exactly, read_checkpoint, read_config, tensors_to_store, write_checkpoint
-from .feature_config import FeatureConfig
-from .feature_network import FeatureNetwork
+from .feature_network import FeatureConfig, FeatureNetwork
 from .vocabulary import check_sizes
 
 

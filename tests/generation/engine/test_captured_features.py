@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from spec_trl import release
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.dflash.config import DFlashConfig
+from spec_trl.generation.drafters.dflash.network import DFlashConfig
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from spec_trl.generation.engine import captured

@@ -6,7 +6,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel, Qwen2Config
 
-from spec_trl.generation.drafters.tts.row_adapters import RowAdapters
+from spec_trl.generation.drafters.tts.learners import RowAdapters
 from spec_trl.generation.engine import captured
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.captured import compiled_twin

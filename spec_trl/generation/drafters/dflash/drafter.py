@@ -15,8 +15,7 @@ from ...registry import register_drafter
 from ..canvas import Canvas
 from ..feature_drafter import FeatureDrafter
 from ..feature_network import Store
-from .config import DFlashConfig
-from .network import DFlashNetwork
+from .network import DFlashConfig, DFlashNetwork
 
 
 @register_drafter

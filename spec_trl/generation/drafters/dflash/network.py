@@ -6,19 +6,205 @@ the target's hidden states at every position before the anchor, fused once and p
     context  c0 c1 ... c(a-1) | block  x_a  M  M  M      a: the anchor's position; the target has not read x_a yet
     drafts                             .    d1 d2 d3     slot k is token a + k
     sample_from_anchor                 d1   d2 d3 d4     slot k is token a + k + 1
+
+A checkpoint's config.json is of the z-lab or the speculators format.
 """
 
-from collections.abc import Collection, Sequence
-from typing import cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from ...engine.attention import SLIDING, as_spans
 from ..borrowed import in_dtype_of
-from ..feature_network import Attention, FeatureNetwork, Store
-from .config import DFlashConfig
+from ..feature_network import (
+    DECODER_KEYS,
+    Attention,
+    FeatureConfig,
+    FeatureNetwork,
+    Store,
+    check_keys,
+    integer,
+    layer_list,
+    read_decoder,
+)
+
+
+_ZLAB_EITHER = {  # at the top, or in dflash_config
+    "block_size", "final_logit_softcapping", "input_embedding_scale", "mask_token_id", "output_multiplier",
+    "target_layer_ids",
+}  # fmt: skip
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "mlp_bias": (False, None),
+    "projector_type": ("dflash", None),
+    "shift_label": (False, None),
+    "use_aux_hidden_state": (True, None),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(FeatureConfig):
+    """What a checkpoint's config.json says about the network.
+
+    Args:
+        block_size: number of slots of a block, the anchor included.
+        mask_token: the token in the slots after the anchor.
+        is_causal: for each layer, whether a slot sees only the slots before it.
+        sample_from_anchor: whether the anchor's slot drafts too, and each slot drafts the token after its position.
+        window_from_anchor: whether windowed layers reach back from the anchor, the same for all slots (speculators
+            trains so), or from each slot (z-lab).
+        num_target_layers: layers of the target it was made for; None: not said.
+        embedding_scale: factor on the token embeddings.
+        output_multiplier: factor on the logits.
+        softcap: of the logits, after the factor; None: none.
+    """
+
+    block_size: int
+    mask_token: int
+    is_causal: tuple[bool, ...]
+    sample_from_anchor: bool = False
+    window_from_anchor: bool = False
+    num_target_layers: int | None = None
+    embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> "DFlashConfig":
+        """Reads a config.json of the z-lab or the speculators format; raises ValueError where it is neither, or a key
+        is missing, or asks for another network."""
+        if "speculators_model_type" in settings:
+            return cls._parse_speculators(settings)
+        if "dflash_config" not in settings and "block_size" not in settings:
+            missing = "neither dflash_config nor block_size nor speculators_model_type"
+            raise ValueError(f"its config.json has {missing}: it is no DFlash drafter.")
+        inner: Mapping[str, Any] = settings.get("dflash_config") or {}
+        check_keys("dflash_config", inner, _ZLAB_EITHER, _FIXED)
+        check_keys("config.json", settings, DECODER_KEYS | _ZLAB_EITHER, _FIXED)
+        given = {key: inner.get(key, settings.get(key)) for key in _ZLAB_EITHER}
+        decoder = read_decoder(settings, "qwen3", model_type="qwen3", mlp_bias=False)
+        depth, ids = settings.get("num_target_layers"), given["target_layer_ids"]
+        if ids is None:
+            depth = integer("num_target_layers (target_layer_ids is missing)", depth, 4)
+            ids = spaced_layers(depth, decoder.num_hidden_layers)
+        causal = settings.get("is_causal")
+        return cls(
+            decoder=decoder,
+            block_size=integer("block_size", given["block_size"], 2),
+            mask_token=integer("mask_token_id", given["mask_token_id"], 0),
+            # Counted from the first layer's output.
+            feature_layers=tuple(index + 1 for index in layer_list("target_layer_ids", ids)),
+            is_causal=tuple(kind == SLIDING if causal is None else bool(causal) for kind in decoder.layer_types),
+            draft_vocabulary=decoder.vocab_size,
+            num_target_layers=depth,
+            embedding_scale=float(given["input_embedding_scale"] or 1.0),
+            output_multiplier=float(given["output_multiplier"] or 1.0),
+            softcap=given["final_logit_softcapping"] or None,
+        )
+
+    @classmethod
+    def _parse_speculators(cls, settings: Mapping[str, Any]) -> "DFlashConfig":
+        kind = settings["speculators_model_type"]
+        if kind != "dflash":
+            raise ValueError(f'speculators_model_type={kind!r} is not served here; it must be "dflash".')
+        check_keys("config.json", settings, (), _FIXED)
+        inner: Mapping[str, Any] = settings.get("transformer_layer_config") or {}
+        check_keys("transformer_layer_config", inner, DECODER_KEYS, _FIXED)
+        decoder = read_decoder(inner, "qwen3", mlp_bias=False)
+        non_causal = bool(settings.get("sliding_window_non_causal", False))
+        ids = settings.get("aux_hidden_state_layer_ids")
+        return cls(
+            decoder=decoder,
+            block_size=integer("block_size", settings.get("block_size", 8), 2),
+            mask_token=integer("mask_token_id", settings.get("mask_token_id"), 0),
+            feature_layers=layer_list("aux_hidden_state_layer_ids", ids),
+            is_causal=tuple(kind == SLIDING and not non_causal for kind in decoder.layer_types),
+            draft_vocabulary=integer("draft_vocab_size", settings.get("draft_vocab_size", 32000), 1),
+            sample_from_anchor=bool(settings.get("sample_from_anchor", False)),
+            window_from_anchor=True,
+            target_hidden_size=settings.get("target_hidden_size"),
+        )
+
+    def check_target(self, target: PreTrainedConfig, tensors: Collection[str]) -> None:
+        super().check_target(target, tensors)
+        if self.num_target_layers not in (None, target.num_hidden_layers):
+            raise ValueError(
+                f"num_target_layers={self.num_target_layers}, and the target has {target.num_hidden_layers} layers. "
+                "Use a drafter that was made for this target."
+            )
+        rows = self.decoder.vocab_size if "embed_tokens.weight" in tensors else target.vocab_size
+        if self.mask_token >= rows:
+            raise ValueError(
+                f"mask_token_id={self.mask_token} lies outside the embedding of {rows} tokens. Give the target the "
+                "embedding that the drafter was trained with."
+            )
+
+    @property
+    def drafts(self) -> int:
+        """Number of tokens that one block drafts."""
+        return self.block_size - (0 if self.sample_from_anchor else 1)
+
+    def masks(self, anchors: Tensor, keys: Tensor, is_block: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """Additive masks `[B, 1, block_size, K]` for the queries of a block, one per layer.
+
+        Args:
+            anchors: `[B]` int64 positions.
+            keys: `[B or 1, K]` int64 position of every key, K: context and block.
+            is_block: `[B, K]` bool, whether a key is one of the block rather than of the context.
+            dtype: of the queries.
+        """
+        first = anchors[:, None, None]  # [B, 1, 1]
+        query = first + torch.arange(self.block_size, device=anchors.device)[:, None]  # [B, n, 1]
+        keys = keys[:, None]  # [B or 1, 1, K]
+        beyond = torch.where(is_block[:, None], first + self.block_size, first)  # [B, 1, K]
+
+        def mask(slides: bool, causal: bool) -> Tensor:
+            seen = (keys < beyond).expand(-1, self.block_size, -1)  # [B, n, K]
+            if causal:
+                seen = seen & (keys <= query)
+            if slides and self.window_from_anchor:
+                seen = seen & (keys >= first - self.decoder.sliding_window)
+            elif slides:
+                seen = seen & ((query - keys).abs() < self.decoder.sliding_window)
+            additive = torch.zeros(seen.shape, dtype=dtype, device=seen.device)  # [B, n, K]
+            return additive.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+        return self._of_each_layer(mask)
+
+    def spans(self, anchors: Tensor, table: Tensor | None) -> list[Tensor]:
+        """The same masks as the first and the last column that each query sees: a block follows its context, so they
+        lie next to each other. :func:`~spec_trl.generation.engine.attention.as_spans` makes them, of a `table` too."""
+        anchor = anchors[:, None]  # [B, 1]
+        query = anchor + torch.arange(self.block_size, device=anchors.device)  # [B, n]
+        start, end = torch.zeros_like(query), (anchor + self.block_size - 1).expand_as(query)  # [B, n] each
+
+        def span(slides: bool, causal: bool) -> Tensor:
+            first, last = start, query if causal else end
+            if slides and self.window_from_anchor:
+                first = (anchor - self.decoder.sliding_window).clamp(min=0).expand_as(query)
+            elif slides:
+                reach = self.decoder.sliding_window - 1
+                first, last = (query - reach).clamp(min=0), torch.minimum(last, query + reach)
+            return as_spans(first, last, table)
+
+        return self._of_each_layer(span)
+
+    def _of_each_layer(self, make: Callable[[bool, bool], Tensor]) -> list[Tensor]:
+        """What `make` makes for each layer, by whether it has a window, and is causal; alike layers share it."""
+        kinds = [(t == SLIDING, causal) for t, causal in zip(self.decoder.layer_types, self.is_causal, strict=True)]
+        made = {kind: make(*kind) for kind in set(kinds)}
+        return [made[kind] for kind in kinds]
+
+
+def spaced_layers(depth: int, count: int) -> list[int]:
+    """The reference's choice of `count` of a target's `depth` layers, its rounding (half to even) included."""
+    if count == 1:
+        return [depth // 2]
+    return [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
 
 
 class DFlashNetwork(FeatureNetwork):

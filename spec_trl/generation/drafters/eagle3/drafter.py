@@ -17,8 +17,7 @@ from ...registry import register_drafter
 from ..autoregressive import CATCH_UP
 from ..canvas import Canvas
 from ..feature_drafter import FeatureDrafter
-from .config import Eagle3Config
-from .network import Eagle3Network
+from .network import Eagle3Config, Eagle3Network
 
 
 _PROMPT_PAIRS = 8192  # fed at once, padding included: bounds activations and masks

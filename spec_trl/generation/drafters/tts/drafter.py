@@ -30,8 +30,7 @@ from ..canvas import Canvas, TrainableDrafter
 from ..self_copy import SelfDrafter, versions
 from ..small_model import as_assistant
 from .learners import Learner, make_learner
-from .price import LearningPrice
-from .stride import UpdateStride
+from .price import LearningPrice, UpdateStride
 
 
 @register_drafter

@@ -1,7 +1,7 @@
-"""When a drafter learns, by what that costs and brings: the stride "adaptive" of Test-Time Speculation.
+"""When a drafter learns: after every S rounds (TTS App. C.1), or with the stride "adaptive" where it pays.
 
 The paper leaves an adaptive stride to future work (TTS App. C.2). Here an update runs where the rounds ahead are
-expected to save its seconds, and where there is something to pay it with.
+expected to save its seconds, and where a budget covers it.
 """
 
 import math
@@ -15,7 +15,8 @@ UPDATES = 1000
 """By expectation an update closes 1 / UPDATES of what log τ lacks to its ceiling: between 1/600 (EAGLE-3, greedy) and
 1/4000 (small LM, sampled) in benchmarks/results/tts_drafters.json. In so many updates that may change by as much."""
 TRIAL = 0.01
-"""Share of the rounds' seconds that updates of unknown worth may take; a planner's account receives 1.5 times that."""
+"""Share of the rounds' seconds that updates of unknown worth may take. A planner's budget of trials gets 1.5 times as
+much."""
 FIRST = 2
 """Rounds that the first update is assumed to take, before one was timed; the copy of the network included."""
 NOISE = 0.1
@@ -29,6 +30,26 @@ TEXT = 256
 _SAVED = ("level", "share", "rounds", "_variances", "_noise", "_seen", "_efficiency", "_ceiling")
 
 
+class UpdateStride:
+    """Says after which rounds the drafter learns: every `rounds` (S) of them."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        self.begin()
+
+    def begin(self) -> None:
+        """Learning starts anew, with the first round."""
+        self._waited = self.rounds - 1
+
+    def is_due(self) -> bool:
+        """Whether the drafter learns from this round; asked once in each round that drafted."""
+        self._waited += 1
+        if self._waited < self.rounds:
+            return False
+        self._waited = 0
+        return True
+
+
 class LearningPrice:
     """Says after which rounds the drafter learns: where that pays.
 
@@ -37,12 +58,12 @@ class LearningPrice:
     update closes. Each update measures the level: on the same round, with the weights that learned and the first ones.
 
     * Worth of an update: share · log((γ + 1) / τ) · rounds ahead · seconds of a round.
-    * It is due where it is worth its seconds and the purse holds them.
-    * Into the purse goes, per round, what learning surely saves (level less one sd), where an update is worth its
-      seconds by expectation; and where it may be worth them (plus one sd) a small share of the round, if `spend`,
-      which takes seconds from the control's account, agrees.
+    * It is due where it is worth its seconds and the budget covers them.
+    * Where an update is worth its seconds by expectation, each round adds to the budget what learning surely saves
+      (level less one sd). Where it may be worth them (plus one sd), a round adds a small share of its seconds, if
+      `spend`, which takes them from the control's budget of trials, agrees.
 
-    So learning pays for itself but for that share, and ends where the drafter has no room, gains nothing or loses.
+    So learning pays for itself but for that share. It ends where the drafter has no room, gains nothing or loses.
     """
 
     def __init__(self) -> None:
@@ -51,7 +72,7 @@ class LearningPrice:
         self._noise, self._seen = NOISE**2, WEIGHT
         self.rounds = 0
         self._efficiency, self._ceiling = 1.0, 1.0  # means of τ and γ + 1
-        self._purse, self._charged = 0.0, 0.0
+        self._budget, self._charged = 0.0, 0.0
         self._of_rounds: deque[float] = deque(maxlen=WINDOW)
         self._of_updates: deque[float] = deque(maxlen=WINDOW)
 
@@ -76,7 +97,7 @@ class LearningPrice:
 
     def is_due(self, rounds_ahead: float, spend: Callable[[float], bool]) -> bool:
         """Whether the drafter learns from this round; asked once in each round that drafted. `spend` takes seconds
-        from the account of trials, or refuses."""
+        from the budget of trials, or refuses."""
         if not self._of_rounds:
             return False
         seconds = median(self._of_rounds)
@@ -86,18 +107,18 @@ class LearningPrice:
             return False
         if most * self.share >= cost:
             surely = self.level - math.sqrt(self._variances[0])
-            self._purse += seconds * math.expm1(max(surely, 0.0))
-        if self._purse < cost and spend(TRIAL * seconds):
-            self._purse += TRIAL * seconds
-        if self._purse < cost:
+            self._budget += seconds * math.expm1(max(surely, 0.0))
+        if self._budget < cost and spend(TRIAL * seconds):
+            self._budget += TRIAL * seconds
+        if self._budget < cost:
             return False
-        self._purse, self._charged = 0.0, cost  # what was saved beyond is kept
+        self._budget, self._charged = 0.0, cost  # what was saved beyond is kept
         return True
 
     def learned(self, seconds: float, rise: float) -> None:
         """Records an update's `seconds`, and `rise` = log τ (learned weights) - log τ (first weights), measured on the
         update's round before it."""
-        self._purse += self._charged - seconds
+        self._budget += self._charged - seconds
         self._charged = 0.0
         self._of_updates.append(seconds)
         if self._variances[0] > 0 and math.isfinite(rise):

@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
-from spec_trl.generation.drafters.dflash.config import DFlashConfig
-from spec_trl.generation.drafters.dflash.network import DFlashNetwork
+from spec_trl.generation.drafters.dflash.network import DFlashConfig, DFlashNetwork
 from tests.generation.drafters.straight_line import StraightLine, draw_vocabulary
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
-from spec_trl.generation.drafters.eagle3.config import Eagle3Config
-from spec_trl.generation.drafters.eagle3.network import Eagle3Network
+from spec_trl.generation.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from tests.generation.drafters.straight_line import StraightLine, draw_vocabulary
 
 

@@ -1,4 +1,4 @@
-"""When a drafter learns with an adaptive stride: on simulated drafters, without a clock."""
+"""When a drafter learns, with a fixed and with an adaptive stride: on simulated drafters, without a clock."""
 
 import math
 import random
@@ -7,10 +7,18 @@ from dataclasses import dataclass
 
 import pytest
 
-from spec_trl.generation.drafters.tts.price import TRIAL, UPDATES, LearningPrice
+from spec_trl.generation.drafters.tts.price import TRIAL, UPDATES, LearningPrice, UpdateStride
 
 
 DRAFT_LENGTH = 7
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 7])
+def test_the_first_round_and_every_sth_after_it(rounds: int) -> None:
+    stride = UpdateStride(rounds)
+    for _ in range(2):
+        assert [i for i in range(40) if stride.is_due()] == list(range(0, 40, rounds))
+        stride.begin()
 
 
 @dataclass
@@ -122,8 +130,8 @@ def test_few_rounds_ahead(ahead: float, learns: bool) -> None:
     assert (drafter.updates > 0) is learns
 
 
-def test_trials_are_paid_from_the_account() -> None:
-    """Never more than a small share of the rounds; and an empty account allows none."""
+def test_trials_are_paid_from_the_budget() -> None:
+    """Never more than a small share of the rounds; and an empty budget allows none."""
     empty, full = Drafter(), Drafter(most=0.0)
     empty.run(LearningPrice(), 5000, spend=lambda _: False)
     assert empty.updates == 0
