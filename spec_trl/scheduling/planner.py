@@ -28,9 +28,9 @@ CAUTION = 1.5  # sds by which a plan may turn out worse than expected where its 
 
 
 class Arm(NamedTuple):
-    """One choice for a round."""
+    """One choice for a round: (candidate, γ) of each chain; none: decode autoregressively."""
 
-    chains: tuple[tuple[int, int], ...]  # (candidate, γ) of each; none: decode autoregressively
+    chains: tuple[tuple[int, int], ...]
     race: bool = False  # rows get all chains; else each row the best one for it
 
     @property
@@ -97,17 +97,14 @@ class Planner(Control):
     * **First trial**: a prediction that was never measured may be off six times, either way. A method that would pay
       then is tried once, at the shortest γ, when the budget holds what that is predicted to cost, or `MAX_BUDGET`:
       `MAX_BUDGET` / `ROUND_BUDGET` rounds after the first, at most.
-    * **Exploration budget**, in autoregressive rounds: `ROUND_BUDGET` per round, and what speculation measurably
-      gained or lost.
+    * **Budget**, in autoregressive rounds: `ROUND_BUDGET` per round, and what speculation measurably gained or lost.
     * **Planning takes time**: a plan lasts until planning is at most `SHARE` of the time, while its rows stay and it
-      does not lose. The ledger gets its rounds at once when the next plan is made.
+      does not lose. The ledger gets its rounds when the next plan is made.
 
     Without uncertainty, with one candidate of one γ and rows that are alike, the rule is ER's π_SD (Eq. 3).
 
     Args:
         candidates: drafters of different names, at least one.
-        draft_lengths: γ that may be chosen, ascending.
-        seconds: predicts rounds.
         times, drafts: the ledger, which outlives the control.
         margin: ε of ER Eq. 3: log gain, about, from which drafting begins.
         race: whether rows may get chains of two drafters.
@@ -166,8 +163,8 @@ class Planner(Control):
         self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
     ) -> tuple[str, list[int]] | None:
         """By SA Algorithm 3, for the requests of this rank: methods are ordered by what they gain for one row."""
-        arms = [arm for arm in self._singles if self._batch <= self._max_rows[arm.chains[0][0]]]
-        if not self._may_race or not arms or not len(requests):
+        arms = [arm for arm in self._singles if self._may_race and self._batch <= self._max_rows[arm.chains[0][0]]]
+        if not arms or not len(requests):
             return None
         survivals = self.drafts.survivals(np.array(requests), max(self.compared_length, YARDSTICK))  # [B, M, most]
         gains: dict[str, float] = {}
@@ -179,8 +176,7 @@ class Planner(Control):
         method = next((names[which] for which, _ in self._current.arm.chains), NO_METHOD)
         judge = names.index(method if method in gains else next(iter(gains)))
         rates = 1 + survivals[:, judge, :YARDSTICK].sum(1)  # [B]
-        order = sorted(gains, key=gains.__getitem__, reverse=True)
-        speeds = dict(zip(requests, rates.tolist(), strict=True))
+        speeds, order = dict(zip(requests, rates.tolist())), sorted(gains, key=gains.__getitem__, reverse=True)
         choice: tuple[str, list[int]] | None
         choice = load("specactor.assignment").further_method(speeds, order, method, helpers)
         return choice
@@ -222,8 +218,8 @@ class Planner(Control):
             current.arm, current.width, current.shares = arm, arm.width, table.shares[best]
             current.predicted = float(table.seconds[best, -1])
             current.chains = self._chains(arm, efficiencies)
-        for which, chosen in current.arm.chains:
-            self.candidates[which].draft_length = chosen
+            for which, chosen in arm.chains:
+                self.candidates[which].draft_length = chosen
         current.plain = self._plain_seconds()
         self._current, current.lasts = current, (self._clock() - started) / SHARE
         return current.chains
@@ -273,10 +269,9 @@ class Planner(Control):
         of arms that cannot serve are -inf."""
         best = int(gains.argmax()) if trial is None else trial
         gain, missing = math.exp(gains[best]), worst[best] - self.budget
-        if gain == 0.0:
+        if not gain:
             most = int(self._max_rows.max())
-            failed = Explanation(None, FAILED)
-            self._explanation = Explanation.too_many_rows(self._batch, most) if most else failed
+            self._explanation = Explanation.too_many_rows(self._batch, most) if most else Explanation(None, FAILED)
             return
         when = f"for about {max(math.ceil(missing / ROUND_BUDGET), 1)} more rounds, until the budget covers a"
         if trial is not None:  # it may promise little: the prediction may be wrong
@@ -347,12 +342,9 @@ class Planner(Control):
         taus = np.array([efficiencies[which, self._lengths == length][0] for which, length in arm.chains])  # [2, B]
         chains = []
         for place, (which, length) in enumerate(arm.chains):
-            rows = tuple(np.flatnonzero(taus.argmax(0) == place).tolist())
-            if rows:
+            if rows := tuple(np.flatnonzero(taus.argmax(0) == place).tolist()):
                 chains.append(Chain(which, length, None if len(rows) == self._batch else rows))
         return tuple(chains)
-
-    # ---- what rounds did --------------------------------------------------------------------------------------------
 
     def record_rows(
         self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
@@ -408,10 +400,9 @@ class Planner(Control):
     def spend(self, seconds: float) -> bool:
         self._settle()
         rounds = seconds / self._plain_seconds()
-        if self.budget < rounds:
-            return False
-        self.budget -= rounds
-        return True
+        covered = self.budget >= rounds
+        self.budget -= rounds if covered else 0.0
+        return covered
 
     def _seconds(self, arm: Arm) -> Floats:
         """Predicted seconds of a round of 1, 2, … rows: `[capacity]`, between powers of two by straight lines."""
@@ -442,11 +433,10 @@ class Planner(Control):
         self._settle()
         if not self.times.rounds:
             return None
-        return sum(
-            each.rounds
-            * self.times.seconds(self._kind(PLAIN, each.batch), self._predict({}, 0, each.batch, each.length))
-            for each in rounds
-        )
+        total = 0.0
+        for count, batch, length in rounds:
+            total += count * self.times.seconds(self._kind(PLAIN, batch), self._predict({}, 0, batch, length))
+        return total
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger, as a checkpoint keeps it; JSON."""
