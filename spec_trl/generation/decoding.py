@@ -19,6 +19,7 @@ from ..scheduling.control import Control, NeverSpeculate
 from .configuration import SpeculativeConfig, check_combination, check_decoupled, check_strategy
 from .decoupling import check_device, decoupled, keep_acceptance
 from .engine import requirements
+from .engine.cache import PAGE_COLUMNS
 from .engine.captured import GraphRunner
 from .engine.drafter import Drafter, keep_drafters
 from .engine.in_step import RolloutInStep, must_run_in_step
@@ -32,16 +33,15 @@ from .engine.kept_runner import (
     runner_mode,
     takes_pool,
 )
-from .engine.kv_room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
 from .engine.linear_layers import bytes_in_use
-from .engine.memory import check_memory, takes_pages
+from .engine.memory import check_memory, takes_memory_late
 from .engine.noise import stream_keys
-from .engine.paged_cache import PagedCache
-from .engine.pages import PAGE_COLUMNS
+from .engine.pages import PagedCache
 from .engine.processors import LogitsPipeline, PrefixView
 from .engine.record import Completion
 from .engine.request_queue import RequestQueue
 from .engine.rollout import Rollout
+from .engine.room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
 from .engine.rows import Request, Rows
 from .engine.runner import EagerRunner
 from .engine.statistics import SpeculationStatistics
@@ -229,7 +229,7 @@ def _prepare(
         needs = needs.with_graphs(graphs)
     if in_step:  # all rows stay to the end
         check_memory(f"K/V of {capacity} rows x {columns} columns", int(capacity * columns * needs.column), device)
-    elif config.max_batch_size is None and (in_pool or not takes_pages(device)):
+    elif config.max_batch_size is None and (in_pool or not takes_memory_late(device)):
         capacity = min(capacity, needs.rows_that_fit(expected, free))
     warn_of_little_memory(device, free, graphs, most, capacity, asked)
     drafters = decoupled(drafters, model, config, call.rejects, capacity, longest)
@@ -243,7 +243,7 @@ def _prepare(
     room: KVRoom | None = None
     if not in_step and isinstance(runner.cache, PagedCache):
         room = PoolRoom(rows, runner.cache, most_drafted)
-    elif not in_step and takes_pages(device) and capacity > 1:
+    elif not in_step and takes_memory_late(device) and capacity > 1:
         room = KVRoom(rows, replace(needs, fixed=needs.fixed - bytes_in_use(runner.network)))  # which it has made
     streamer = call.streamer
     options: dict[str, Any] = dict(

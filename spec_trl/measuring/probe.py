@@ -18,7 +18,7 @@ from ..generation.engine.cache import RaggedCache, autocast_dtype
 from ..generation.engine.cuda_graphs import CudaRecorder, Outputs
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.linear_layers import lend_copies, take_copies_back
-from ..generation.engine.model_costs import model_constants
+from ..generation.engine.room import model_constants
 from ..generation.engine.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
 from ..quantization.awq import ActivationAware
 from ..quantization.linear import QuantizedLinear

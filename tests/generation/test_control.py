@@ -21,7 +21,7 @@ from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.model_costs import model_constants
+from spec_trl.generation.engine.room import model_constants
 from spec_trl.generation.strategies import KeptControl, keep_control, make_control, take_control
 from spec_trl.measuring.known_rounds import KnownRounds
 from spec_trl.scheduling.control import AlwaysSpeculate, Chain, Control, NeverSpeculate

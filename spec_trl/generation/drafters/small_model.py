@@ -21,8 +21,8 @@ from ...value_checks import require_folder_or_id
 from ..configuration import SpeculativeConfig
 from ..engine.cache import autocast_dtype
 from ..engine.drafter import DraftCost
-from ..engine.model_costs import model_constants
 from ..engine.requirements import check_model, policy_in
+from ..engine.room import model_constants
 from ..engine.shadow import fingerprint, make_shadow
 from ..registry import register_drafter
 from .autoregressive import NetworkDrafter

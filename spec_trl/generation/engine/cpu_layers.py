@@ -26,7 +26,7 @@ from ...dense_linear import DenseLinear
 from ...native_code import compiler, load
 from ...quantization.kernels.native import Native
 from ...quantization.linear import QuantizedLinear
-from .cache import _RaggedLayer
+from .cache import RaggedLayer
 
 
 _SCALARS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "Bfloat16", torch.float16: "_Float16"}
@@ -248,7 +248,7 @@ class OneCall:
         self._functions = [cpu_products.address(function) for function in functions]
 
     def __call__(
-        self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Tensor, cache: _RaggedLayer
+        self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Tensor, cache: RaggedLayer
     ) -> Tensor | None:
         """The layer's output for `hidden_states` [B, q, hidden] float32; None where it is not served, or watched.
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ...scheduling.admission import Patience
 from .drafter import DraftSession
-from .kv_room import KVRoom
 from .memory import sent
 from .noise import RoundNoise
 from .outcome import Outcome
 from .request_queue import RequestQueue
+from .room import KVRoom
 from .rows import Admission, Request, Rows
 from .verification import Verdict
 

@@ -24,11 +24,11 @@ from ...quantization.linear import QuantizedLinear, project
 from ...quantization.quantized_copy import SIBLINGS
 from . import cpu_layers
 from .attention import ATTENTIONS, RAGGED_ATTENTION
-from .cache import RaggedCache, _RaggedLayer, autocast_dtype
+from .cache import RaggedCache, RaggedLayer, autocast_dtype
 from .family_hooks import cache_name
 from .kernels import run_on
 from .linear_layers import NarrowProduct
-from .paged_cache import _PagedLayer
+from .pages import PagedLayer
 from .training_marks import patched_forward
 
 
@@ -174,7 +174,7 @@ class _DecoderLayer(_Fused):
         if call is None:
             call = cpu_layers.calls[self] = cpu_layers.OneCall(self, self._norms_in_order())
         layer = _layer_of(kwargs.get(self._cache_name), call.index)
-        if type(layer) is not _RaggedLayer:
+        if type(layer) is not RaggedLayer:
             return None
         cosine, sine = position_embeddings
         return call(hidden_states, cosine, sine, attention_mask, layer)
@@ -305,4 +305,4 @@ def _layer_of(cache: Any, index: int) -> Any:
     if cache is None or (isinstance(cache, Cache) and not isinstance(cache, RaggedCache)):
         return None
     layer = cache.layer_at(index)
-    return layer if type(layer) in (_RaggedLayer, _PagedLayer) else None
+    return layer if type(layer) in (RaggedLayer, PagedLayer) else None

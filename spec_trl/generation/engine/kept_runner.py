@@ -9,14 +9,13 @@ from transformers import PreTrainedModel
 from ...native_code import compiler
 from .. import kept
 from ..configuration import SpeculativeConfig
-from .cache import RaggedCache, autocast_dtype
+from .cache import RaggedCache, autocast_dtype, pages_of
 from .captured import GraphRunner
 from .cuda_graphs import SMALLEST_COLUMNS, CudaRecorder, GraphBudget, cache_rows
 from .exactness import inexact_parts
 from .linear_layers import make_copies, refresh_copies
 from .memory import free_memory
-from .paged_cache import PagedCache
-from .pages import pages_of
+from .pages import PagedCache
 from .runner import EagerRunner, cpu_runner
 from .shadow import fingerprint, make_shadow, not_exact
 from .snapshot import is_unchanged, snapshot_of

@@ -1,4 +1,4 @@
-"""What is free, and zeros that take memory page by page, as they are written."""
+"""How much memory is free, and zeros that take memory as they are written."""
 
 import functools
 import math
@@ -13,8 +13,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from .pages import PAGE_COLUMNS, pages_of
-
 
 LITTLE = 2**20
 """Bytes up to which :func:`check_memory` does not ask what is free, which takes as long as a small layer: activations
@@ -22,18 +20,20 @@ take as much."""
 _NO_LIMIT = 2.0**60
 """Bytes left from which a control group has no limit: version 1 writes nearly 2^63 for none."""
 _NORESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
+_UNIT = mmap.PAGESIZE  # bytes that the system gives and takes back at once
 
 
-def takes_pages(device: torch.device) -> bool:
-    """Whether :class:`PagedZeros` take memory page by page on `device`: on a CPU under Linux; elsewhere at once."""
+def takes_memory_late(device: torch.device) -> bool:
+    """Whether :class:`LateZeros` take memory on `device` as they are written: on a CPU under Linux; elsewhere they
+    take it at once."""
     return device.type == "cpu" and sys.platform == "linux"
 
 
-class PagedZeros:
+class LateZeros:
     """Zeros `[rows, heads, columns, d]` that take memory for what is written alone, and can give it back.
 
     The memory management unit is the block table: the tensor is an ordinary one, a range of addresses, so nothing is
-    gathered and no operation knows of pages. A page (4 KiB, mostly) that was only read is the kernel's one page of
+    gathered and no operation knows of blocks. A block (4 KiB, mostly) that was only read is the kernel's one block of
     zeros.
     """
 
@@ -41,7 +41,7 @@ class PagedZeros:
         size = math.prod(shape) * dtype.itemsize
         self.kind = shape, dtype
         self._region: mmap.mmap | None = None
-        if size == 0 or not takes_pages(device):
+        if size == 0 or not takes_memory_late(device):
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
             return
         self._region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
@@ -50,8 +50,8 @@ class PagedZeros:
         self.tensor = torch.frombuffer(self._region, dtype=dtype).view(shape)
 
     def give_back(self, first: int, end: int, kept: int = 0) -> None:
-        """Gives back the memory of rows `first..end` but for their first `kept` columns: the whole pages in it, which
-        are zeros again."""
+        """Makes rows `first..end`, but for their first `kept` columns, zeros without memory, as far as they fill whole
+        blocks."""
         if self._region is None:
             return
         _, heads, columns, size = self.tensor.shape
@@ -60,7 +60,7 @@ class PagedZeros:
         if kept:
             spans = [(head * columns + kept, (head + 1) * columns) for head in range(first * heads, end * heads)]
         for start, stop in spans:
-            begin, end = _up(start * column), stop * column // mmap.PAGESIZE * mmap.PAGESIZE
+            begin, end = -(-start * column // _UNIT) * _UNIT, stop * column // _UNIT * _UNIT
             if begin < end:
                 self._region.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
@@ -72,25 +72,18 @@ class PagedZeros:
             self._region.madvise(mmap.MADV_DONTNEED)
 
     def bytes_of(self, lengths: Sequence[int]) -> int:
-        """Bytes that rows of `lengths` columns take at most, in whole pages; all bytes where memory is taken at
+        """Bytes that rows of `lengths` columns take at most, in whole blocks; all bytes where memory is taken at
         once."""
         if self._region is None:
             return self.tensor.nbytes
         _, heads, columns, size = self.tensor.shape
         column = size * self.tensor.element_size()
-        shared = mmap.PAGESIZE if columns * column % mmap.PAGESIZE else 0  # its first page may hold others' columns
-        whole = _up(heads * columns * column) + shared
-        return sum(min(heads * (_up(min(in_pages(length), columns) * column) + shared), whole) for length in lengths)
-
-
-def in_pages(columns: int) -> int:
-    """`columns` in whole pages of `PAGE_COLUMNS`."""
-    return pages_of(columns) * PAGE_COLUMNS
-
-
-def _up(size: int) -> int:
-    """`size` bytes in whole pages of the system."""
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        shared = _UNIT if columns * column % _UNIT else 0  # its first block may hold others' columns
+        whole, total = -(-heads * columns * column // _UNIT) * _UNIT + shared, 0
+        for length in lengths:
+            head = -(-min(length, columns) * column // _UNIT) * _UNIT + shared
+            total += min(heads * head, whole)
+        return total
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
@@ -112,15 +105,18 @@ def check_memory(what: str, needed: int, device: torch.device) -> None:
 
 def free_memory(device: torch.device) -> int:
     """Bytes that tensors may take on `device`; what the CUDA allocator keeps for later ones counts as free."""
-    if device.type != "cuda":
-        return int(min(psutil.virtual_memory().available, left_by_cgroups(_own_groups())))
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    free: float = psutil.virtual_memory().available  # of the whole machine; so does torch
+    for group in groups_of_this_process():
+        free = min(free, group.left())
+    return int(free)
 
 
 def peak_memory(device: torch.device) -> tuple[int, int] | None:
     """Bytes that tensors on `device` took at most since :func:`forget_peak`, and those that they may take together;
-    None where nobody counts, off CUDA."""
+    None off CUDA, where nobody counts."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -134,47 +130,43 @@ def forget_peak(device: torch.device) -> None:
 
 
 class LimitedGroup(NamedTuple):
-    """A control group with a limit of memory: its files, and the entry of `stat` that counts file pages which give way
-    first."""
+    """A control group with a limit of memory: its files, and the entry of `stat` that counts cached files, which give
+    way first."""
 
     limit: Path
     used: Path
     stat: Path
-    pages: str
+    cached: str
 
     def left(self) -> float:
-        """Bytes that it leaves; infinity where its limit is gone."""
+        """Bytes that the group leaves; infinity where it has no limit."""
         with suppress(OSError, ValueError):  # no such file; "max": no limit
             free = int(self.limit.read_text()) - int(self.used.read_text())
             stat = dict(entry.split() for entry in self.stat.read_text().splitlines())
-            return max(free + int(stat.get(self.pages, 0)), 0)
+            return max(free + int(stat.get(self.cached, 0)), 0)
         return math.inf
 
 
-def limited_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[LimitedGroup]:
+def limited_groups(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> list[LimitedGroup]:
     """The control groups of this process, a container's or a job's, that have a limit."""
-    found = []
-    for line in own.read_text().splitlines() if own.exists() else ():
+    groups = []
+    for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
-            top, names, pages = root, ("memory.max", "memory.current"), "inactive_file"
-        elif controllers == "memory":  # version 1, which has a limit of 2^63 bytes for none
-            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            pages = "total_inactive_file"
+            top, limit, used, cached = root, "memory.max", "memory.current", "inactive_file"
+        elif controllers == "memory":  # version 1
+            top, limit, used = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
         else:
             continue
-        group = top / path.lstrip("/")  # in a container it may be another one's path, of which `top` alone exists
-        for folder in (group, *group.parents):
+        innermost = top / path.lstrip("/")  # in a container it may be another one's path, of which `top` alone exists
+        for folder in (innermost, *innermost.parents):
             if folder.is_relative_to(top):
-                limit, used = (folder / name for name in names)
-                found.append(LimitedGroup(limit, used, folder / "memory.stat", pages))
-    return [group for group in found if group.left() < _NO_LIMIT]
+                groups.append(LimitedGroup(folder / limit, folder / used, folder / "memory.stat", cached))
+    return [group for group in groups if group.left() < _NO_LIMIT]
 
 
-_own_groups = functools.cache(limited_groups)  # asked for in each call: a process stays in its groups
-
-
-def left_by_cgroups(groups: Sequence[LimitedGroup]) -> float:
-    """Bytes that `groups` leave this process; infinity without a limit. psutil and torch know the whole machine
-    alone."""
-    return min((group.left() for group in groups), default=math.inf)
+groups_of_this_process = functools.cache(limited_groups)
+"""Looked up once: a process stays in its groups."""

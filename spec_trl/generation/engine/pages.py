@@ -1,19 +1,25 @@
-"""Who owns which page of a K/V pool: plain Python, of which the device only learns the changes."""
+"""K/V in pages that a table leads to, where the device has no memory that is taken as it is written: on CUDA. The host
+knows in plain Python which row has which page; the device learns the changes alone."""
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
-PAGE_COLUMNS = 64
-"""Columns of a row that are counted, copied and shared at once. A power of two, as the blocks of columns that a kernel
-reads: these do not cross pages."""
+from .cache import PAGE_COLUMNS, RaggedCache, RaggedLayer, Window, pages_of
+from .memory import sent
+
+
 EMPTY = 0
 """The page that is read in the place of columns that a row does not have: zeros, since nobody writes it."""
 
 
 class Change(NamedTuple):
-    """What the tables say of a row's page at a `place`: where it is read, and where it is written."""
+    """The pages at which the `place`-th page of a row's columns is now read, and written."""
 
     row: int
     place: int
@@ -21,33 +27,27 @@ class Change(NamedTuple):
     written: int
 
 
-def pages_of(columns: int) -> int:
-    """Pages that hold `columns`."""
-    return -(-columns // PAGE_COLUMNS)
-
-
 class Pages:
     """Pages 1 to `count`, and which `rows` have them, in the order of their columns. Page 0 is :data:`EMPTY`, and page
-    `count + 1` the waste: what is written there nobody reads.
+    `count + 1` the waste, which nobody reads.
 
     Rows that begin alike share the pages of their beginning:
 
-        row 0   7  3  5          shared: 2     page   owners
+        row 0   7  3  5          shared: 2     page   rows
         row 1   7  3  9  2       shared: 2     7, 3   2        read by both rows, written by none any more
         row 2   4                shared: 0     5, 9, 2, 4      1
 
     Attributes:
         of_row: the pages of each row.
-        shared: how many of its first pages a row shares, or has shared: their columns are known, and whoever computes
-            them again writes to the waste.
-        waste: that page.
-        most: pages that were owned when there were most of them.
+        shared: number of each row's first pages that it shares, or has shared: their K/V is known, and what computes
+            it again writes to the waste.
+        most: pages in use when they were most.
     """
 
     def __init__(self, count: int, rows: int) -> None:
         self.count, self.waste = count, count + 1
         self._free = list(range(count, EMPTY, -1))
-        self._owners = [0] * (count + 1)  # rows that have each page
+        self._rows_of = [0] * (count + 1)  # number of rows that have a page
         self._changed: set[tuple[int, int]] = set()
         self.of_row: list[list[int]] = [[] for _ in range(rows)]
         self.shared = [0] * rows
@@ -55,64 +55,216 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Pages without an owner."""
+        """Number of pages that no row has."""
         return len(self._free)
 
     def only_of(self, rows: Sequence[int]) -> int:
         """Number of pages that `rows` have and no other row."""
-        found = Counter(page for row in rows for page in self.of_row[row])
-        return sum(count == self._owners[page] for page, count in found.items())
+        counts = Counter(page for row in rows for page in self.of_row[row])
+        return sum(count == self._rows_of[page] for page, count in counts.items())
 
     def grow(self, row: int, count: int) -> None:
-        """Gives a row as many pages as it lacks of `count`.
-
-        Raises:
-            RuntimeError: too few are free.
-        """
-        own = self.of_row[row]
-        if count - len(own) > len(self._free):
-            raise RuntimeError(f"row {row} needs {count - len(own)} more pages of K/V, and {self.free} are free")
-        for index in range(len(own), count):
+        """Gives a row the pages that it lacks of `count`; raises RuntimeError where too few are free."""
+        pages = self.of_row[row]
+        if count - len(pages) > len(self._free):
+            raise RuntimeError(f"row {row} needs {count - len(pages)} more pages of K/V, and {self.free} are free")
+        for place in range(len(pages), count):
             page = self._free.pop()
-            self._owners[page] = 1
-            own.append(page)
-            self._changed.add((row, index))
+            self._rows_of[page] = 1
+            pages.append(page)
+            self._changed.add((row, place))
         self.most = max(self.most, self.count - len(self._free))
 
     def release(self, row: int, kept: int = 0) -> None:
-        """Takes all pages but its first `kept` from a row."""
-        own = self.of_row[row]
-        for index in range(kept, len(own)):
-            self._owners[own[index]] -= 1
-            if not self._owners[own[index]]:
-                self._free.append(own[index])
-            self._changed.add((row, index))
-        del own[kept:]
+        """Takes all pages but the first `kept` from a row."""
+        pages = self.of_row[row]
+        for place, page in enumerate(pages[kept:], kept):
+            self._rows_of[page] -= 1
+            if not self._rows_of[page]:
+                self._free.append(page)
+            self._changed.add((row, place))
+        del pages[kept:]
         self.shared[row] = min(self.shared[row], kept)
 
     def share(self, source: int, destination: int, count: int) -> None:
         """Gives a row without pages the first `count` of another one."""
         self.of_row[destination] = self.of_row[source][:count]
-        for index, page in enumerate(self.of_row[destination]):
-            self._owners[page] += 1
-            self._changed |= {(source, index), (destination, index)}
+        for place, page in enumerate(self.of_row[destination]):
+            self._rows_of[page] += 1
+            self._changed |= {(source, place), (destination, place)}
         self.shared[source] = max(self.shared[source], count)
         self.shared[destination] = count
 
     def move(self, source: int, destination: int) -> None:
         """Gives all pages of a row to one without pages."""
-        own = self.of_row[source]
-        self._changed.update((row, index) for row in (source, destination) for index in range(len(own)))
-        self.of_row[destination], self.of_row[source] = own, []
+        pages = self.of_row[source]
+        self._changed.update((row, place) for row in (source, destination) for place in range(len(pages)))
+        self.of_row[destination], self.of_row[source] = pages, []
         self.shared[destination], self.shared[source] = self.shared[source], 0
 
     def changes(self) -> list[Change]:
-        """What has changed since the last call."""
-        found = []
-        for row, index in sorted(self._changed):
-            own = self.of_row[row]
-            read = own[index] if index < len(own) else EMPTY
-            is_own = self.shared[row] <= index < len(own)
-            found.append(Change(row, index, read, read if is_own else self.waste))
+        """Returns what has changed since the last call."""
+        changes = []
+        for row, place in sorted(self._changed):
+            pages = self.of_row[row]
+            read = pages[place] if place < len(pages) else EMPTY
+            is_written = self.shared[row] <= place < len(pages)
+            changes.append(Change(row, place, read, read if is_written else self.waste))
         self._changed.clear()
-        return found
+        return changes
+
+
+@dataclass
+class PagedWindow(Window):
+    tables: Tensor | None = None  # [2, rows, pages] int32: where columns are read, and where they are written
+    row_columns: int = 0  # most columns of a row
+    reads_table: bool = False  # whether attention reads pages by the table; else it gets columns next to each other
+
+
+class PagedCache(RaggedCache):
+    """A :class:`RaggedCache` whose columns lie in pages of 64, taken as rows grow, and shared by rows with the same
+    prompt. Each layer has a pool `[2 + pages, kv_heads, 64, head_dim]` for keys and one for values; one table serves
+    all layers, of 8 pages for example:
+
+        tables[0]   7 3 5 0      column 70 of the first row: page 3, place 6. A column of no row is read from page 0
+        tables[1]   9 9 5 9      where it is written: pages 7 and 3 are shared, and known
+
+    Nobody reads page 9, the last one: padding, free rows of a captured forward and tokens that are fed once more write
+    there, broken drafters perhaps NaN. Nobody writes page 0: masked columns are zeros, and weigh nothing.
+
+    Pools and tables stay at their addresses, so captured forwards live as long as the cache does. The host sends what
+    changes in :class:`Pages` in one copy, outside of captured forwards; the device is never asked.
+    """
+
+    def __init__(self, layers: int, rows: int, columns: int, pages: int) -> None:
+        super().__init__(layers, rows, columns)
+        self.pages = Pages(pages, rows)
+        self._window = self._paged = PagedWindow(layers, 2 + pages, PAGE_COLUMNS, row_columns=columns)
+        self.layers = [PagedLayer(self._paged) for _ in range(layers)]
+
+    @classmethod
+    def with_pages(cls, network: PreTrainedModel, rows: int, columns: int, pages: int | None) -> "PagedCache":
+        """A cache with a layer for each of the network's decoder layers, and `pages` pages, but enough for one row and
+        no more than for all rows; None: for all rows."""
+        layers, of_row = network.config.get_text_config(decoder=True).num_hidden_layers, pages_of(columns)
+        most = rows * of_row
+        return cls(layers, rows, columns, most if pages is None else min(max(pages, of_row), most))
+
+    def like(self, network: PreTrainedModel) -> "PagedCache":
+        return self.with_pages(network, self.rows, self.columns, self.pages.count)
+
+    def beside(self, layers: int, more: int) -> "PagedCache":
+        pages = self.pages.count + self.rows * pages_of(more)
+        return PagedCache(layers, self.rows, self.columns + more, pages)
+
+    def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
+        super().point_at(positions, columns, first_row)
+        self._paged.reads_table = False
+
+    def table_to_read(self, rows: int) -> Tensor:
+        assert self.tables is not None
+        self._paged.reads_table = True
+        pairs = -(-self._paged.visible // (2 * PAGE_COLUMNS))  # of pages that hold the columns which are read
+        return self.tables[0, self.first_row : self.first_row + rows, : 2 * pairs]
+
+    def reserve(self, lengths: Sequence[int], first_row: int = 0) -> None:
+        for row, length in enumerate(lengths, first_row):
+            self.pages.grow(row, pages_of(length))
+        self._used = max(self._used, first_row + len(lengths))
+        self._send_changes()
+
+    def copy_rows(self, source: list[int], destination: list[int], columns: list[int], differing: int = 0) -> None:
+        pairs = []  # pages that are copied, and to which
+        for row, to, count in zip(source, destination, columns, strict=True):
+            shared, pages = max(count - differing, 0) // PAGE_COLUMNS, pages_of(count)
+            self.pages.release(to)
+            self.pages.share(row, to, shared)
+            self.pages.grow(to, pages)
+            pairs += [(self.pages.of_row[row][place], self.pages.of_row[to][place]) for place in range(shared, pages)]
+        pools = [pool for layer in self._allocated for pool in (layer.keys, layer.values)]
+        if pairs and pools:
+            before, after = sent(torch.tensor(pairs), pools[0].device).unbind(1)  # [n] each
+            for pool in pools:
+                pool[after] = pool[before]
+        self._used = max([self._used, *(row + 1 for row in destination)])
+        self._send_changes()
+
+    def move_rows(self, source: list[int], destination: list[int], columns: list[int], active: int) -> None:
+        for row, to in zip(source, destination, strict=True):
+            self.pages.release(to)
+            self.pages.move(row, to)
+        self.give_back(active, self._used)
+        self._used = active
+
+    def give_back(self, first: int, end: int, kept: int = 0) -> None:
+        for row in range(first, end):
+            self.pages.release(row, pages_of(kept))
+        self._send_changes()
+
+    def clear(self) -> None:
+        super().clear()
+        self.pages.most = 0
+
+    def bytes_of(self, lengths: Sequence[int]) -> int:
+        """Peak bytes of allocated pages."""
+        return self.pages.most * PAGE_COLUMNS * self.column_bytes
+
+    @property
+    def tables(self) -> Tensor | None:
+        """The device's tables `[2, rows, pages]` int32 of where columns are read, and written; None: no forward has
+        run."""
+        return self._paged.tables
+
+    @property
+    def held_bytes(self) -> int:
+        return (2 + self.pages.count) * PAGE_COLUMNS * self.column_bytes
+
+    def _places(self, columns: Tensor, first_row: int, reads: bool = False) -> tuple[Tensor, Tensor]:
+        rows, columns = super()._places(columns, first_row)
+        if self.tables is None:
+            self._paged.tables = self._make_tables(columns.device)
+            self._send_changes()
+        assert self.tables is not None
+        table = self.tables[0 if reads else 1]  # [rows, pages]
+        return table[rows, columns // PAGE_COLUMNS].long(), columns % PAGE_COLUMNS  # [B, n] each
+
+    @torch.inference_mode(False)  # it is written to outside of inference mode too
+    def _make_tables(self, device: torch.device) -> Tensor:
+        width = -(-pages_of(self.columns) // 2) * 2  # spans hold them in pairs (`MaskPlan.spans`)
+        nothing = torch.tensor([EMPTY, self.pages.waste], dtype=torch.int32, device=device)
+        return nothing[:, None, None].repeat(1, self.rows, width)
+
+    @torch.inference_mode(False)
+    def _send_changes(self) -> None:
+        """Writes what has changed into the device's tables, in one copy; before there are tables it waits."""
+        tables = self.tables
+        if tables is None or not (changes := self.pages.changes()):
+            return
+        _, rows, width = tables.shape
+        read_at = [row * width + place for row, place, _, _ in changes]
+        where = read_at + [rows * width + index for index in read_at]
+        pages = [change.read for change in changes] + [change.written for change in changes]
+        at, values = sent(torch.tensor([where, pages]), tables.device)  # [n] each
+        tables.view(-1).scatter_(0, at, values.int())
+
+
+class PagedLayer(RaggedLayer):
+    def __init__(self, window: PagedWindow) -> None:
+        super().__init__(window)
+        self._paged = window
+
+    def read(self, first_row: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        tables = self._paged.tables
+        assert tables is not None
+        pages = tables[0, first_row : first_row + rows, : pages_of(columns)]  # [B, p]
+        keys, values = (pool.transpose(0, 1)[:, pages] for pool in (self.keys, self.values))  # [kv, B, p, 64, d]
+        keys, values = (states.flatten(2, 3).transpose(0, 1) for states in (keys, values))  # [B, kv, p * 64, d]
+        return keys[:, :, :columns], values[:, :, :columns]
+
+    def get_max_length(self) -> int:
+        return self._paged.row_columns
+
+    get_max_cache_shape = get_max_length
+
+    def _visible(self, rows: int) -> tuple[Tensor, Tensor]:
+        return (self.keys, self.values) if self._paged.reads_table else super()._visible(rows)

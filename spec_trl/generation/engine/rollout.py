@@ -16,7 +16,6 @@ from .drafter import Drafter, DraftSession
 from .entering import Entrance, first_tokens
 from .faults import broken_logits
 from .guarded_drafters import GuardedDrafters, report_broken
-from .kv_room import KVRoom
 from .leaving import hand_over
 from .memory import sent
 from .noise import RoundNoise, derive, position_keys
@@ -26,6 +25,7 @@ from .overheard import Overheard
 from .processors import LogitsPipeline
 from .record import Completion, DraftedChains, Record
 from .request_queue import RequestQueue
+from .room import KVRoom
 from .rows import Rows
 from .runner import EagerRunner
 from .statistics import SpeculationStatistics

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation import decoding
-from spec_trl.generation.engine import kept_runner, kv_room, memory, paged_cache, pages
-from spec_trl.generation.engine.kv_room import RowNeeds
-from spec_trl.generation.engine.paged_cache import PagedCache
+from spec_trl.generation.engine import cache, kept_runner, pages, room
+from spec_trl.generation.engine.pages import PagedCache
+from spec_trl.generation.engine.room import RowNeeds
 
 
 def install_pool(monkeypatch: pytest.MonkeyPatch, columns: int = 4, most: int | None = None) -> list[PagedCache]:
     """Generations from now on keep K/V in pages of so many columns, `most` of them; returns their caches."""
     caches: list[PagedCache] = []
-    for module in (pages, paged_cache, memory, kv_room, decoding):
+    for module in (cache, pages, room, decoding):
         monkeypatch.setattr(module, "PAGE_COLUMNS", columns)
     for module in (kept_runner, decoding):
         monkeypatch.setattr(module, "takes_pool", lambda config, device: True)

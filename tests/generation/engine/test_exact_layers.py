@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from spec_trl.generation.engine import attention, captured, fused_layers, kept_runner, shadow
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.linear_layers import ExactConv1D, ExactLinear, NarrowProduct, make_copies
-from spec_trl.generation.engine.paged_cache import PagedCache
+from spec_trl.generation.engine.pages import PagedCache
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow, not_exact
 from tests.generation.calls import generate, outputs, pad_left, random_rows

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from spec_trl.generation import decoding
-from spec_trl.generation.engine import kv_room
+from spec_trl.generation.engine import room
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
@@ -47,8 +47,8 @@ def test_little_memory_makes_captured_forwards_fewer_before_rows(
     config = {"runner": "graph", "draft_length": 5}
     plain = generate(model, PROMPTS, "none", {"runner": "eager"}, **LENGTHS)
     monkeypatch.setattr(tape, "bytes", lambda: tape.recorded << 22)  # four captures take 16 MiB
-    monkeypatch.setattr(kv_room, "LEAST_GRAPH_MEMORY", 0)
-    monkeypatch.setattr(kv_room, "warned_of", set())
+    monkeypatch.setattr(room, "LEAST_GRAPH_MEMORY", 0)
+    monkeypatch.setattr(room, "warned_of", set())
     monkeypatch.setattr(decoding, "free_for_cache", lambda model: NEEDED + left)
     with pytest.warns(UserWarning) as seen:
         found = [generate(model, PROMPTS, "self", config, **LENGTHS) for _ in range(2)]

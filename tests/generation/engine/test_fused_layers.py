@@ -25,8 +25,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from benchmarks.gpu.kernels_per_layer import per_layer
 from spec_trl import cpu_products
+from spec_trl.generation.drafters.decoupled.tail import TailCache
 from spec_trl.generation.engine import captured, cpu_layers, fused_layers
-from spec_trl.generation.engine.cache import RaggedCache, TailCache
+from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.captured import compiled_twin
 from spec_trl.generation.engine.linear_layers import make_copies
 from spec_trl.generation.engine.runner import CompiledRunner, EagerRunner

@@ -13,7 +13,7 @@ from spec_trl.generation.engine import processors
 from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.noise_ahead import NoiseAhead
-from spec_trl.generation.engine.paged_cache import PagedCache
+from spec_trl.generation.engine.pages import PagedCache
 from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.generation.engine.rows import Request, Rows
 from spec_trl.scheduling.planner import Planner

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, StoppingCriteriaList
 
 from spec_trl.generation.engine import memory
 from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.memory import PagedZeros, free_memory, left_by_cgroups, limited_groups
+from spec_trl.generation.engine.memory import LateZeros, free_memory, limited_groups
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, generate, outputs, pad_left, random_rows
 
@@ -34,7 +34,7 @@ def written(tensor: Tensor) -> int:
 
 
 def test_memory_is_taken_for_what_is_written() -> None:
-    zeros = PagedZeros((4, 2, 4096, 32), torch.float32, CPU)  # 128 bytes per column, 512 KiB per head
+    zeros = LateZeros((4, 2, 4096, 32), torch.float32, CPU)  # 128 bytes per column, 512 KiB per head
     assert not zeros.tensor.any() and written(zeros.tensor) == 0, "reading takes no memory"
     zeros.tensor[1, :, :100] = 1
     zeros.tensor[3, :, :40] = 1
@@ -47,7 +47,7 @@ def test_memory_is_taken_for_what_is_written() -> None:
 
 
 def test_rows_that_share_a_page_keep_it() -> None:
-    zeros = PagedZeros((3, 1, 100, 16), torch.float32, CPU)  # 6,400 bytes per row: 1.56 pages
+    zeros = LateZeros((3, 1, 100, 16), torch.float32, CPU)  # 6,400 bytes per row: 1.56 pages
     zeros.tensor.fill_(1)
     zeros.give_back(1, 2)
     assert zeros.tensor[0].all() and zeros.tensor[2].all()
@@ -55,8 +55,8 @@ def test_rows_that_share_a_page_keep_it() -> None:
 
 
 def test_other_devices_take_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "takes_pages", lambda device: False)
-    zeros = PagedZeros((3, 1, 100, 16), torch.float32, CPU)
+    monkeypatch.setattr(memory, "takes_memory_late", lambda device: False)
+    zeros = LateZeros((3, 1, 100, 16), torch.float32, CPU)
     zeros.tensor.fill_(1)
     zeros.give_back(0, 3)
     assert zeros.tensor.all() and zeros.bytes_of([1]) == zeros.tensor.nbytes
@@ -71,20 +71,24 @@ def write_group(folder: Path, limit: str, used: str, stat: str, version: int) ->
 
 def test_limits_of_control_groups_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the process's own group and those around it; under version 1 also where its path is another machine's."""
-    root, own = tmp_path / "cgroup", tmp_path / "own"
-    assert left_by_cgroups(limited_groups(root, own)) == math.inf, "no control groups"
-    own.write_text("9:name=systemd:/x\n4:cpu,cpuacct:/\n0::/job_7/step_0\n")
-    write_group(root / "job_7/step_0", "max", "900", "anon 100\ninactive_file 800", version=2)
-    assert left_by_cgroups(limited_groups(root, own)) == math.inf, "no limit"
-    write_group(root / "job_7", "5000", "3000", "anon 2200\ninactive_file 700\nactive_file 100", version=2)
-    assert left_by_cgroups(limited_groups(root, own)) == 5000 - 3000 + 700
-    write_group(root / "job_7", "5000", "6000", "anon 6000", version=2)
-    assert left_by_cgroups(limited_groups(root, own)) == 0
+    root, membership = tmp_path / "cgroup", tmp_path / "membership"
 
-    own.write_text("4:memory:/docker/abc\n0::/\n")
+    def left() -> float:
+        return min((group.left() for group in limited_groups(root, membership)), default=math.inf)
+
+    assert left() == math.inf, "no control groups"
+    membership.write_text("9:name=systemd:/x\n4:cpu,cpuacct:/\n0::/job_7/step_0\n")
+    write_group(root / "job_7/step_0", "max", "900", "anon 100\ninactive_file 800", version=2)
+    assert left() == math.inf, "no limit"
+    write_group(root / "job_7", "5000", "3000", "anon 2200\ninactive_file 700\nactive_file 100", version=2)
+    assert left() == 5000 - 3000 + 700
+    write_group(root / "job_7", "5000", "6000", "anon 6000", version=2)
+    assert left() == 0
+
+    membership.write_text("4:memory:/docker/abc\n0::/\n")
     write_group(root / "memory", "4000", "1000", "inactive_file 1\ntotal_inactive_file 300", version=1)
-    assert left_by_cgroups(limited_groups(root, own)) == 4000 - 1000 + 300
-    monkeypatch.setattr(memory, "left_by_cgroups", lambda _: left_by_cgroups(limited_groups(root, own)))
+    assert left() == 4000 - 1000 + 300
+    monkeypatch.setattr(memory, "groups_of_this_process", lambda: limited_groups(root, membership))
     assert free_memory(CPU) == 3300
 
 

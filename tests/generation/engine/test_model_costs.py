@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine.model_costs import model_constants
+from spec_trl.generation.engine.room import model_constants
 from tests.conftest import tiny_llama
 
 

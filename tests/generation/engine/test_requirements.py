@@ -201,8 +201,8 @@ def test_lengths() -> None:
 
 
 def test_a_cache_that_does_not_fit(tiny: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory is taken at once; else one row has to fit (`test_kv_room.py`)."""
-    monkeypatch.setattr(cache, "takes_pages", lambda device: False)
+    """Where memory is taken at once; else one row has to fit (`test_room.py`)."""
+    monkeypatch.setattr(cache, "takes_memory_late", lambda device: False)
     monkeypatch.setattr(memory, "LITTLE", 0)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=30_000))
     with pytest.raises(ValueError, match=r"K/V cache.* 2 x 35 x 2\) would not.*GiB.*max_batch_size"):

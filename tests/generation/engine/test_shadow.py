@@ -77,7 +77,7 @@ def test_methods_bound_below_the_root_are_bound_to_the_clone(fresh: LlamaForCaus
 
 def test_autocast_runs(fresh: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """As TRL's bf16=True has it: float32 weights under autocast."""
-    monkeypatch.setattr(memory, "takes_pages", lambda device: False)  # pages are larger than these rows
+    monkeypatch.setattr(memory, "takes_memory_late", lambda device: False)  # pages are larger than these rows
     model = fresh.float()
     with torch.autocast("cpu", torch.bfloat16):
         result = generate(model, PROMPTS, "self", temperature=0.3)

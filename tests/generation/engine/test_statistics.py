@@ -296,7 +296,7 @@ def test_nothing_drafted_is_nan_not_zero(tiny) -> None:
 def test_cache_bytes_and_tokens_alone(tiny, tiny_assistant, monkeypatch: pytest.MonkeyPatch) -> None:
     """K and V of 2 layers x 2 heads x 16 in float64 for 7 rows of 9 + 24 + γ columns, where memory is not taken page
     by page; a small model adds its own."""
-    monkeypatch.setattr(memory, "takes_pages", lambda device: False)
+    monkeypatch.setattr(memory, "takes_memory_late", lambda device: False)
 
     def cache_bytes(strategy: str, **options: object) -> int:
         return generate(tiny, SEVEN, strategy, {"draft_length": 5}, **options).statistics.cache_bytes

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...engine.cache import RaggedCache, TailCache
+from ...engine.cache import RaggedCache
 from ...engine.drafter import Drafter, DraftSession
 from ...engine.noise import RoundNoise
 from ...engine.rows import Progress, Request
+from .tail import TailCache
 
 
 class Kind(IntEnum):

@@ -173,7 +173,7 @@ def test_drafts_do_not_depend_on_timing(tiny) -> None:
 
 @pytest.mark.parametrize("draft_length", [3, 9])
 def test_a_tail_has_two_windows(draft_length: int, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "takes_pages", lambda device: False)  # pages are larger than these tails
+    monkeypatch.setattr(memory, "takes_memory_late", lambda device: False)  # pages are larger than these tails
     config = {"draft_length": draft_length, "max_batch_size": 4}
     coupled = generate(tiny, PROMPTS, drafter=SelfDrafter(tiny, kernel="reference"), config=config).statistics
     ahead = DecoupledDrafter(DraftThread(SelfDrafter(tiny, kernel="reference")))

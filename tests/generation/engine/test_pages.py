@@ -17,12 +17,11 @@ from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import paged_cache
+from spec_trl.generation.engine import pages
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.kv_room import PoolRoom, RowNeeds
-from spec_trl.generation.engine.paged_cache import PagedCache
-from spec_trl.generation.engine.pages import Change, Pages
+from spec_trl.generation.engine.pages import Change, PagedCache, Pages
+from spec_trl.generation.engine.room import PoolRoom, RowNeeds
 from spec_trl.generation.engine.rows import Progress, Request, Rows
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
@@ -298,7 +297,7 @@ def test_without_a_number_rows_are_as_many_as_a_pool_holds_at_a_quarter_of_their
     tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caches = install_pool(monkeypatch, columns=4)
-    column, row = 2 * 2 * 2 * 16 * 8, 3 * 6 * 64 * 4  # bytes, as in test_kv_room.py
+    column, row = 2 * 2 * 2 * 16 * 8, 3 * 6 * 64 * 4  # bytes, as in test_room.py
     columns = 9 + 120 + 5
     row += columns * column // 2  # pages are gathered, one layer at a time
     fixed = 16 * 8 * (9 + 120) * 64 * 8  # 8 prompts of 9 tokens and 120 new ones
@@ -378,7 +377,7 @@ def test_shared_pages_are_free_when_the_last_row_leaves() -> None:
 def test_one_copy_tells_the_device_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled(PagedCache(1, 6, 192, pages=12))
     tables, sent, make = cache.tables, [], torch.tensor
-    monkeypatch.setattr(paged_cache.torch, "tensor", lambda *given: sent.append(make(*given)) or sent[-1])
+    monkeypatch.setattr(pages.torch, "tensor", lambda *given: sent.append(make(*given)) or sent[-1])
     cache.reserve([70, 130, 64], first_row=1)
     assert sent == [], "they have their pages"
     cache.reserve([129, 131, 65], first_row=1)

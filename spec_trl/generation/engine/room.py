@@ -1,4 +1,4 @@
-"""How many rows there is memory for, and which rows leave when it ends."""
+"""What a model and its rows cost, how many rows there is memory for, and which rows leave when it ends."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -6,17 +6,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from ...quantization import QuantizedNetwork
+from ...quantization.experts import is_experts, matrix_names
+from ...quantization.source_weight import under_adapters
+from ...scheduling.model_constants import ModelConstants
 from .attention import reads_spans
-from .cache import autocast_dtype
+from .cache import PAGE_COLUMNS, autocast_dtype, pages_of
 from .drafter import Drafter
 from .linear_layers import bytes_of_copies
 from .memory import free_memory
-from .model_costs import kv_bytes
 from .outcome import Integers
-from .paged_cache import PagedCache
-from .pages import PAGE_COLUMNS, pages_of
+from .pages import PagedCache
 from .rows import Request, Rows, text_length
 from .runner import TOKENS_PER_FORWARD
 
@@ -29,14 +32,83 @@ _GRAPHS_SHARE = 8  # of what is free, one part is theirs before rows: an eighth 
 _ACTIVATIONS = 16  # widest activations of a prefilled token over the hidden size: an MLP keeps 3 of about 5 times it
 
 
+def model_constants(
+    model: PreTrainedModel, quantized: QuantizedNetwork | None = None, dtype: torch.dtype | None = None
+) -> ModelConstants:
+    """W_T, W_D, C_dense, C_attn and κ of `model` (ER App. E.3), which may be on the meta device. `quantized` is its
+    drafter; None: W_D = 0. They are read off the modules of the text decoder and its head, of any architecture.
+
+    Tied embeddings are one weight that is used twice: they count once in bytes and, through the head, in FLOP.
+    Adapters count as the matrices they are. Forwards compute in `dtype`: autocast keeps its casts of wider weights for
+    a whole rollout; None: the weights' dtype.
+    """
+    itemsize = (dtype or model.dtype).itemsize
+    config = model.config.get_text_config(decoder=True)
+    shape = vars(config)  # architectures leave out different keys
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    parameters = {id(p): p for module in (decoder, head) if module is not None for p in module.parameters()}
+    weight_bytes = sum(p.numel() * min(p.element_size(), itemsize) for p in parameters.values())
+
+    # Matrices are multiplied, tables (the input embedding among them) are looked up.
+    tables = {id(p) for m in decoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    experts_layers = [under_adapters(m) for m in decoder.modules() if is_experts(m)]
+    stacks = {id(p): p for m in experts_layers for p in map(m.get_parameter, matrix_names(m))}
+    matrices = sum(_count(p) for key, p in parameters.items() if p.ndim >= 2 and key not in tables | stacks.keys())
+    if head is not None and id(head.weight) in tables:
+        matrices += head.weight.numel()
+    experts = next((p.shape[0] for p in stacks.values()), 0)
+    per_token = shape.get("num_experts_per_tok", experts) if stacks else 0
+    active = sum(_count(p) for p in stacks.values()) * per_token / max(experts, 1)
+    expert_bytes = sum(p.numel() * min(p.element_size(), itemsize) for p in stacks.values())
+
+    heads, layers, _kv_heads, head_dim = _attention_shape(model)
+    packed = saved = packed_experts = saved_experts = 0.0
+    for layer in quantized.layers.values() if quantized is not None else ():
+        dense = layer.weight_count * itemsize
+        packed, saved = packed + layer.packed_bytes, saved + dense
+        if is_experts(layer.dense):
+            packed_experts, saved_experts = packed_experts + layer.packed_bytes, saved_experts + dense
+    return ModelConstants(
+        name=type(model).__name__,
+        weight_bytes=float(weight_bytes),
+        draft_weight_bytes=weight_bytes - saved + packed if quantized is not None else 0.0,
+        dense_flops=2.0 * (matrices + active),
+        attention_flops=4.0 * layers * heads * head_dim,
+        kv_bytes=kv_bytes(model, dtype),
+        expert_bytes=float(expert_bytes),
+        draft_expert_bytes=expert_bytes - saved_experts + packed_experts if quantized is not None else 0.0,
+        experts=experts,
+        experts_per_token=per_token,
+    )
+
+
+def kv_bytes(model: PreTrainedModel, dtype: torch.dtype | None = None) -> float:
+    """κ, the bytes of K/V per token of `model`, which computes in `dtype`; None: the weights' dtype."""
+    _heads, layers, kv_heads, head_dim = _attention_shape(model)
+    return 2.0 * layers * kv_heads * head_dim * (dtype or model.dtype).itemsize
+
+
+def _attention_shape(model: PreTrainedModel) -> tuple[int, int, int, int]:
+    """Heads, layers, K/V heads and the size of a head."""
+    config = model.config.get_text_config(decoder=True)
+    shape = vars(config)  # architectures leave out different keys
+    heads = config.num_attention_heads
+    head_dim = shape.get("head_dim") or config.hidden_size // heads
+    return heads, config.num_hidden_layers, shape.get("num_key_value_heads") or heads, head_dim
+
+
+def _count(parameter: nn.Parameter) -> int:
+    """Weights of a matrix; bitsandbytes keeps two in a byte."""
+    return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
+
+
 @dataclass(frozen=True)
 class RowNeeds:
     """Bytes that generating takes beside weights.
 
-    Args:
+    Attributes:
         column: K/V of one column of a row, in the target's cache and its drafters'.
-        row: a row's share in the activations of a verification; and what of its K/V is taken at full length, where the
-            rest lies in the pages of a pool.
+        row: a row's activations in a verification and, where K/V lies in the pages of a pool, the K/V that does not.
         fixed: activations of a prefill, copies of weights for autocast, and captured forwards (:meth:`with_graphs`).
     """
 
@@ -53,17 +125,22 @@ class RowNeeds:
         prefilled: int,
         in_pool: int = 0,
     ) -> "RowNeeds":
-        """Those of `model` and its `drafters`, where a row's `verified` tokens are verified at once, and at most
-        `prefilled` are read. `in_pool`: columns of a row, where K/V lies in the pages of a pool."""
+        """The needs of `model` and its `drafters`, where `verified` tokens of a row are verified at once and at most
+        `prefilled` tokens are read. `in_pool`: columns of a row, where K/V lies in the pages of a pool."""
         dtype, config = autocast_dtype(model.device) or model.dtype, model.config.get_text_config(decoder=True)
         tokens = min(prefilled, TOKENS_PER_FORWARD)
         target = kv_bytes(model, dtype)
-        whole = [drafter.column_bytes for drafter in drafters if in_pool and not drafter.uses_pool]
+        column, whole = target, 0.0
         if not reads_spans(model):  # pages are gathered, for one layer at a time
-            whole.append(target / config.num_hidden_layers)
+            whole = target / config.num_hidden_layers
+        for drafter in drafters:
+            if in_pool and not drafter.uses_pool:
+                whole += drafter.column_bytes
+            else:
+                column += drafter.column_bytes
         return cls(
-            column=target + sum(drafter.column_bytes for drafter in drafters if drafter.uses_pool or not in_pool),
-            row=_LOGITS * verified * config.vocab_size * torch.float32.itemsize + in_pool * sum(whole),
+            column=column,
+            row=_LOGITS * verified * config.vocab_size * torch.float32.itemsize + in_pool * whole,
             fixed=_ACTIVATIONS * tokens * config.hidden_size * dtype.itemsize + bytes_of_copies(model),
         )
 
@@ -74,7 +151,7 @@ class RowNeeds:
         return min(most, max(left, free / _GRAPHS_SHARE, LEAST_GRAPH_MEMORY))
 
     def with_graphs(self, graphs: float) -> "RowNeeds":
-        """The same where captured forwards may take `graphs` bytes."""
+        """The needs where captured forwards may take `graphs` bytes."""
         return replace(self, fixed=self.fixed + graphs)
 
     def rows_that_fit(self, columns: int, free: int) -> int:
@@ -109,14 +186,14 @@ class KVRoom:
     """Watches the memory of rows that take it as they grow.
 
     Nobody knows how long a row becomes. So rows are admitted while memory lasts until each has as many more tokens as
-    it has generated, which is what long-tailed lengths make most likely, or a page; and where memory ends before, rows
-    leave: the shortest, whose K/V is computed again soonest. They wait until another row has ended.
+    it has generated, which is what long-tailed lengths make most likely, or a page. Where memory ends before, the
+    shortest rows leave, whose K/V is computed again soonest. They wait until another row has ended.
     """
 
     def __init__(self, rows: Rows, needs: RowNeeds) -> None:
         self._rows, self._needs = rows, needs
         self._slack, self._columns_then = 0.0, 0  # bytes to spare at the last look, and columns in flight then
-        self._refused_at = rows.capacity + 1
+        self._refused_at = rows.capacity + 1  # rows in flight when there was no memory for another one
 
     @property
     def is_full(self) -> bool:
@@ -126,46 +203,45 @@ class KVRoom:
     def fitting(self, requests: Sequence[Request]) -> int:
         """How many of `requests`, from the first on, there is memory for; at least one where no row is in flight."""
         rows = self._rows
-        growth = np.minimum(np.maximum(rows.host_generated, PAGE_COLUMNS), rows.room)  # [active]
-        left = self._left(growth)
+        left = self._left(np.minimum(np.maximum(rows.host_generated, PAGE_COLUMNS), rows.room))
         count = 0
         for needed in self._needed(requests):
             left -= needed
             if left < 0:
+                self._refused_at = max(rows.active + count, 1)
                 break
             count += 1
-        if count < len(requests):
-            self._refused_at = max(rows.active + count, 1)
         return count if count or rows.active else 1
 
     def leaving(self, columns: int) -> list[int]:
-        """Rows that have to leave, so that each other one, of `columns` together, has memory for another page.
+        """Rows that have to leave, so that every other row, of `columns` together, has memory for another page.
 
-        It looks when half of what was to spare at the last look is taken: the system is asked seldom.
+        It asks the system seldom: when half of what was to spare at the last look is taken.
         """
         rows, needs = self._rows, self._needs
         if (columns - self._columns_then) * needs.column < self._slack / 2:
             return []
         per_row = PAGE_COLUMNS * needs.column + needs.row
         slack = self._free() - rows.active * per_row
-        shortest = rows.host_lengths.argsort(kind="stable").tolist()
         leaving: list[int] = []
-        while slack < 0 and len(leaving) < rows.active - 1:
-            leaving.append(shortest[len(leaving)])
-            columns -= rows.host_lengths[leaving[-1]]
-            slack += rows.host_lengths[leaving[-1]] * needs.column + per_row
+        for row in rows.host_lengths.argsort(kind="stable")[: rows.active - 1].tolist():  # the last one stays
+            if slack >= 0:
+                break
+            leaving.append(row)
+            columns -= rows.host_lengths[row]
+            slack += rows.host_lengths[row] * needs.column + per_row
         if leaving:
             self._refused_at = rows.active - len(leaving)
         self._slack, self._columns_then = slack, columns
         return sorted(leaving)
 
     def _left(self, growth: Integers) -> float:
-        """Bytes that are left when each row has become longer by `growth` `[active]` columns."""
+        """Bytes that are left when rows have become longer by `growth` `[active]` columns."""
         rows, needs = self._rows, self._needs
         return self._free() - rows.active * needs.row - int(growth.sum()) * needs.column
 
     def _needed(self, requests: Sequence[Request]) -> Iterator[float]:
-        """Bytes that a row of each of `requests` will need."""
+        """Bytes that `requests` will need, one after the other."""
         for request in requests:
             yield _expected(request) * self._needs.column + self._needs.row
 
@@ -174,8 +250,8 @@ class KVRoom:
 
 
 class PoolRoom(KVRoom):
-    """The same where K/V lies in the pages of `cache`: it counts free pages, exactly, and so in every round. A round
-    drafts `most_drafted` tokens of a row at most."""
+    """Watches the pages of `cache`, which can be counted exactly, and so in every round. A round drafts at most
+    `most_drafted` tokens of a row."""
 
     def __init__(self, rows: Rows, cache: PagedCache, most_drafted: int) -> None:
         super().__init__(rows, RowNeeds(0.0, 0.0, 0.0))
@@ -184,18 +260,18 @@ class PoolRoom(KVRoom):
     def leaving(self, columns: int) -> list[int]:
         """Rows that have to leave, so that the others have pages for what the next round writes."""
         rows, lacking = self._rows, -self._left(np.zeros_like(self._rows.host_lengths))
-        if lacking <= 0:
-            return []
-        shortest = rows.host_lengths.argsort(kind="stable").tolist()
         leaving: list[int] = []
-        while lacking > self._pages.only_of(leaving) and len(leaving) < rows.active - 1:
-            row = shortest[len(leaving)]
+        for row in rows.host_lengths.argsort(kind="stable")[: rows.active - 1].tolist():
+            if lacking <= self._pages.only_of(leaving):
+                break
             leaving.append(row)
             lacking -= self._growth(row, rows.host_lengths[row])
-        self._refused_at = rows.active - len(leaving)
+        if leaving:
+            self._refused_at = rows.active - len(leaving)
         return sorted(leaving)
 
     def _left(self, growth: Integers) -> float:
+        """Pages that are free when rows have become longer by `growth` `[active]` columns."""
         lengths = (self._rows.host_lengths + growth).tolist()
         return self._pages.free - sum(self._growth(row, length) for row, length in enumerate(lengths))
 

@@ -12,10 +12,11 @@ from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from spec_trl.generation import decoding
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
-from spec_trl.generation.engine import kv_room, memory
+from spec_trl.generation.engine import memory
+from spec_trl.generation.engine import room as room_module
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.kv_room import KVRoom, RowNeeds
 from spec_trl.generation.engine.request_queue import RequestQueue
+from spec_trl.generation.engine.room import KVRoom, RowNeeds
 from spec_trl.generation.engine.rows import Request, Rows
 from tests.distributed import test_pool as pools
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -41,7 +42,7 @@ def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             rows, needs = rooms[threading.get_ident()]
             return needs.fixed + rows.active * needs.row + (columns - sum(rows.host_lengths)) * needs.column
 
-        monkeypatch.setattr(kv_room, "free_memory", free)
+        monkeypatch.setattr(room_module, "free_memory", free)
 
     monkeypatch.setattr(KVRoom, "__init__", watched)
     return limit
@@ -132,11 +133,11 @@ def test_rows_are_admitted_while_each_may_grow_by_what_it_has(monkeypatch: pytes
     # Rows of 101 and 21 columns grow by 100 and 64; a new one by 64, from 6.
     needed = 7 + 2 * 3 + 2 * (100 + 64) + 3 * (2 * (6 + 64) + 3)
     for free, count in ((needed, 3), (needed - 1, 2)):
-        monkeypatch.setattr(kv_room, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(room_module, "free_memory", lambda device, free=free: free)
         own = room([101, 21], RowNeeds(column=2, row=3, fixed=7))
         assert not own.is_full and own.fitting(waiting) == count and not own.is_full
         assert own.fitting(waiting[:1]) == 1
-    monkeypatch.setattr(kv_room, "free_memory", lambda device: 0)
+    monkeypatch.setattr(room_module, "free_memory", lambda device: 0)
     assert room([], RowNeeds(2, 3, 7)).fitting(waiting) == 1, "else nobody would ever decode"
     full = room([101, 21], RowNeeds(2, 3, 7))
     assert full.fitting(waiting) == 0 and full.is_full
@@ -149,14 +150,14 @@ def test_the_shortest_rows_leave(monkeypatch: pytest.MonkeyPatch) -> None:
         looks.append(1)
         return 2 * 3 * 64 - 1  # one byte short of a page for each of three rows
 
-    monkeypatch.setattr(kv_room, "free_memory", free)
+    monkeypatch.setattr(room_module, "free_memory", free)
     own = room([50, 7, 30], RowNeeds(column=2, row=0, fixed=0))
     assert own.leaving(87) == [1] and len(looks) == 1
     # To spare are now 2 * (64 + 7) - 1 = 141 bytes, or 70 columns.
     assert own.leaving(80 + 35) == [] and len(looks) == 1
     own.leaving(80 + 36)
     assert len(looks) == 2
-    monkeypatch.setattr(kv_room, "free_memory", lambda device: 0)
+    monkeypatch.setattr(room_module, "free_memory", lambda device: 0)
     assert room([50, 7, 30], RowNeeds(2, 0, 0)).leaving(87) == [1, 2], "the last one stays"
 
 
@@ -172,7 +173,7 @@ def test_where_memory_is_taken_at_once_fewer_rows_are_in_flight(
         return Rows(capacity, *options)
 
     plain = outputs(generate(tiny, PROMPTS))
-    monkeypatch.setattr(decoding, "takes_pages", lambda device: False)
+    monkeypatch.setattr(decoding, "takes_memory_late", lambda device: False)
     monkeypatch.setattr(decoding, "Rows", watched)
     monkeypatch.setattr(decoding, "free_for_cache", lambda model: fixed + 3 * ((9 + 24 + 5) * column + row))
     for config in ({}, {"max_batch_size": 5}):
