@@ -176,7 +176,8 @@ class Planner(Control):
         method = next((names[which] for which, _ in self._current.arm.chains), NO_METHOD)
         judge = names.index(method if method in gains else next(iter(gains)))
         rates = 1 + survivals[:, judge, :YARDSTICK].sum(1)  # [B]
-        speeds, order = dict(zip(requests, rates.tolist())), sorted(gains, key=gains.__getitem__, reverse=True)
+        speeds = dict(zip(requests, rates.tolist(), strict=True))
+        order = sorted(gains, key=gains.__getitem__, reverse=True)
         choice: tuple[str, list[int]] | None
         choice = load("specactor.assignment").further_method(speeds, order, method, helpers)
         return choice
