@@ -9,7 +9,6 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from examples import train_drafter
-from spec_trl.drafter_training.offline import STATE_FILE
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.canvas import TrainableDrafter
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
@@ -105,7 +104,7 @@ def _train_once(name: str, place: Path, target: str, stories: Path, block_size: 
     if name == "dflash":
         options += ["--block-size", str(block_size)]
     place.mkdir(parents=True, exist_ok=True)
-    resumed = (place / STATE_FILE).exists()
+    resumed = (place / train_drafter.STATE_FILE).exists()
     recipe.write_text(json.dumps({"options": options, "seconds": None, "resumed": resumed}))
     print(f"training the drafter {place.name}, once", flush=True)
     started = time.perf_counter()

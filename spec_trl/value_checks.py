@@ -20,27 +20,40 @@ def require_choice(name: str, value: object, words: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {list(words)}.{did_you_mean(value, words)}")
 
 
-def require_bool(name: str, value: object, hint: str = "") -> None:
-    """Raises ValueError, naming `name`, unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} is no bool; pass True or False{hint}.")
+def require_value(
+    name: str,
+    value: Any,
+    kinds: Sequence[Any],
+    low: int | None = None,
+    high: int | None = None,
+    positive: bool = False,
+    hint: str = "",
+) -> None:
+    """Raises ValueError, naming `name`, unless `value` is one of the words, or of a type, in `kinds`.
 
-
-def require_int(name: str, value: object, low: int | None, high: int | None, hint: str = "") -> None:
-    """Raises ValueError, naming `name`, unless `value` is an integer from `low` to `high`; None: unbounded."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} is a {type(value).__name__}; pass an integer{hint}.")
-    if (low is not None and value < low) or (high is not None and value > high):
-        bounds = f"{low} to {high}" if high is not None else f"at least {low}"
-        raise ValueError(f"{name}={value} is out of range; it must be {bounds}{hint}.")
-
-
-def require_number(name: str, value: object, positive: bool, hint: str = "") -> None:
-    """Raises ValueError, naming `name`, unless `value` is a finite number of at least 0; `positive`: above 0."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < 0 or (positive and value == 0):  # type: ignore[operator]
-        bound = "a positive number" if positive else "a number of at least 0"
-        raise ValueError(f"{name}={value!r} is out of range; it must be {bound}{hint}.")
+    An integer lies between `low` and `high` (None: no bound); a float is finite and at least 0, or, if `positive`,
+    above 0. `hint` ends the error, after the words that may stand for a bool or a number.
+    """
+    if (value is None and type(None) in kinds) or (isinstance(value, str) and value in kinds):
+        return
+    problem = ""
+    if bool in kinds:
+        if not isinstance(value, bool):
+            problem = "is no bool; pass True or False"
+    elif int in kinds:
+        if isinstance(value, bool) or not isinstance(value, int):
+            problem = f"is a {type(value).__name__}; pass an integer"
+        elif (low is not None and value < low) or (high is not None and value > high):
+            problem = f"is out of range; it must be {f'{low} to {high}' if high else f'at least {low}'}"
+    elif float in kinds:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (positive and value == 0):
+            problem = f"is out of range; it must be a {'positive number' if positive else 'number of at least 0'}"
+    elif words := [kind for kind in kinds if isinstance(kind, str)]:
+        require_choice(name, value, words)
+    if problem:
+        words = [f' or "{kind}"' for kind in kinds if isinstance(kind, str)]
+        raise ValueError(f"{name}={value!r} {problem}{''.join(words)}{hint}.")
 
 
 def require_folder_or_id(name: str, assistant: object) -> None:

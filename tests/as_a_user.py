@@ -12,13 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import spec_trl
-from spec_trl.drafter_training.untrained import write_dflash, write_eagle3
 from spec_trl.generation.registry import strategies
 
 
 CLONE = Path(sys.argv[1])
 MODEL = str(CLONE / "examples" / "data" / "stories260K")
 assert CLONE not in Path(spec_trl.__file__).parents, f"{spec_trl.__file__} is not what pip installed"
+sys.path.append(str(CLONE))
+from examples.train_drafter import write_dflash, write_eagle3  # noqa: E402
 
 
 def run_readme() -> None:

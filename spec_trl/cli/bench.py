@@ -81,7 +81,7 @@ def _check_length(length: int, longest_prompt: int, config: PreTrainedConfig) ->
 def _prompts(
     arguments: argparse.Namespace, config: PreTrainedConfig, texts: list[str] | None
 ) -> tuple[list[list[int]], str]:
-    """Tokens of the prompts, and what they are in words."""
+    """Tokens of the prompts, and a description of them."""
     tokenizer = load_tokenizer(arguments.model)
     if tokenizer is not None:
         kind = "built-in prompts" if texts is None else f"prompts of {arguments.prompts}"
@@ -120,9 +120,10 @@ def _measure(
             calls_until = end - EXAMINING * (end - now)
             work, calls = measure(model, ways, wanted, arguments.seed, calls_until, begin=begin)
             bar.update((number + 1) * most - bar.n)
-            found = summarise(model, work, arguments.seed, calls, profile, end)
-            bar.write(_section(found, work, wanted, [way.name for way in ways if way not in calls], arguments.seconds))
-            gains += found
+            measured = summarise(model, work, arguments.seed, calls, profile, end)
+            left_out = [way.name for way in ways if way not in calls]
+            bar.write(_section(measured, work, wanted, left_out, arguments.seconds))
+            gains += measured
             exact += [call.statistics.exact for made in calls.values() for call in made if call.statistics is not None]
     if exact and exact[0]:
         parts = exact[0] if isinstance(exact[0], list) else []
@@ -132,18 +133,18 @@ def _measure(
     return gains
 
 
-def _section(found: Sequence[Gain], work: Work, wanted: Work, left_out: Sequence[str], seconds: float) -> str:
-    """What was measured at one batch size."""
+def _section(gains: Sequence[Gain], work: Work, wanted: Work, left_out: Sequence[str], seconds: float) -> str:
+    """The gains at one batch size as text."""
     head = f"\nbatch {len(work.prompts)}"
-    if not found:
+    if not gains:
         return f"{head}: not measured, generate and none did not end within --seconds {seconds:g}"
     fewer = f" (more do not fit into --seconds {seconds:g})" if work != wanted else ""
-    calls = "1 call" if found[0].visits == 1 else f"{found[0].visits} calls"
+    calls = "1 call" if gains[0].visits == 1 else f"{gains[0].visits} calls"
     head += f", up to {work.new_tokens} tokens per row{fewer}, median of {calls} each"
-    if any(gain.is_thin for gain in found):
+    if any(gain.is_thin for gain in gains):
         head += ". Thin: too little to compare"
     out = f"\nleft out for want of time: {'; '.join(left_out)}" if left_out else ""
-    return f"{head}:\n{_table(found)}{out}"
+    return f"{head}:\n{_table(gains)}{out}"
 
 
 def _table(gains: Sequence[Gain]) -> str:
@@ -168,11 +169,11 @@ def _identity(gain: Gain) -> str:
         return f"drafter failed: {gain.failure}"
     if gain.identity is None:
         return "-"
-    found = gain.identity
-    ties = f", {found.near_ties} near-ties" if found.near_ties else ""
-    errors = f", {found.unexplained} UNEXPLAINED" if found.unexplained else ""
-    left = f", {found.unexamined} not examined for want of time" if found.unexamined else ""
-    return f"{found.identical} of {found.rows}{ties}{errors}{left}"
+    identity = gain.identity
+    ties = f", {identity.near_ties} near-ties" if identity.near_ties else ""
+    errors = f", {identity.unexplained} UNEXPLAINED" if identity.unexplained else ""
+    left = f", {identity.unexamined} not examined for want of time" if identity.unexamined else ""
+    return f"{identity.identical} of {identity.rows}{ties}{errors}{left}"
 
 
 def machine(device: torch.device) -> str:
@@ -201,14 +202,14 @@ def choose(gains: Sequence[Gain]) -> tuple[Way | None, float]:
         by_way.setdefault(gain.way, []).append(gain)
     batches = max(map(len, by_way.values()), default=0)
     scores, lowest = {}, {}
-    for way, own in by_way.items():
+    for way, of_way in by_way.items():
         is_right = all(
             gain.failure is None and not (gain.identity and (gain.identity.unexplained or gain.identity.unexamined))
-            for gain in own
+            for gain in of_way
         )
-        if way.strategy not in (GENERATE, "none") and is_right and len(own) == batches:
-            scores[way] = geometric_mean(gain.explained for gain in own)
-            lowest[way] = geometric_mean(max(gain.explained - gain.spread, 1e-9) for gain in own)
+        if way.strategy not in (GENERATE, "none") and is_right and len(of_way) == batches:
+            scores[way] = geometric_mean(gain.explained for gain in of_way)
+            lowest[way] = geometric_mean(max(gain.explained - gain.spread, 1e-9) for gain in of_way)
     chosen, best = None, 1.0
     for way in sorted(scores, key=lambda way: (way.strategy != "auto", -scores[way])):
         if scores[way] >= (1 + MARGIN) * best and lowest[way] > best:

@@ -178,9 +178,8 @@ def measure(
 
     Two visits of `PROBE` tokens load, compile, pack and tell how many tokens fit into `PLANNED_VISITS`. Where these
     are fewer than `ENOUGH_TOKENS`, the slowest drafters are left out. If no more than a probe fits, the probes
-    themselves are returned. Visit i has the seed `seed` + i and begins with another way than the one before; `begin`
-    is told of each call. A way has as many calls as each other one; where not even one visit ended, ways without a
-    call are missing.
+    are returned. Visit i has the seed `seed` + i and begins with another way than visit i - 1; `begin` is called
+    before a call. All ways have equally many calls; where not even one visit ended, ways without a call are missing.
     """
 
     def visits(work: Work, most: int, expected: dict[Way, float]) -> dict[Way, list[Call]]:
@@ -223,8 +222,8 @@ def measure(
     work = replace(work, new_tokens=max(fitting(chosen), 0))
     if work.new_tokens <= probe.new_tokens:
         return probe, calls
-    found = visits(work, MOST_VISITS, {way: reading[way] + per_token[way] * work.new_tokens for way in chosen})
-    return (work, found) if len(found) == len(chosen) else (probe, calls)
+    made = visits(work, MOST_VISITS, {way: reading[way] + per_token[way] * work.new_tokens for way in chosen})
+    return (work, made) if len(made) == len(chosen) else (probe, calls)
 
 
 @dataclass
@@ -244,25 +243,25 @@ def compare(
     until: float = math.inf,
 ) -> Identity:  # fmt: skip
     """The calls of one way against those of "none", visit by visit; after `until` no token is examined."""
-    found, noise = Identity(), None
+    identity, noise = Identity(), None
     for visit, (reference, call) in enumerate(zip(plain, calls, strict=True)):
         for row, (theirs, ours) in enumerate(zip(reference.completions, call.completions, strict=True)):
-            found.rows += 1
-            found.identical += ours == theirs
+            identity.rows += 1
+            identity.identical += ours == theirs
             same = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
             if same is None:  # where a row only ends early there is no token to tie with
-                found.unexplained += ours != theirs
+                identity.unexplained += ours != theirs
                 continue
             if time.perf_counter() > until:
-                found.unexamined += 1
+                identity.unexamined += 1
                 continue
             noise = logit_noise(model, work, reference, draft_length) if noise is None else noise
             prefix = work.prompts[row] + theirs[:same]
             scores = reference_scores(model, prefix, work.temperature, seed + visit, row, same)  # [vocab]
             is_near_tie = distance(scores, (theirs[same], ours[same])) < noise / (work.temperature or 1.0)
-            found.near_ties += is_near_tie
-            found.unexplained += not is_near_tie
-    return found
+            identity.near_ties += is_near_tie
+            identity.unexplained += not is_near_tie
+    return identity
 
 
 def logit_noise(model: PreTrainedModel, work: Work, call: Call, draft_length: int) -> float:
@@ -386,11 +385,11 @@ def summarise(
 
     def speedups(ours: Sequence[Call], theirs: Sequence[Call]) -> list[float]:
         pairs = zip(ours[timed], theirs[timed], strict=True)
-        return [own.tokens_per_second / other.tokens_per_second for own, other in pairs]
+        return [one.tokens_per_second / other.tokens_per_second for one, other in pairs]
 
     def gain(way: Way, made: Sequence[Call]) -> Gain:
-        found = [call.statistics for call in made if call.statistics is not None]
-        drafted = [statistics for statistics in found if statistics.total.blocks]
+        known = [call.statistics for call in made if call.statistics is not None]
+        drafted = [statistics for statistics in known if statistics.total.blocks]
         tau = median(statistics.block_efficiency for statistics in drafted) if drafted else None
         rates = [statistics.acceptance_rate for statistics in drafted if statistics.total.drafted]
         of_none, examined = speedups(made, none), way.strategy not in BASELINES
@@ -404,11 +403,11 @@ def summarise(
             visits=len(of_none),
             tokens=median(max(map(len, call.completions)) for call in made[timed]),
             predicted=_predicted(way, work, made, tau, profile),
-            drafting=median(own.drafted_rounds / (own.rounds or 1) for own in found) if found else None,
+            drafting=median(each.drafted_rounds / (each.rounds or 1) for each in known) if known else None,
             acceptance_rate=median(rates) if rates else None,
             block_efficiency=tau,
             identity=compare(model, work, seed, none, made, way.config.draft_length, until) if examined else None,
-            failure=next((own.drafter_failure for own in found if own.drafter_failure is not None), None),
+            failure=next((each.drafter_failure for each in known if each.drafter_failure is not None), None),
         )
 
     return [gain(way, made) for way, made in calls.items()]

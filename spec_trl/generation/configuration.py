@@ -6,19 +6,13 @@ SpecGRPOConfig, the `--help` of commands and the tables in docs/options.md take 
 import functools
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from ..scheduling.acceptance import MAX_DRAFT_LENGTH
-from ..value_checks import (
-    did_you_mean,
-    require_bool,
-    require_choice,
-    require_folder_or_id,
-    require_int,
-    require_number,
-)
+from ..value_checks import did_you_mean, require_choice, require_folder_or_id, require_value
 from .registry import CHOOSING, DRAFTERS, drafting_ahead, needing_assistant, strategies, taking_assistant
 
 
@@ -33,22 +27,41 @@ TTSScope = Literal["request", "rollout", "run"]
 TTSAnchor = Literal["current", "initial"]
 
 
-def option(
-    default: Any, help: str, low: int | None = None, high: int | None = None, positive: bool = False, hint: str = ""
-) -> Any:
-    """A field of :class:`SpeculativeConfig`. Its annotation says which type or words the value may have, `low`, `high`
-    and `positive` (above 0) bound it, and `hint` ends the error about a bad value."""
-    return field(default=default, metadata=dict(help=help, low=low, high=high, positive=positive, hint=hint))
+def option(default: Any, help: str, **bounds: Any) -> Any:
+    """A field of a config with its help. Its annotation says which types or words its value may have; `bounds` are
+    arguments of :func:`~spec_trl.value_checks.require_value`."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help} | bounds)
+    return field(default=default, metadata={"help": help} | bounds)
+
+
+@functools.cache
+def kinds_of(declared: Field[Any]) -> tuple[Any, ...]:
+    """Types and words that the option `declared` may have, such as `(int, "adaptive")`."""
+
+    def kinds(annotation: Any) -> list[Any]:
+        if get_origin(annotation) in (Literal, Union, UnionType):
+            return [kind for part in get_args(annotation) for kind in kinds(part)]
+        return [annotation]
+
+    return tuple(kinds(declared.type))
+
+
+def check_option(declared: Field[Any], value: object, **bounds: Any) -> None:
+    """Raises ValueError unless the option `declared` may have `value`."""
+    bounds |= declared.metadata
+    del bounds["help"]
+    require_value(declared.name, value, kinds_of(declared), **bounds)
 
 
 def document(config: type) -> None:
     """Appends the options that the class `config` declares to its docstring, with their defaults and what they do."""
     config.__doc__ = f"{config.__doc__}\n    Options:"
-    for each in fields(config):
-        if each.name in config.__annotations__:
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            text = textwrap.indent(textwrap.fill(each.metadata["help"], 105), " " * 12)
-            config.__doc__ += f"\n        {each.name} (defaults to `{default!r}`):\n{text}"
+    for declared in fields(config):
+        if declared.name in config.__annotations__:
+            default = declared.default if declared.default_factory is MISSING else declared.default_factory()
+            text = textwrap.indent(textwrap.fill(declared.metadata["help"], 105), " " * 12)
+            config.__doc__ += f"\n        {declared.name} (defaults to `{default!r}`):\n{text}"
 
 
 @dataclass(frozen=True)
@@ -62,10 +75,14 @@ class SpeculativeConfig:
     draft_length: int = option(
         5,
         'γ, draft tokens per round. Under sd_toggle="measured" half of it or twice it where that promises more.',
-        1, MAX_DRAFT_LENGTH,
-    )  # fmt: skip
+        low=1,
+        high=MAX_DRAFT_LENGTH,
+    )
     ngram_size: int = option(
-        3, '"ngram": longest suffix of a row, in tokens, that is looked up in its own prompt and output.', 1, 64
+        3,
+        '"ngram": longest suffix of a row, in tokens, that is looked up in its own prompt and output.',
+        low=1,
+        high=64,
     )
     history_max_tokens: int = option(
         16_000_000,
@@ -113,7 +130,7 @@ class SpeculativeConfig:
         'verifying in turns. A "model" has a K/V cache of its own; "self" has 2 (γ + 1) columns per row.',
     )
     max_batch_size: int | None = option(
-        None, "Number of rows in flight; further prompts wait until rows finish. None: as many as memory holds.", 1
+        None, "Number of rows in flight; further prompts wait until rows finish. None: as many as memory holds.", low=1
     )
     runner: Runner = option(
         "auto",
@@ -158,7 +175,6 @@ class SpeculativeConfig:
         'S: an update every S rounds (TTS App. C.1). "adaptive": where the rounds ahead are expected to save its '
         "seconds. Low-rank corrections, which slow each draft, then do not learn.",
         low=1,
-        hint=' or "adaptive"',
     )
     tts_anchor_weight: float = option(0.0, "λ, weight of the loss term that keeps the drafter near the anchor.", low=0)
     tts_anchor: TTSAnchor = option(
@@ -207,24 +223,29 @@ class SpeculativeConfig:
     )
 
     def __new__(cls, *_: Any, **options: Any) -> "SpeculativeConfig":
-        known = [field.name for field in fields(cls)]
-        if unknown := sorted(set(options) - set(known)):
+        known = cls.__dataclass_fields__
+        if unknown := sorted(options.keys() - known.keys()):
             hint = did_you_mean(unknown[0], known)
-            raise ValueError(f"speculative_config has no field {unknown}; its fields are {known}.{hint}")
+            raise ValueError(f"speculative_config has no field {unknown}; its fields are {list(known)}.{hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            check_option(name, value)
+            if value is not OPTIONS[name].default:
+                check_option(OPTIONS[name], value)
         # Imported here: they bring torch, and `spec-trl --help` reads the options without it.
-        from ..quantization.kernels import KERNELS
-        from ..quantization.rtn import SCHEMES
+        if self.draft_quantization != "auto":
+            from ..quantization.rtn import SCHEMES
 
-        require_choice("draft_quantization", self.draft_quantization, ["auto", *(scheme.name for scheme in SCHEMES)])
-        require_choice("draft_kernel", self.draft_kernel, ["auto", *dict.fromkeys(kernel.name for kernel in KERNELS)])
+            require_choice("draft_quantization", self.draft_quantization, ["auto", *(one.name for one in SCHEMES)])
+        if self.draft_kernel != "auto":
+            from ..quantization.kernels import KERNELS
+
+            require_choice("draft_kernel", self.draft_kernel, ["auto", *dict.fromkeys(one.name for one in KERNELS)])
         if self.roofline_profile is not None:
             self._check_profile(self.roofline_profile)
-        self._check_best_of_n()
+        if self.best_of_n_drafters != OPTIONS["best_of_n_drafters"].default or self.best_of_n_assistants is not None:
+            self._check_best_of_n()
 
     def _check_profile(self, path: str) -> None:
         if self.sd_toggle in ("always", "never"):
@@ -244,9 +265,7 @@ class SpeculativeConfig:
         names = self.best_of_n_drafters
         known = isinstance(names, list | tuple) and bool(names) and set(names) <= DRAFTERS.keys()
         if not known or len(set(names)) < len(names):
-            raise ValueError(
-                f"best_of_n_drafters={names!r} must be one or more different ones of {list(DRAFTERS)}."
-            )
+            raise ValueError(f"best_of_n_drafters={names!r} must be one or more different ones of {list(DRAFTERS)}.")
         given = self.best_of_n_assistants
         if given is None:
             return
@@ -280,12 +299,13 @@ class SpeculativeConfig:
             )
         return found
 
-    def choice_of_draft_lengths(self) -> tuple[int, ...]:
-        """Each γ that a planner may choose in `generate`, ascending; one alone where plans are for that one."""
+    def choice_of_draft_lengths(self, lengths: Sequence[int] = ()) -> tuple[int, ...]:
+        """Each γ that a planner may choose, ascending: `lengths` (default: γ and 2γ), and half of the shortest where
+        there are several, which is cheap to try. Decoupled execution plans for γ alone."""
         if self.decoupled_execution != "never":
             return (self.draft_length,)
-        lengths = {max(self.draft_length // 2, 1), self.draft_length, min(2 * self.draft_length, MAX_DRAFT_LENGTH)}
-        return tuple(sorted(lengths))
+        lengths = lengths or (self.draft_length, min(2 * self.draft_length, MAX_DRAFT_LENGTH))
+        return tuple(sorted({*lengths, max(lengths[0] // 2, 1)} if len(lengths) > 1 else lengths))
 
     def packing(self) -> tuple[str, str, str]:
         """Scheme, kernel and head of the quantized copy."""
@@ -330,33 +350,7 @@ class Distillation:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            check_option(f"tts_{name}", "adaptive" if name == "stride" and value is None else value)
-
-
-# ---- Checks -----------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def kinds_of(name: str) -> tuple[Any, ...]:
-    """Types and words that the option `name` may have, such as `(int, "adaptive")`."""
-    alternatives = get_args(OPTIONS[name].type) or (OPTIONS[name].type,)
-    return tuple(kind for alternative in alternatives for kind in get_args(alternative) or (alternative,))
-
-
-def check_option(name: str, value: object) -> None:
-    """Raises ValueError unless the option `name` may have `value`, by its annotation and bounds."""
-    kinds, bounds = kinds_of(name), OPTIONS[name].metadata
-    words = [kind for kind in kinds if isinstance(kind, str)]
-    if (value is None and type(None) in kinds) or value in words:
-        return
-    if bool in kinds:
-        require_bool(name, value, "".join(f' or "{word}"' for word in words))
-    elif int in kinds:
-        require_int(name, value, bounds["low"], bounds["high"], bounds["hint"])
-    elif float in kinds:
-        require_number(name, value, bounds["positive"], bounds["hint"])
-    elif words:
-        require_choice(name, value, words)
+            check_option(OPTIONS[f"tts_{name}"], "adaptive" if name == "stride" and value is None else value)
 
 
 def check_strategy(strategy: str) -> str:
@@ -366,37 +360,30 @@ def check_strategy(strategy: str) -> str:
 
 
 def check_combination(strategy: str, config: SpeculativeConfig) -> None:
-    """Raises ValueError where `strategy` can neither be verified nor controlled as `config` says."""
+    """Raises ValueError where `strategy` can not be verified, controlled or decoupled as `config` says."""
     if config.sd_toggle == "always" and strategy in CHOOSING:
         raise ValueError(
             f'sd_toggle="always" is for one drafter, and assistant_strategy={strategy!r} has several. Name one of '
             'them, e.g. assistant_strategy="self", or set sd_toggle="measured".'
         )
-    if config.verification != "rejection":
-        return
-    if strategy == "best_of_n":
+    rejects, decoupled = config.verification == "rejection", config.decoupled_execution == "always"
+    if rejects and strategy == "best_of_n":
         raise ValueError(
             'verification="rejection" does not go with assistant_strategy="best_of_n", which races: taking the '
             'longest of chains accepted by chance favours what is easy to draft. Use verification="exact".'
         )
-    if strategy == "auto":
+    if rejects and strategy == "auto":
         raise ValueError(
             'verification="rejection" needs draft probabilities, which the history among the drafters of '
             'assistant_strategy="auto" has none of. Use verification="exact", or name the drafter.'
         )
-
-
-def check_decoupled(strategy: str, config: SpeculativeConfig) -> None:
-    """Raises ValueError where the drafter of `strategy` must run decoupled and cannot."""
-    if config.decoupled_execution != "always":
-        return
-    if strategy not in drafting_ahead():
+    if decoupled and strategy not in drafting_ahead():
         raise ValueError(
             f'decoupled_execution="always" does not go with assistant_strategy={strategy!r}: only the drafters of '
             f"{list(drafting_ahead())} can draft on from their own drafts. Name one of these, or set "
             'decoupled_execution="never".'
         )
-    if config.verification == "rejection":
+    if decoupled and rejects:
         raise ValueError(
             'verification="rejection" does not go with decoupled_execution="always": a draft stays valid only where '
             'it equals what the target samples. Use verification="exact", or decoupled_execution="never".'

@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 from ..dense_linear import warn_of_slow_dtype
 from ..measuring.calibrated import find_ladder, find_profile
 from ..scheduling.control import Control, NeverSpeculate
-from .configuration import SpeculativeConfig, check_combination, check_decoupled, check_strategy
+from .configuration import SpeculativeConfig, check_combination, check_strategy
 from .decoupling import check_device, decoupled, keep_acceptance
 from .engine import requirements
 from .engine.cache import PAGE_COLUMNS
@@ -176,9 +176,8 @@ def _validate(call: _Call, model_kwargs: dict[str, Any]) -> tuple[list[Tensor], 
     """Refuses what cannot be served; returns prompts `[length]` int64 each, and whether rows must run in step."""
     model, batch = call.model, len(call.input_ids)
     check_strategy(call.strategy)
-    check_combination(call.strategy, call.config)
     if call.drafter is None:
-        check_decoupled(call.strategy, call.config)
+        check_combination(call.strategy, call.config)
     check_device(call.config, model.device, call.drafter)
     requirements.check_model(model)
     runner_mode(call.config, model.device)

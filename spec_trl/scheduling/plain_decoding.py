@@ -18,15 +18,15 @@ class PlainRounds(NamedTuple):
 def plain_rounds(
     prompts: Sequence[tuple[int, str]], tokens: Sequence[int], capacity: int, done: int = 0
 ) -> list[PlainRounds]:
-    """The rounds of plain decoding, from one change of the batch to the next.
+    """Rounds of plain decoding, between changes of the batch.
 
     Args:
         prompts: tokens of each request when its first round begins, and its prompt's key.
-        tokens: what it generates in rounds; 0: it gives its row to the next one at once.
+        tokens: of each request that come from rounds; with 0 it gives its row to the next one at once.
         capacity: rows; further requests wait, and follow in order.
         done: rounds to leave out at the beginning.
     """
-    found: list[PlainRounds] = []
+    rounds: list[PlainRounds] = []
     # A heap of (round in which it ends, length that it would have had in round 0, key).
     rows: list[tuple[int, int, str]] = []
     patience, now, admitted, lengths = Patience(capacity), 0, 0, 0
@@ -42,8 +42,8 @@ def plain_rounds(
         end, first = min(rows[0][0], now + (wait or rows[0][0])), max(now, done)
         patience.wait(free if wait else 0, end - now)
         if end > first:
-            found.append(PlainRounds(end - first, len(rows), lengths / len(rows) + (first + end - 1) / 2))
+            rounds.append(PlainRounds(end - first, len(rows), lengths / len(rows) + (first + end - 1) / 2))
         now = end
         while rows and rows[0][0] == now:
             lengths -= heapq.heappop(rows)[1]
-    return found
+    return rounds

@@ -82,13 +82,13 @@ class RolloutRecord:
         draft_length: γ in force.
         mean_draft_length, sd_on_fraction: of the rounds that speculated, the mean γ, and their share of all.
         timeline: of the requests that ended last, at most `TIMELINES`, in the order of their ends.
-        plain_seconds: what plain decoding would have taken; None: not known.
+        plain_seconds: estimate for plain decoding; None: unknown.
         tail_seconds, tail_rounds: from when half of a call's requests had ended until the last one had.
         drafted_by, race_wins: by strategy, the share of rounds in which it drafted, and the races that it won.
-        rank_seconds: in which each rank decoded; of a pool, without waiting for others.
+        rank_seconds: seconds of decoding by rank; in a pool without waiting for other ranks.
         moved_rows: rows that one rank took over from another.
-        drafter_updates: of a drafter that learned while it drafted; None: none learns.
-        drafter_update_seconds: time in which decoding stood still for these updates.
+        drafter_updates: of a drafter that learns while it drafts; None: none learns.
+        drafter_update_seconds: time in which decoding waited for these updates.
     """
 
     kind: Literal["rollout"] = "rollout"
@@ -157,7 +157,7 @@ _LINE: Any = Annotated[Record, Discriminator("kind")]
 
 @dataclass(frozen=True)
 class Run:
-    """A whole log: headers in order of writing, records in order of rollout and of step, replaced ones left out."""
+    """A whole log: headers in order of writing, records in order of rollout and of step, without replaced ones."""
 
     path: Path
     headers: list[RunHeader]
@@ -242,7 +242,7 @@ def read_run(path: Path | str) -> Run:
                 for point in record.points:
                     point.seconds *= point.rounds
             kind, at = ("step", record.step) if isinstance(record, StepRecord) else (record.mode, record.rollout)
-            if kind not in started:  # resumed: what the earlier attempt did from here on is void
+            if kind not in started:  # resumed: later records of the earlier attempt are void
                 records[kind] = {place: old for place, old in records[kind].items() if place < at}
                 started.add(kind)
             records[kind][at] = record

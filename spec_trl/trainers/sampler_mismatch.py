@@ -1,7 +1,4 @@
-"""How far the log-probabilities that completions were sampled with are from those of the training forward.
-
-TRL logs this of vLLM alone; the names are TRL's.
-"""
+"""Distances between the sampler's log-probabilities and those of the training forward, under TRL's names for vLLM."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,20 +11,19 @@ from trl import GRPOConfig
 
 
 SAMPLED = "sampling_per_token_logps"
-"""TRL's name, among the inputs of a loss, of what `_generate_single_turn` returned: `[B, n]` float32, 0 as padding."""
+"""TRL's name of the sampler's log-probabilities among the inputs of a loss: `[B, n]` float32, 0 as padding."""
 
 
 class SamplerMismatch:
-    """Compares the two in each micro-batch, and keeps from TRL's loss what it would not have without the log.
+    """Compares both in a micro-batch, and removes the sampler's from the inputs of TRL's loss.
 
     Args:
-        accelerator: of the training.
-        args: of the training.
+        accelerator, args: of the training.
         processors: of rollouts; None: a `rollout_func` generates.
 
     Attributes:
-        is_logged: whether the two can be compared.
-        forward: `[B, n]`, log-probabilities (nats) of completions by the newest forward; to be set after each.
+        is_logged: whether both can be compared.
+        forward: `[B, n]`, log-probabilities (nats) of completions by the newest forward; set after each forward.
     """
 
     def __init__(
@@ -40,18 +36,15 @@ class SamplerMismatch:
         self.forward: Tensor | None = None
 
     def for_the_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs of the next loss as TRL's own transformers rollouts leave them: under `off_policy_mask_threshold`
-        TRL would mask by what completions were sampled with, so that the log would change the loss."""
+        """Inputs of the next loss without the sampler's log-probabilities: under `off_policy_mask_threshold` TRL would
+        mask by them, so that the log would change the loss."""
         self.forward = None
         return {name: value for name, value in inputs.items() if name != SAMPLED} if self.is_logged else inputs
 
     def metrics(self, inputs: dict[str, Any]) -> dict[str, float]:
-        """Those of one micro-batch of all ranks, after its loss; none where no token counts. Each rank must call it.
-
-        Args:
-            inputs: of the loss. `old_per_token_logps` `[B, n]` is among them where the policy may have changed since
-                it sampled; it is then compared instead of the newest forward.
-        """
+        """Metrics of a micro-batch over all ranks, after its loss; empty where no token counts. All ranks call it.
+        Where `inputs` have `old_per_token_logps` `[B, n]`, since the policy may have changed after it sampled, these
+        are compared instead of the newest forward."""
         policy, sampled = inputs.get("old_per_token_logps", self.forward), inputs.get(SAMPLED)
         if not self.is_logged or policy is None or sampled is None:
             return {}
@@ -77,8 +70,8 @@ class SamplerMismatch:
 
 
 def is_comparable(processors: Iterable[LogitsProcessor], temperature: float) -> bool:
-    """Whether tokens are drawn from the policy's distribution at `temperature` over the whole vocabulary, whose
-    log-probabilities TRL's loss takes. Any other processor (top-p, a penalty, a minimum length) changes it."""
+    """Whether tokens are drawn from the policy's distribution at `temperature` over the whole vocabulary, as TRL's
+    loss assumes. Any other processor (top-p, a penalty, a minimum length) changes it."""
     drawn_at = 1.0
     for processor in processors:
         if type(processor) is not TemperatureLogitsWarper:

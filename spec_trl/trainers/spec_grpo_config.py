@@ -1,9 +1,8 @@
 """GRPOConfig and the options that say how rollouts are drafted and verified."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, signature
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
@@ -15,22 +14,16 @@ from ..generation.configuration import (
     OPTIONS,
     SpeculativeConfig,
     check_combination,
-    check_decoupled,
+    check_option,
     check_strategy,
     document,
+    option,
 )
 from ..generation.option_use import check_use
 from ..generation.registry import DRAFTERS, drafting_ahead, needing_assistant, taking_assistant
 from ..papers import load
 from ..scheduling.acceptance import MAX_DRAFT_LENGTH
-from ..value_checks import (
-    did_you_mean,
-    require_bool,
-    require_choice,
-    require_folder_or_id,
-    require_int,
-    require_number,
-)
+from ..value_checks import did_you_mean, require_choice, require_folder_or_id
 from .checkpoint import DraftLengthState
 
 
@@ -38,17 +31,11 @@ if TYPE_CHECKING:
     from ..efficient_rollout.draft_length import DraftLengthController
 
 
-def option(default: Any, help: str) -> Any:
-    """A field of :class:`SpecGRPOConfig` that `generate` does not have, with its default and its `--help`."""
-    if isinstance(default, list | tuple):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
-
-
 def shared(name: str, default: Any = MISSING) -> Any:
-    """The option `name` of :class:`SpeculativeConfig`, with its help, and its default unless another one is given."""
-    declared = OPTIONS[name]
-    return option(declared.default if default is MISSING else default, declared.metadata["help"])
+    """The option `name` of :class:`SpeculativeConfig`, which checks it, with the help and, unless another `default` is
+    given, the default that it has there."""
+    default = OPTIONS[name].default if default is MISSING else default
+    return option(list(default) if isinstance(default, tuple) else default, OPTIONS[name].metadata["help"])
 
 
 _INSTEAD = {
@@ -60,6 +47,12 @@ _INSTEAD = {
     "max_prompt_length": "TRL has it no longer: cut prompts in the dataset.",
 }
 """What to write for the names that `generate` and other releases of TRL have."""
+
+_BOUNDS: dict[str, dict[str, Any]] = {
+    "draft_length_patience": {"low": 1}, "rollout_batch_size": {"low": 1}, "draft_ranks": {"low": 0},
+    "drafter_learning_rate": {"positive": True},
+}  # fmt: skip
+"""Of the trainer's own options. The command line's parser takes no metadata of fields but `help`."""
 
 
 @dataclass
@@ -183,11 +176,14 @@ class SpecGRPOConfig(GRPOConfig):
         super().__post_init__()
         self._check_generation()
         check_strategy(self.assistant_strategy)
+        for declared in fields(self):
+            if declared.name in SpecGRPOConfig.__annotations__.keys() - OPTIONS.keys() - {"draft_lengths"}:
+                check_option(declared, vars(self)[declared.name], **_BOUNDS.get(declared.name, {}))
         require_choice("rollout_sharing", self.rollout_sharing, ("pool", "own"))
-        require_bool("exact_logprobs", self.exact_logprobs)
         self._check_assistant()
+        self._check_draft_lengths()
         drafts = getattr(DRAFTERS.get(self.assistant_strategy), "has_probabilities", True)
-        if self.verification == "rejection" and not drafts:
+        if self.verification == "rejection" and not drafts:  # in generate a drafter is refused if it samples
             raise ValueError(
                 'verification="rejection" needs draft probabilities, which '
                 f'assistant_strategy={self.assistant_strategy!r} has none of. Use verification="exact".'
@@ -196,23 +192,22 @@ class SpecGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"roofline_profile={self.roofline_profile!r} has no use with assistant_strategy='none'; drop one."
             )
-        self._check_adaptation()
-        if self.rollout_batch_size is not None:  # SpeculativeConfig's error would call it max_batch_size
-            require_int("rollout_batch_size", self.rollout_batch_size, 1, None)
-        self._check_draft_lengths()
-        config = self.speculative_config()
+        config = self.speculative_config()  # checks the options that it has
         check_combination(self.assistant_strategy, config)
         check_use(self.assistant_strategy, self)
-        check_decoupled(self.assistant_strategy, config)
         self._check_draft_ranks()
+        if not self.drafter_hidden_weight and not self.drafter_token_weight:
+            raise ValueError(
+                "drafter_hidden_weight=0 and drafter_token_weight=0 leave the drafter nothing to learn. Raise one of "
+                "them, or set drafter_adaptation=False."
+            )
         if self.assistant_strategy == "best_of_n":
             config.assistants_of_best_of_n(self.assistant_model)
-            learned = [name for name in self.best_of_n_drafters if name in ADAPTABLE]
-            if self.drafter_adaptation and len(learned) > 1:
-                raise ValueError(
-                    f"best_of_n_drafters={self.best_of_n_drafters} has {learned}, and drafter_adaptation=True trains "
-                    "one drafter. Name one of them, or set drafter_adaptation=False."
-                )
+        if self.drafter_adaptation and len(learned := self.adaptable_drafters()) > 1:
+            raise ValueError(
+                f"best_of_n_drafters={self.best_of_n_drafters} has {learned}, and drafter_adaptation=True trains one "
+                "drafter. Name one of them, or set drafter_adaptation=False."
+            )
 
     def _check_generation(self) -> None:
         for other in ("use_vllm", "use_transformers_continuous_batching"):
@@ -251,42 +246,27 @@ class SpecGRPOConfig(GRPOConfig):
             )
         require_folder_or_id("assistant_model", self.assistant_model)
 
-    def _check_adaptation(self) -> None:
-        require_bool("drafter_adaptation", self.drafter_adaptation)
-        for name in ("drafter_learning_rate", "drafter_hidden_weight", "drafter_token_weight"):
-            require_number(name, vars(self)[name], positive=name == "drafter_learning_rate")
-        if not self.drafter_hidden_weight and not self.drafter_token_weight:
-            raise ValueError(
-                "drafter_hidden_weight=0 and drafter_token_weight=0 leave the drafter nothing to learn. Raise one of "
-                "them, or set drafter_adaptation=False."
-            )
-
     def _check_draft_lengths(self) -> None:
-        lengths = list(self.draft_lengths) if isinstance(self.draft_lengths, Iterable) else []
-        if not lengths or any(type(n) is not int for n in lengths):
-            problem = "must be a list of at least one integer, e.g. [5, 7, 9, 11]."
-            raise ValueError(f"draft_lengths={self.draft_lengths!r} {problem}")
-        if any(a >= b for a, b in pairwise(lengths)):
+        lengths, first = self.draft_lengths, self.initial_draft_length
+        if not isinstance(lengths, list | tuple) or not lengths or any(type(length) is not int for length in lengths):
+            raise ValueError(f"draft_lengths={lengths!r} must be a list of at least one integer, e.g. [5, 7, 9, 11].")
+        if list(lengths) != sorted(set(lengths)):
             raise ValueError(f"draft_lengths={lengths} is not ascending; use {sorted(set(lengths))}.")
         if lengths[0] < 1 or lengths[-1] > MAX_DRAFT_LENGTH:
             raise ValueError(f"draft_lengths={lengths} must lie between 1 and {MAX_DRAFT_LENGTH}.")
-        first, up, down = self.initial_draft_length, self.draft_length_up, self.draft_length_down
         if first is not None and first not in lengths:
             raise ValueError(
                 f"initial_draft_length={first!r} is not one of draft_lengths={lengths}; choose one of them, or "
                 f"set draft_lengths=[{first}] to keep it fixed."
             )
-        if not 0 < up <= 1:
-            raise ValueError(f"draft_length_up={up} must lie between 0 and 1.")
-        if not 0 < down < up:
-            raise ValueError(f"draft_length_down={down} must be above 0 and below draft_length_up={up}.")
-        if type(self.draft_length_patience) is not int or self.draft_length_patience < 1:
+        up, down = self.draft_length_up, self.draft_length_down
+        if not 0 < down < up <= 1:
             raise ValueError(
-                f"draft_length_patience={self.draft_length_patience!r} must be an integer of at least 1."
+                f"draft_length_down={down} and draft_length_up={up} must be shares, the first the smaller one: "
+                "0 < draft_length_down < draft_length_up <= 1."
             )
 
     def _check_draft_ranks(self) -> None:
-        require_int("draft_ranks", self.draft_ranks, 0, None)
         if not self.draft_ranks:
             return
         needed = {
@@ -300,15 +280,15 @@ class SpecGRPOConfig(GRPOConfig):
                     f"{list(choices)}, or draft_ranks=0."
                 )
 
-    @property
-    def first_draft_length(self) -> int:
-        """γ₀."""
-        return self.draft_lengths[0] if self.initial_draft_length is None else self.initial_draft_length
+    def adaptable_drafters(self) -> list[str]:
+        """Strategies of the drafters that `drafter_adaptation` can train."""
+        members = self.best_of_n_drafters if self.assistant_strategy == "best_of_n" else [self.assistant_strategy]
+        return [name for name in members if name in ADAPTABLE]
 
     def speculative_config(self) -> SpeculativeConfig:
-        """The same options as `generate` takes them."""
+        """The same options as `generate` takes them; their checks name the options of this class."""
         given = {name: value for name, value in vars(self).items() if name in OPTIONS}  # `seed` of GRPOConfig too
-        given["draft_length"] = self.first_draft_length
+        given["draft_length"] = self.initial_draft_length or self.draft_lengths[0]  # γ₀
         given["max_batch_size"] = self.rollout_batch_size
         for name in ("keep_graphs", "exact"):
             given[name] = {"true": True, "false": False}.get(str(given[name]).lower(), given[name])
@@ -316,12 +296,10 @@ class SpecGRPOConfig(GRPOConfig):
         given["best_of_n_race"] = self.best_of_n_race and self.assistant_strategy == "best_of_n"
         return SpeculativeConfig(**given)
 
-    def choice_of_draft_lengths(self) -> list[int]:
+    def choice_of_draft_lengths(self) -> tuple[int, ...]:
         """Each γ that a planner may choose, ascending; one alone where plans are for that one."""
-        if self.draft_ranks or self.decoupled_execution != "never":
-            return [self.first_draft_length]
-        short = [max(self.draft_lengths[0] // 2, 1)] if len(self.draft_lengths) > 1 else []  # cheap to try
-        return sorted({*short, *self.draft_lengths})
+        config = self.speculative_config()
+        return (config.draft_length,) if self.draft_ranks else config.choice_of_draft_lengths(self.draft_lengths)
 
     def draft_length_controllers(
         self, strategies: Sequence[str], saved: Mapping[str, DraftLengthState]
@@ -329,15 +307,13 @@ class SpecGRPOConfig(GRPOConfig):
         """For each drafter by its strategy: where a checkpoint `saved` it, or at its start. None where a planner
         chooses γ in each round."""
         controllers: dict[str, DraftLengthController] = {}
-        if self.sd_toggle in ("always", "roofline"):
-            make = load("efficient_rollout.draft_length").DraftLengthController
-            for name in strategies:
-                controllers[name] = make(
-                    self.draft_lengths, self.first_draft_length, self.draft_length_up, self.draft_length_down,
-                    self.draft_length_patience,
-                )  # fmt: skip
-                if name in saved:
-                    controllers[name].load_state_dict(vars(saved[name]))
+        for name in strategies if self.sd_toggle in ("always", "roofline") else ():
+            controllers[name] = load("efficient_rollout.draft_length").DraftLengthController(
+                self.draft_lengths, self.speculative_config().draft_length, self.draft_length_up,
+                self.draft_length_down, self.draft_length_patience,
+            )  # fmt: skip
+            if name in saved:
+                controllers[name].load_state_dict(vars(saved[name]))
         return controllers
 
     def own_options(self) -> dict[str, Any]:

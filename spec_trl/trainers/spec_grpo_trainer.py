@@ -17,8 +17,8 @@ from trl.models import unwrap_model_for_generation
 from ..distributed.decoupled import DraftRanks
 from ..distributed.link import naming_the_remedy
 from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
-from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
+from ..drafter_training.adaptation import Adaptable, DrafterAdaptation, check_adaptation
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine.drafter import Drafter
@@ -81,8 +81,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         check_attributes(self)
         check_fsdp(self._dist.fsdp_version)
-        members = args.best_of_n_drafters if args.assistant_strategy == "best_of_n" else [args.assistant_strategy]
-        if args.drafter_adaptation and set(members) & set(ADAPTABLE):
+        if args.drafter_adaptation and args.adaptable_drafters():
             check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage, self._dist.is_fsdp)
         self._speculative_config = args.speculative_config()
         processors = None if self.rollout_func is not None else check_rollouts(self, self._speculative_config)

@@ -38,7 +38,7 @@ class StepClock(TrainerCallback):
 
     Args:
         device: of the training.
-        on_step: called with (step, seconds, seconds by phase) at the end of each step. Phases are "rollout", "reward",
+        on_step: called with (step, seconds, seconds by phase) at the end of a step. Phases are "rollout", "reward",
             "logprobs", "adaptation" (of a learned drafter), "update" (the rest of forward, backward and optimizer) and
             "other" (advantages, logging).
     """
@@ -86,7 +86,7 @@ class Counts:
     rounds: int = 0
     drafted_rounds: int = 0
     draft_length_sum: int = 0  # γ, summed over rounds
-    rounds_of: dict[str, int] = field(default_factory=dict)  # that each strategy drafted in, alone or with another
+    rounds_of: dict[str, int] = field(default_factory=dict)  # in which a strategy drafted, alone or with another
     drafter_updates: int = 0
     per_depth: dict[int, DraftCounts] = field(default_factory=dict)
     tallies: dict[str, Tally] = field(default_factory=dict)  # by strategy
@@ -96,15 +96,14 @@ class Counts:
 
 @dataclass
 class Durations:
-    """Durations of a rollout; the names are those of :class:`RolloutRecord`. Those of its calls add up; of several
-    ranks the longest counts, for each field by itself."""
+    """Durations of a rollout, named as in :class:`RolloutRecord`: sums over its calls, maxima over ranks."""
 
     seconds: float = 0.0
     refresh_seconds: float = 0.0
     drafter_update_seconds: float = 0.0
     tail_seconds: float = 0.0
     tail_rounds: int = 0
-    plain_seconds: float = 0.0  # infinite: a call does not know
+    plain_seconds: float = 0.0  # infinite: unknown for one of the calls
 
 
 @dataclass
@@ -113,12 +112,12 @@ class RolloutTotals:
 
     Args:
         turns: number of turns of a tool loop.
-        counts, durations: of this rank, or of all after `over_ranks`.
-        rounds, phase_seconds, speculating, completion_curve, points, timeline: of this rank. A later call goes on
-            after the requests, rounds and seconds of those before it.
+        counts, durations: of this rank; after `over_ranks` of all ranks.
+        rounds, phase_seconds, speculating, completion_curve, points, timeline: of this rank. Requests, rounds and
+            seconds of a later call count from those of the calls before it.
         explanation: of the first call, which had all requests.
-        idle_seconds: in which this rank waited for the others of its pool.
-        rank_seconds: in which each rank decoded; after `over_ranks`.
+        idle_seconds: in which this rank waited for other ranks of its pool.
+        rank_seconds: seconds of decoding by rank; set by `over_ranks`.
     """
 
     turns: int = 0
@@ -142,7 +141,7 @@ class RolloutTotals:
         seconds: float,
         pool: SharedPool | None = None,
     ) -> None:
-        """Adds one `generate` call that decoded `requests` rows, of the `pool` if there is one, and took `seconds`,
+        """Adds a `generate` call that decoded `requests` rows, with a `pool` of ranks or alone, in `seconds`,
         preparation included."""
         begun, rounds, done = self.durations.seconds, self.rounds, self.counts.requests
         self.phase_seconds = added(self.phase_seconds, statistics.phase_seconds)
@@ -177,7 +176,7 @@ class RolloutTotals:
         self.durations = added(self.durations, Durations(seconds, 0.0, waited, tail.seconds, tail.rounds, plain))
 
     def over_ranks(self, strategies: Sequence[str]) -> "RolloutTotals":
-        """All ranks together, with a tally for each of `strategies`. Each rank must call it."""
+        """Totals of all ranks, with a tally for each of `strategies`. All ranks must call it."""
         ranks = gather_object([(self.counts, self.durations, self.durations.seconds - self.idle_seconds)])
         none = Counts(tallies={name: Tally() for name in strategies})
         counts = reduce(added, [counts for counts, _, _ in ranks], none)
@@ -189,14 +188,14 @@ class RolloutTotals:
     def record(
         self, mode: Mode, rollout: int, step: int, strategy: str, draft_lengths: dict[str, int]
     ) -> RolloutRecord:
-        """The rollout as it is logged; `draft_lengths` are the γ that were in force, by strategy."""
+        """The rollout's record for the log; `draft_lengths`: γ in force by strategy."""
         counts, plain = self.counts, self.durations.plain_seconds
         drafts = sum(counts.per_depth.values(), DraftCounts())
         drafted_by = {name: counts.rounds_of.get(name, 0) / (counts.rounds or 1) for name in counts.tallies}
         main = max((name for name in drafted_by if drafted_by[name]), key=drafted_by.__getitem__, default=None)
         speculation = sum(counts.tallies.values(), Tally())
         predicted = speculation.predicted_speedup
-        if predicted is None and self.explanation is not None:  # nothing was drafted: what kept it from drafting
+        if predicted is None and self.explanation is not None:  # nothing was drafted, since this promised too little
             predicted = self.explanation.predicted_speedup
         plans: list[Any] = list(self.speculating)
         thin(plans, MOST_PLANS, 0)
@@ -237,11 +236,11 @@ class RolloutTotals:
 
 
 def metrics(record: RolloutRecord, refreshes: bool, races: bool) -> dict[str, float]:
-    """What TRL logs of a rollout, without the `rollout/` before each name.
+    """TRL's metrics of a rollout, without the prefix `rollout/`.
 
     Args:
         record: the rollout.
-        refreshes: whether one of the drafters is the policy's quantized copy.
+        refreshes: whether a drafter is the policy's quantized copy.
         races: whether rows may race.
     """
     names = ["seconds", "target_entropy", "tail_seconds", "tail_rounds"]

@@ -18,7 +18,7 @@ from benchmarks.tts_report import (
     speed_ratio,
     summarise,
 )
-from spec_trl.drafter_training.untrained import write_eagle3
+from examples.train_drafter import write_eagle3
 from tests.conftest import STORY_MODEL
 
 

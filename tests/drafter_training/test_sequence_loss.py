@@ -24,8 +24,7 @@ from transformers import (
 )
 
 from spec_trl.drafter_training import sequence_loss as module
-from spec_trl.drafter_training.sequence_loss import SequenceLoss, TargetView, causal_lm_loss, sequence_loss
-from spec_trl.drafter_training.target_head import TargetHead
+from spec_trl.drafter_training.sequence_loss import SequenceLoss, TargetHead, TargetView, sequence_loss
 from spec_trl.drafter_training.whole_sequences import block_states
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
@@ -155,15 +154,6 @@ def test_dflash_loss_term_by_term(name: str, tiny: PreTrainedModel, tmp_path: Pa
 
 
 @torch.no_grad()
-def test_causal_lm_loss(tiny: PreTrainedModel, tiny_assistant: PreTrainedModel) -> None:
-    view, expected = view_of(tiny, ()), Expected()
-    for row, length, first, target in target_logits(tiny, view):
-        logits = tiny_assistant(view.tokens[row : row + 1, :length]).logits[0]  # [length, V]
-        for position in range(first - 1, length - 1):
-            expected.add(logits[position], target[position])
-    expected.check(causal_lm_loss(tiny_assistant, tiny, view))
-
-
 def test_position_weights_of_the_published_blocks() -> None:
     for size, decay in ((8, 4.0), (12, 5.5), (16, 7.0), (2, 1.75)):
         drafter: Any = SimpleNamespace(config=SimpleNamespace(block_size=size))

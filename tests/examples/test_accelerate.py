@@ -44,7 +44,7 @@ def test_the_example_trains(name: str, tmp_path: Path) -> None:
             str(ROOT / "examples" / "grpo_gsm8k.py"), "--use_cpu", "--model", str(STORY_MODEL),
             "--dataset", str(tmp_path / "questions.jsonl"), "--max_steps", "2", "--per_device_train_batch_size", "4",
             "--gradient_accumulation_steps", "1", "--num_generations", "4", "--max_completion_length", "32",
-            "--output_dir", "out", "--sd_toggle", "always",
+            "--output_dir", "out", "--assistant_strategy", "self", "--sd_toggle", "always",
         ],
         cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},

@@ -116,6 +116,7 @@ def test_generate_on_a_small_model(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         "--max_new_tokens", "40", "--limit", "6", "--dtype", "float64", "--show", "2", "--compare",
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
+    monkeypatch.setattr(generate, "SpeculativeConfig", partial(SpeculativeConfig, sd_toggle="always"))
     generate.main()
     printed = capsys.readouterr().out
     assert printed.count("--- ") == 2 and printed.count("tokens/s") == 2

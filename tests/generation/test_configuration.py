@@ -112,9 +112,13 @@ def test_tables_written_by_hand_have_the_defaults() -> None:
 # ---- Values ----------------------------------------------------------------------------------------------------
 
 
+def bounds_of(name: str) -> dict[str, Any]:
+    return dict(low=None, high=None, positive=False) | OPTIONS[name].metadata
+
+
 def bad_values(name: str) -> dict[Any, str]:
     """Values that the annotation or the bounds of an option forbid, and what is said of them."""
-    kinds, bounds = kinds_of(name), OPTIONS[name].metadata
+    kinds, bounds = kinds_of(OPTIONS[name]), bounds_of(name)
     if bool in kinds:
         return {1: "is no bool; pass True or False", "no": "is no bool"}
     if int in kinds:
@@ -176,8 +180,8 @@ def test_bad_values(bad: dict[str, Any], message: str) -> None:
 @given(st.data())
 @settings(deadline=None, max_examples=60, derandomize=True)
 def test_values_within_the_bounds(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from([name for name in OPTIONS if {int, float} & set(kinds_of(name))]))
-    bounds, kinds = OPTIONS[name].metadata, kinds_of(name)
+    name = data.draw(st.sampled_from([name for name in OPTIONS if {int, float} & set(kinds_of(OPTIONS[name]))]))
+    bounds, kinds = bounds_of(name), kinds_of(OPTIONS[name])
     words = [kind for kind in kinds if isinstance(kind, str)] + [None] * (type(None) in kinds)
     if int in kinds:
         numbers: st.SearchStrategy[Any] = st.integers(bounds["low"], bounds["high"])
@@ -199,7 +203,9 @@ def test_coerce() -> None:
 def test_what_follows_from_options(tmp_path: Path) -> None:
     lengths = {length: SpeculativeConfig(draft_length=length).choice_of_draft_lengths() for length in (1, 5, 64)}
     assert lengths == {1: (1, 2), 5: (2, 5, 10), 64: (32, 64)}
-    assert SpeculativeConfig(decoupled_execution="auto").choice_of_draft_lengths() == (5,)
+    choices = [SpeculativeConfig().choice_of_draft_lengths(lengths) for lengths in ([5, 7, 9], [1, 3], [3])]
+    assert choices == [(2, 5, 7, 9), (1, 3), (3,)]
+    assert SpeculativeConfig(decoupled_execution="auto").choice_of_draft_lengths([2, 5]) == (5,)
     given = dict(scope="run", steps=2, anchor_weight=0.5, anchor="initial", asynchronous=True, rank=4)
     config = SpeculativeConfig(**{f"tts_{name}": value for name, value in given.items()})
     assert config.distillation() == Distillation(stride=None, **given)

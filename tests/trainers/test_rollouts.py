@@ -150,7 +150,7 @@ def test_a_ladder_is_profiled_where_it_is_asked_for(
     for strategy, options, asked in (("auto", never, 0), ("self", calibrated, 0), ("auto", calibrated, 1)):
         roll_out(tmp_path, strategy, **options)
         assert len(level_ladder) == asked
-    assert level_ladder[0] == (["self", "history"], 8, [2, 5, 7, 9, 11])
+    assert level_ladder[0] == (["self", "history"], 8, (2, 5, 7, 9, 11))
 
 
 def test_by_default_nothing_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,7 +325,7 @@ def test_states_that_do_not_fit_or_are_not_used_yet(tmp_path: Path, recwarn: pyt
 def test_races(raced: Raced) -> None:
     run, asked = raced
     drafters = ("self", "history", "dflash")
-    assert asked == [(list(drafters), 8, [1, 2, 3])]  # looked for once
+    assert asked == [(list(drafters), 8, (1, 2, 3))]  # looked for once
     assert Ladder.load(run.folder / "roofline_profile.ladder.json").methods == drafters
     wins, shares = (
         {name: run.metric(f"rollout/{of}_{name}") for name in drafters} for of in ("race_wins", "drafted_by")

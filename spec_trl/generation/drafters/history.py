@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...value_checks import require_int
+from ...value_checks import require_value
 from ..configuration import SpeculativeConfig
 from ..engine.drafter import Drafter, DraftSession, take_drafter
 from ..engine.noise import RoundNoise
@@ -151,7 +151,7 @@ class RolloutHistory:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        require_int("history_max_tokens", max_tokens, 1, None)
+        require_value("history_max_tokens", max_tokens, [int], low=1)
         self._max_tokens = max_tokens
         self._clear()
 

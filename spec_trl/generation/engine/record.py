@@ -169,7 +169,7 @@ class Record:
         self, target: EagerRunner, rows: Rows, drafters: Sequence[Drafter], control: Control
     ) -> SpeculationStatistics:
         """The statistics of the whole rollout."""
-        completed = {index: each for index, each in enumerate(self.completions) if each is not None}
+        completed = {index: done for index, done in enumerate(self.completions) if done is not None}
         explanation = control.explain()
         statistics = SpeculationStatistics(
             self._strategy,
@@ -207,8 +207,8 @@ class Record:
     def _plain_seconds(
         self, statistics: SpeculationStatistics, completed: Mapping[int, Completion], capacity: int, control: Control
     ) -> float | None:
-        """What plain decoding would have taken: the same prefill, the rounds before the first draft, and the rest."""
-        plain = list(takewhile(lambda each: not each.draft_length, self.rounds))
+        """Estimates plain decoding: the same prefill, the rounds before the first draft, and the remaining rounds."""
+        plain = list(takewhile(lambda round_: not round_.draft_length, self.rounds))
         if len(plain) == len(self.rounds):
             return statistics.seconds
         requests = [request for request in self._requests if request.index in completed]
@@ -217,7 +217,7 @@ class Record:
         rest = control.plain_seconds(plain_rounds(begun, counts, capacity, len(plain)))
         if rest is None:
             return None
-        return statistics.phase_seconds["prefill"] + sum(each.seconds for each in plain) + rest
+        return statistics.phase_seconds["prefill"] + sum(round_.seconds for round_ in plain) + rest
 
 
 # ---- statistics of rounds -------------------------------------------------------------------------------------------
@@ -227,26 +227,26 @@ def points_and_plans(rounds: Sequence[Round], names: Sequence[str]) -> tuple[lis
     """Sums up rounds of like shape, and finds where the plan changed; drafters have these `names`."""
     points: dict[tuple[int, int, int, str | None], RoundPoint] = {}
     plans: list[Any] = []
-    for number, each in enumerate(rounds):
-        batch, drafter = len(each.requests), None
-        if each.draft_length:
-            drafter = "+".join(dict.fromkeys(names[chain.which] for chain in each.plan if chain.rows != ()))
-        if not plans or plans[-1][1:] != (each.draft_length, batch, drafter):
-            plans.append((number, each.draft_length, batch, drafter))
+    for number, round_ in enumerate(rounds):
+        batch, drafter = len(round_.requests), None
+        if round_.draft_length:
+            drafter = "+".join(dict.fromkeys(names[chain.which] for chain in round_.plan if chain.rows != ()))
+        if not plans or plans[-1][1:] != (round_.draft_length, batch, drafter):
+            plans.append((number, round_.draft_length, batch, drafter))
             thin(plans, MOST_PLANS, 0)
-        key = batch, int(each.length) // LENGTH_BIN, each.draft_length, drafter
-        point = points.setdefault(key, RoundPoint(batch, 0.0, each.draft_length, drafter))
+        key = batch, int(round_.length) // LENGTH_BIN, round_.draft_length, drafter
+        point = points.setdefault(key, RoundPoint(batch, 0.0, round_.draft_length, drafter))
         point.rounds += 1
-        point.length += (each.length - point.length) / point.rounds
-        point.seconds += each.seconds
-        point.tokens += each.tokens
+        point.length += (round_.length - point.length) / point.rounds
+        point.seconds += round_.seconds
+        point.tokens += round_.tokens
     return list(points.values()), [PlanChange(*plan) for plan in plans]
 
 
 def timelines(
     rounds: Sequence[Round], names: Sequence[str], ends: Mapping[int, tuple[float, int]], completed: Container[int]
 ) -> list[RequestTimeline]:
-    """Who drafted for each request that had a row, by request.
+    """Who drafted for round_ request that had a row, by request.
 
     Args:
         rounds: of the rollout.
@@ -254,29 +254,29 @@ def timelines(
         ends: by request: seconds, and rounds that had begun.
         completed: the requests that ended here. One that was in no round ended with its first token.
     """
-    found: dict[int, RequestTimeline] = {}
+    by_request: dict[int, RequestTimeline] = {}
     before: Any = None
-    for number, each in enumerate(rounds):
-        chains = [(chain.which, chain.rows) for chain in each.plan]
-        if (chains, each.requests) == before:  # most rounds cost no more than this
+    for number, round_ in enumerate(rounds):
+        chains = [(chain.which, chain.rows) for chain in round_.plan]
+        if (chains, round_.requests) == before:  # most rounds cost no more than this
             continue
-        before = chains, each.requests
-        drafters: list[list[str]] = [[] for _ in each.requests]
+        before = chains, round_.requests
+        drafters: list[list[str]] = [[] for _ in round_.requests]
         for which, rows in chains:
             for row in range(len(drafters)) if rows is None else rows:
                 if names[which] not in drafters[row]:
                     drafters[row].append(names[which])
-        for request, drafting in zip(each.requests, drafters, strict=True):
-            changes = found.setdefault(request, RequestTimeline(request)).changes
+        for request, drafting in zip(round_.requests, drafters, strict=True):
+            changes = by_request.setdefault(request, RequestTimeline(request)).changes
             if not changes or changes[-1][2] != drafting:
-                changes.append((each.began, number, drafting))
+                changes.append((round_.began, number, drafting))
                 thin(changes, MOST_CHANGES, 1)
     for request, (seconds, begun) in ends.items():
         if request in completed:
-            found.setdefault(request, RequestTimeline(request, [(seconds, begun, [])]))
-        if request in found:
-            found[request].ended = seconds
-    return [found[request] for request in sorted(found)]
+            by_request.setdefault(request, RequestTimeline(request, [(seconds, begun, [])]))
+        if request in by_request:
+            by_request[request].ended = seconds
+    return [by_request[request] for request in sorted(by_request)]
 
 
 def count_drafts(
@@ -291,18 +291,18 @@ def count_drafts(
     chains_and_wasted = np.zeros((len(labels), 2), np.int64)  # in races
     won, won_at_depth = (np.zeros((n, len(labels)), np.int64) for n in (requests, len(DEPTH_EDGES)))
     races, by_lanes = 0, dict[int, list[Round]]()
-    for each in rounds:
-        if each.chains is not None:
-            by_lanes.setdefault(len(each.chains.owners), []).append(each)
+    for round_ in rounds:
+        if round_.chains is not None:
+            by_lanes.setdefault(len(round_.chains.owners), []).append(round_)
     for lanes, like in by_lanes.items():
         for start in range(0, len(like), _AT_ONCE):
             some = like[start : start + _AT_ONCE]
-            parts = [vars(each.chains) for each in some]
+            parts = [vars(round_.chains) for round_ in some]
             # M rows of several rounds at once. owners, drafted, accepted: [N, M]; depths, committed, winner: [M]
             depths, owners, drafted, accepted, committed, winner = (
                 np.concatenate([part[name] for part in parts], axis=-1) for name in parts[0]
             )
-            request = np.concatenate([each.requests for each in some])  # [M]
+            request = np.concatenate([round_.requests for round_ in some])  # [M]
             ones = np.ones_like(drafted)
             columns = [drafted, accepted, ones, drafted.clip(max=1), accepted.clip(max=1)]
             counts = np.stack([*columns, np.minimum(accepted + 1, committed)], axis=-1)  # [N, M, 6]

@@ -1,5 +1,4 @@
-"""Statistics of one `generate` call, as plain data that neither torch nor transformers is needed to read; `record.py`
-fills them in."""
+"""Statistics of one `generate` call: plain data, read without torch and transformers. `record.py` computes them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,13 +9,13 @@ from typing import Any, NamedTuple
 DEPTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Lower edges of the output-depth bins in tokens; from 512 on those of ER Tab. 7."""
 MOST_CHANGES = 32
-"""Of one request. Where there are more, two spells in a row, the shortest together, become one: that of the longer."""
+"""Changes in the timeline of one request; :func:`thin` merges more."""
 MOST_PLANS = 128
-"""Changes of the plan of a rollout, likewise: about as many as a figure of it can show."""
+"""Changes of the plan of a rollout: about as many as a figure can show."""
 
 
 def added(one: Any, other: Any) -> Any:
-    """The sum of two records of one kind: field by field, dictionaries by key (a missing key counts as zero)."""
+    """Adds two dataclasses field by field, dictionaries by key (a missing key counts as zero), numbers."""
     if isinstance(one, Mapping):
         missing = {key: value for key, value in other.items() if key not in one}
         return {key: added(value, other[key]) if key in other else value for key, value in one.items()} | missing
@@ -63,13 +62,13 @@ class DraftCounts:
 
 @dataclass
 class LearningStatistics:
-    """What a drafter learned while it drafted (TTS).
+    """Updates of a drafter that learns while it drafts (TTS).
 
     Args:
         updates: updates that began.
-        seconds: time that they took.
-        waited: seconds in which decoding stood still for them.
-        bytes: the most memory that learning held next to the drafter.
+        seconds: of these updates.
+        waited: seconds in which decoding waited for them.
+        bytes: peak memory of learning in addition to the drafter.
     """
 
     updates: int = 0
@@ -85,9 +84,9 @@ class RacingStatistics:
     Args:
         rounds: rounds with a race.
         wins: chains that won their row's race, by drafter.
-        losses: chains that did not, by drafter.
-        wasted: draft tokens that were verified and not committed, by drafter; a winner's rejected ones count too.
-        winners: `wins` for each row of the batch.
+        losses: chains that lost, by drafter.
+        wasted: verified draft tokens that were not committed, by drafter; rejected tokens of winners included.
+        winners: `wins` by row of the batch.
         winners_by_depth: `wins` by output depth at the start of the race; keys are lower edges of `DEPTH_EDGES`.
     """
 
@@ -101,7 +100,7 @@ class RacingStatistics:
 
 @dataclass(frozen=True)
 class Tail:
-    """What the last requests took: seconds, and decoding rounds (one target forward each)."""
+    """Seconds and decoding rounds of the last requests."""
 
     seconds: float
     rounds: int
@@ -114,11 +113,11 @@ class RoundPoint:
     Args:
         batch: rows.
         length: mean cached tokens per row.
-        draft_length: γ; 0 is autoregressive decoding. In a race: the largest draft count verified in any row.
+        draft_length: γ, 0 for autoregressive decoding; in a race the most draft tokens verified in any row.
         drafter: its strategy, several joined by "+". None: none drafted, or the log is older than this field.
         rounds: number of rounds.
-        seconds: of all these rounds, without what a drafter learned in them.
-        tokens: committed by all these rounds.
+        seconds: sum over these rounds, without a drafter's learning.
+        tokens: committed by these rounds.
     """
 
     batch: int
@@ -136,9 +135,8 @@ class RequestTimeline:
 
     Args:
         request: its row in the caller's batch.
-        changes: (seconds since the start, decoding round counted from 0, names of those who draft from then on), at
-            most `MOST_CHANGES`. The first is when the request got a row. Several names: they race; none: it decodes
-            autoregressively.
+        changes: (seconds since the start, round counted from 0, names of the drafters from then on), at most
+            `MOST_CHANGES`. The first is when the request got a row. Several names: a race; none: plain decoding.
         ended: seconds since the start.
     """
 
@@ -148,14 +146,8 @@ class RequestTimeline:
 
 
 class PlanChange(NamedTuple):
-    """What rounds do from one of them on.
-
-    Args:
-        round: the first of them, counted from 0.
-        draft_length: as of a `RoundPoint`; 0 is autoregressive decoding.
-        rows: in flight. None: the log is older than this field.
-        drafter: who drafts, several joined by "+". None: nobody, or the log is older than this field.
-    """
+    """The plan of the rounds from `round` on, counted from 0. `draft_length` and `drafter` are those of a
+    `RoundPoint`; `rows` are in flight (None: the log is older than this field)."""
 
     round: int
     draft_length: int
@@ -187,44 +179,41 @@ class SpeculationStatistics:
 
     Args:
         strategy: the `assistant_strategy` asked for.
-        exact: whether drafts and other rows can change no bit of a log-probability: True; the names of what is not
-            exact; or None: that was not tried.
-        total: draft counts over all rows; of a raced row those of the chain that won.
-        per_request: the same for each row of the batch.
+        exact: True: drafts and other rows change no bit of a log-probability. A list: names of parts that are not
+            exact. None: not tested.
+        total, per_request: draft counts over all rows, and of each row; of a race only the winner's chain.
         per_depth: the same by output depth at the start of a block; keys are lower edges of `DEPTH_EDGES`.
-        per_drafter: draft counts by drafter over all its chains. Here each chain is a block, whether it won or not,
-            and `committed` is what it would have added to the output by itself.
-        racing: race statistics; None: no row was raced.
-        tokens: generated tokens, EOS included, padding not.
-        logprob_sum: log-probabilities (nats) of the sampled tokens under the processed target distribution; 0 when not
-            asked for.
+        per_drafter: draft counts by drafter over all its chains. A chain counts as a block whether it won or not;
+            `committed` is what it alone would have added to the output.
+        racing: None: no row was raced.
+        tokens: generated tokens, EOS included, padding excluded.
+        logprob_sum: log-probabilities (nats) of the sampled tokens under the processed target distribution; 0 if not
+            requested.
         target_forwards, draft_forwards: network forwards, prefill included.
-        rounds: decoding rounds until the last row ended, of one target forward each. Most rows have their first token
-            before their first round, from their prompt's forward.
-        ended_in: the rounds in which rows of the batch ended, in their order, counted from 1; where a row's first
-            token was its last, those before it, 0 at the beginning.
-        timeline: who drafted for each row of the batch, and when. Neither has rows that other ranks decoded.
-        speculating: what was drafted, at each change, of which at most `MOST_PLANS` are kept.
+        rounds: decoding rounds, of one target forward each. The first token of most rows comes from the prefill.
+        ended_in: by row, the round, counted from 1, in which it ended; a row that ended with its first token has the
+            number of rounds before.
+        timeline: who drafted for a row, and when. Like `ended_in` it lacks rows that other ranks decoded.
+        speculating: changes of the plan, at most `MOST_PLANS`.
         points: measured rounds by batch, bin of length, γ and drafter.
-        predicted_speedup: what the control promised, mean over the speculative rounds; without such rounds the largest
-            promise. None: it promises nothing.
-        measured_speedup: the speculative rounds against the autoregressive time of the same tokens, by what the
-            control knows of that. None: it knows nothing.
+        predicted_speedup: mean prediction over the rounds that drafted; without such rounds the largest prediction.
+            None: nothing was predicted.
+        measured_speedup: plain seconds over measured seconds of the rounds that drafted, for the same tokens. None:
+            the plain seconds are unknown.
         reason: why the rounds drafted or did not, in a sentence.
-        plain_seconds: what plain decoding of the same tokens would have taken, by measured rounds and by the profile
-            that they correct. None: neither is known.
-        completion_curve: (seconds since the start, requests finished so far) for each round, and each reading of
-            prompts, that finished any.
+        plain_seconds: estimate for plain decoding of the same tokens, from measured rounds or a profile that they
+            correct. None: unknown.
+        completion_curve: (seconds since the start, finished requests) at each time at which requests finished.
         phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control", and "learn" where a
             drafter learns.
         seconds: of the whole call.
-        cache_bytes: of K/V when there was most of it, a small drafter's own included: on a CPU under Linux the pages
-            that were written, of a pool those that rows had, else the whole cache.
-        preemptions: times that a row left since memory ended; it came back, and its K/V was computed again.
-        graphs: captured forwards that the target and its drafters hold.
-        graph_bytes: device memory that these take next to weights and cache.
+        cache_bytes: peak of the K/V caches, drafters' included: on a CPU under Linux of written pages, in a pool of
+            pages that rows had, else of the whole caches.
+        preemptions: how often a row left for want of memory. Its K/V is computed again when it comes back.
+        graphs, graph_bytes: captured forwards of target and drafters, and device memory that they take in addition to
+            weights and caches.
         copied_bytes: of 16-bit copies of the target's wider weights, under autocast.
-        learning: of a drafter that learns while it drafts; else None.
+        learning: None: no drafter learns while it drafts.
         drafter_failure: why the drafter was dropped, or None.
     """
 
@@ -261,17 +250,17 @@ class SpeculationStatistics:
 
     @property
     def block_efficiency(self) -> float:
-        """τ over all rows; see :attr:`DraftCounts.block_efficiency`."""
+        """τ over all rows."""
         return self.total.block_efficiency
 
     @property
     def acceptance_rate(self) -> float:
-        """See :attr:`DraftCounts.acceptance_rate`."""
+        """Over all rows."""
         return self.total.acceptance_rate
 
     @property
     def first_token_acceptance(self) -> float:
-        """See :attr:`DraftCounts.first_token_acceptance`."""
+        """Over all rows."""
         return self.total.first_token_acceptance
 
     @property
@@ -281,7 +270,7 @@ class SpeculationStatistics:
 
     @property
     def drafted_rounds(self) -> int:
-        """Rounds in which something was drafted."""
+        """Rounds that drafted."""
         return sum(point.rounds for point in self.points if point.draft_length)
 
     def __str__(self) -> str:
@@ -300,7 +289,7 @@ class SpeculationStatistics:
         return "\n".join(lines)
 
     def tail(self, share: float = 0.5) -> Tail:
-        """What decoding took from when at least `share` of the requests had ended until the last one had (SA §4.2).
+        """Decoding from when at least `share` of the requests had ended until the last one had (SA §4.2).
 
         Raises:
             ValueError: `share` is not in 0 to 1.

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from spec_trl.drafter_training.sequence_loss import TargetView, sequence_loss
-from spec_trl.drafter_training.untrained import write_dflash
 from spec_trl.generation.drafters.borrowed import plain_embedding
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -125,12 +124,3 @@ def test_a_compiled_embedding_is_read_and_not_run(tmp_path: Path) -> None:
     found = generate(target, PROMPTS, drafter=drafter)
     assert found.statistics.total == expected.statistics.total and found.statistics.total.drafted > 20
     assert outputs(found) == outputs(expected)
-
-
-def test_an_untrained_drafter_takes_merged_tables(tmp_path: Path) -> None:
-    wrapped = peft(tiny_llama(), target_modules=TABLES)
-    write_dflash(tmp_path, wrapped.get_base_model(), format="speculators", layers=1)
-    merged = wrapped.merge_and_unload()
-    network = KINDS["dflash"](tmp_path, merged).network
-    for table, expected in ((network.embed_tokens, merged.model.embed_tokens), (network.lm_head, merged.lm_head)):
-        torch.testing.assert_close(table.weight, expected.weight, rtol=0, atol=1e-6)

@@ -213,6 +213,8 @@ class DistilledDrafter(Drafter):
         if self.learner is None and (self._saved is not None or self._stride is not None):
             return dict(self._saved or {})
         learned = {} if self.learner is None else self.learner.state_dict()
+        if self._stride is not None:
+            learned["rounds_waited"] = self._stride.waited
         return {"student": self.student.strategy, "price": self.price.state_dict()} | learned
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -248,6 +250,8 @@ class DistilledDrafter(Drafter):
                 if "tensors" in saved:  # else nothing has been learned yet
                     learner.load_state_dict(saved)
                 self.price.load_state_dict(saved.get("price"))
+                if self._stride is not None and "rounds_waited" in saved:  # older checkpoints lack it
+                    self._stride.waited = saved["rounds_waited"]
             except (ValueError, KeyError) as error:
                 warnings.warn(
                     f"the saved state of Test-Time Speculation does not fit this drafter of kind {kind!r}: {error} It "

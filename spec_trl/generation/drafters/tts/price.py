@@ -39,14 +39,14 @@ class UpdateStride:
 
     def begin(self) -> None:
         """Learning starts anew, with the first round."""
-        self._waited = self.rounds - 1
+        self.waited = self.rounds - 1  # rounds since the last update; a checkpoint keeps it
 
     def is_due(self) -> bool:
         """Whether the drafter learns from this round; asked once in each round that drafted."""
-        self._waited += 1
-        if self._waited < self.rounds:
+        self.waited += 1
+        if self.waited < self.rounds:
             return False
-        self._waited = 0
+        self.waited = 0
         return True
 
 
