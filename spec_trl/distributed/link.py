@@ -1,5 +1,5 @@
-"""What ranks tell each other while they decode: counters and notes in torch.distributed's store, tensors from one rank
-to another. Nothing here is a collective call: no rank waits for one that decodes."""
+"""What ranks write for each other while they decode: counters and notes in torch.distributed's store, and tensors from
+one rank to another. Nothing here is a collective call: no rank waits for one that decodes."""
 
 import re
 import time
@@ -17,12 +17,28 @@ from torch import Tensor
 T = TypeVar("T")
 
 REMEDY = "died or hangs. Look at its output, and resume from the last checkpoint."
-_OF_GLOO = re.compile("gloo|Application timeout caused pair closure")  # which has no exception of its own
+_OF_GLOO = re.compile("gloo|Application timeout caused pair closure")  # which has no exception class
 POLL_SECONDS = (0.001, 0.02)
-"""Between two looks of a waiting rank at the store. It begins with the first, much less than a decoding round, and
-waits a tenth longer each time, until it looks fifty times per second: one store serves all ranks."""
+"""First and longest pause of a waiting rank between two reads of the store. The first is much less than a decoding
+round; each is a tenth longer than the one before, since one store serves all ranks."""
 IDLE = "idle"
 """The counter of ranks that decode nothing now; when all do, the rollout is over."""
+
+
+@contextmanager
+def naming_the_remedy(rank: int) -> Iterator[None]:
+    """Adds what to do to errors of collective calls that `rank` makes in it, ours or a library's.
+
+    Raises:
+        RuntimeError: such a call failed, with its error as the cause. Other errors pass unchanged.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        message = str(error)
+        if REMEDY in message or not (isinstance(error, dist.DistError) or _OF_GLOO.search(message)):
+            raise
+        raise RuntimeError(f"rank {rank} waits for the other ranks, and one of them {REMEDY} {error}") from error
 
 
 class Transfer:
@@ -33,28 +49,30 @@ class Transfer:
         self, begin: Callable[[Tensor, int], dist.Work | None], tensor: Tensor, rank: int, timeout: float
     ) -> None:
         self._rank, self._timeout = rank, timedelta(seconds=timeout)
-        self._work = self._ask(lambda: begin(tensor, rank))
+        with self._naming_the_rank():
+            self._work = begin(tensor, rank)
 
     def wait(self) -> None:
         """Waits until it has arrived."""
         assert self._work is not None
-        work = self._work
-        self._ask(lambda: work.wait(self._timeout))
+        with self._naming_the_rank():
+            self._work.wait(self._timeout)
 
-    def _ask(self, action: Callable[[], T]) -> T:
+    @contextmanager
+    def _naming_the_rank(self) -> Iterator[None]:
         try:
-            return action()
+            yield
         except RuntimeError as error:
             raise RuntimeError(f"rank {self._rank}, with which rows are exchanged, {REMEDY} {error}") from error
 
 
 class Link:
-    """One rank's end.
+    """One rank's access to the other ranks.
 
     Args:
-        store: that of all ranks; keys of one rollout begin with a prefix of its own.
+        store: that of all ranks; keys of one rollout begin with its own prefix.
         rank, ranks: this rank, and how many there are.
-        timeout: seconds after which a rank that nobody tells anything gives up.
+        timeout: seconds of silence of all others after which a rank that waits gives up.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, timeout: float) -> None:
@@ -63,13 +81,8 @@ class Link:
 
     @staticmethod
     def rows_of(rank: int) -> str:
-        """Key of the store where `rank` writes its row count (-1: it waits for rows) and a number that changes."""
+        """The note on which `rank` writes its row count (-1: it waits for rows) and a number that changes."""
         return f"rows/{rank}"
-
-    @property
-    def rows_of_all(self) -> list[str]:
-        """These notes of all ranks."""
-        return [self.rows_of(rank) for rank in range(self.ranks)]
 
     def count(self, counter: str, by: int = 0) -> int:
         """Adds to a counter, which begins at 0, and returns it: of several ranks each gets another result."""
@@ -88,15 +101,16 @@ class Link:
         return self._ask(self._store.check, list(notes))
 
     def read(self, notes: list[str]) -> list[str]:
-        """Notes that have been written, or will be soon."""
+        """Notes that are written, or will be within the timeout."""
         self._ask(self._store.wait, notes, timedelta(seconds=self.timeout))
         return [text.decode() for text in self._ask(self._store.multi_get, notes)]
 
-    def rows_told(self) -> list[str]:
+    def read_rows(self) -> list[str]:
         """The note of rows of each rank; "" where a rank has written none."""
-        if self.is_written(*self.rows_of_all):
-            return self.read(self.rows_of_all)
-        return [self.read([note])[0] if self.is_written(note) else "" for note in self.rows_of_all]
+        notes = [self.rows_of(rank) for rank in range(self.ranks)]
+        if self.is_written(*notes):
+            return self.read(notes)
+        return [self.read([note])[0] if self.is_written(note) else "" for note in notes]
 
     def erase(self, notes: list[str]) -> None:
         """Removes notes and counters, those that exist."""
@@ -107,7 +121,7 @@ class Link:
         """Waits for a note and returns it.
 
         Raises:
-            RuntimeError: no rank that decodes has been heard of for `timeout` seconds.
+            RuntimeError: no rank that decodes has written anything for `timeout` seconds.
         """
         watch, pause = Watch(self), POLL_SECONDS[0]
         while not self.is_written(note):
@@ -116,14 +130,23 @@ class Link:
             watch.look()
         return self.read([note])[0]
 
-    def _ask(self, action: Callable[..., T], *given: object) -> T:
-        """What the store answers.
+    def _ask(self, action: Callable[..., T], *arguments: object) -> T:
+        """The store's answer. A thread asks: a call waits for ever where the process that holds the store is stopped.
 
         Raises:
-            RuntimeError: it does not, or waits in vain for what another rank should write.
+            RuntimeError: the store does not answer, or waits in vain for what another rank should write.
         """
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(action(*arguments))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        Thread(target=run, daemon=True).start()
         try:
-            return _within(self.timeout + 1, action, *given)  # a second later than the store's own wait ends
+            return answer.result(self.timeout + 1)  # a second later than the store's own wait ends
         except dist.DistStoreError as error:
             raise RuntimeError(f"rank {self.rank} waits for another rank, which {REMEDY} {error}") from error
         except (dist.DistError, TimeoutError) as error:
@@ -142,33 +165,29 @@ class Link:
 
 
 class Watch:
-    """Watches the ranks that decode, for one that waits for them.
-
-    Args:
-        link: of the pool that they decode.
-    """
+    """Watches the ranks that decode the pool of `link`, for a rank that waits for them."""
 
     def __init__(self, link: Link) -> None:
-        self._link, self._told = link, [""]
-        self._heard = self._looked = time.perf_counter()
+        self._link, self._rows = link, [""]
+        self._changed = self._looked = time.perf_counter()
 
     def look(self) -> None:
-        """Looks at what they write, once per second at most.
+        """Reads their notes of rows, once per second at most.
 
         Raises:
-            RuntimeError: none of them has been heard of for the link's `timeout`.
+            RuntimeError: no note has changed for the link's `timeout`.
         """
         timeout = self._link.timeout
         if time.perf_counter() - self._looked < min(1.0, timeout / 4):
             return
-        told = self._link.rows_told()
+        rows = self._link.read_rows()
         self._looked = time.perf_counter()
-        if told != self._told:
-            self._heard, self._told = self._looked, told
-        if self._looked - self._heard > timeout:
-            silent = [rank for rank, text in enumerate(told) if not text.startswith("-1 ")]
+        if rows != self._rows:
+            self._changed, self._rows = self._looked, rows
+        if self._looked - self._changed > timeout:
+            silent = [rank for rank, text in enumerate(rows) if not text.startswith("-1 ")]
             raise RuntimeError(
-                f"rank {self._link.rank} waits for the rollout of ranks {silent or [*range(len(told))]}, of which "
+                f"rank {self._link.rank} waits for the rollout of ranks {silent or [*range(len(rows))]}, of which "
                 f"nothing was heard for {timeout:.0f} s (ddp_timeout): one of them {REMEDY}"
             )
 
@@ -177,34 +196,3 @@ class Watch:
         while self._link.count(IDLE) < self._link.ranks:
             time.sleep(POLL_SECONDS[1])
             self.look()
-
-
-def _within(seconds: float, action: Callable[..., T], *given: object) -> T:
-    """What `action` returns or raises; TimeoutError after so many seconds. It runs on a thread: a call of the store
-    waits for ever where the process that holds the store is stopped."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(action(*given))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return answer.result(seconds)
-
-
-@contextmanager
-def naming_the_remedy(rank: int) -> Iterator[None]:
-    """Has errors of collective calls that `rank` makes in it, ours or a library's, say what to do.
-
-    Raises:
-        RuntimeError: such a call failed; its own error is the cause. Other errors stay as they are.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        said = str(error)
-        if REMEDY in said or not (isinstance(error, dist.DistError) or _OF_GLOO.search(said)):
-            raise
-        raise RuntimeError(f"rank {rank} waits for the other ranks, and one of them {REMEDY} {error}") from error

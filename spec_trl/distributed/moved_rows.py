@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,31 +19,34 @@ class Sending:
 
     def __init__(self, moved: Sequence[Request], link: Link, rank: int, note: str) -> None:
         progress = [request.progress for request in moved if request.progress is not None]
-        states = [own.tail() for own in progress]
-        parts = [torch.cat([own.tokens for own in progress])]  # [Σ tokens]
-        logprobs = [own.logprobs for own in progress if own.logprobs is not None]
+        states = [row.tail() for row in progress]
+        parts = [torch.cat([row.tokens for row in progress])]  # [Σ tokens]
+        logprobs = [row.logprobs for row in progress if row.logprobs is not None]
         if logprobs:
             parts.append(torch.cat(logprobs))  # [Σ tokens]
         layers = {}
         for layer, (keys, values) in max(states, key=len).items():  # of short rows nothing may be sent
             layers[layer] = (keys.shape[0], keys.shape[2], values.shape[2], str(keys.dtype).removeprefix("torch."))
-            own = [row[layer] for row in states if row]
-            parts.append(torch.cat([keys.flatten() for keys, _ in own] + [values.flatten() for _, values in own]))
+            pairs = [row[layer] for row in states if row]
+            parts.append(torch.cat([keys.flatten() for keys, _ in pairs] + [values.flatten() for _, values in pairs]))
         rows = [
-            (request.index, len(own.tokens), own.head, own.columns)
-            for request, own in zip(moved, progress, strict=True)
+            (request.index, len(row.tokens), row.head, row.columns)
+            for request, row in zip(moved, progress, strict=True)
         ]
-        header = {"from": link.rank, "rows": rows, "logprobs": bool(logprobs), "layers": layers}
+        header = {
+            "from": link.rank, "rows": rows, "logprobs": bool(logprobs), "layers": layers,
+            "method": progress[0].method,
+        }  # fmt: skip
         # First of all the note: over NCCL the first tensor between two ranks waits until the other one receives it.
-        link.post(note, json.dumps(header | {"method": progress[0].method}))
+        link.post(note, json.dumps(header))
         self._parts = parts  # until they have been sent
-        self._works = [link.send(part, rank) for part in parts]
+        self._transfers = [link.send(part, rank) for part in parts]
 
     def wait(self) -> None:
         """Waits until the other rank has everything."""
-        for work in self._works:
-            work.wait()
-        self._parts, self._works = [], []
+        for transfer in self._transfers:
+            transfer.wait()
+        self._parts, self._transfers = [], []
 
 
 class MovedRows:
@@ -62,61 +65,63 @@ class MovedRows:
 
     def __init__(self, header: str, link: Link, requests: Sequence[Request]) -> None:
         note = json.loads(header)
-        rank, rows = note["from"], [tuple(row) for row in note["rows"]]
+        rank, rows = note["from"], note["rows"]
         self._device = device = requests[0].prompt.device
-        tokens = torch.empty(sum(count for _, count, _, _ in rows), dtype=torch.int64, device=device)
-        logprobs = torch.empty(len(tokens), dtype=torch.float32, device=device) if note["logprobs"] else None
-        for part in (tokens,) if logprobs is None else (tokens, logprobs):
-            link.receive(part, rank).wait()
+        counts = [count for _, count, _, _ in rows]
+        tokens = torch.empty(sum(counts), dtype=torch.int64, device=device)
+        link.receive(tokens, rank).wait()
+        logprobs = [None] * len(rows)
+        if note["logprobs"]:
+            received = torch.empty(len(tokens), dtype=torch.float32, device=device)
+            link.receive(received, rank).wait()
+            logprobs = received.split(counts)
         self._tails = [columns - head for _, _, head, columns in rows]
         self._layers = {int(layer): tuple(shape) for layer, shape in note["layers"].items()}
         self._parts = [
             torch.empty(heads * (d_k + d_v) * sum(self._tails), dtype=getattr(torch, dtype), device=device)
             for heads, d_k, d_v, dtype in self._layers.values()
         ]
-        self._works = [link.receive(part, rank) for part in self._parts]
+        self._transfers = [link.receive(part, rank) for part in self._parts]
         self._begun = time.perf_counter()
         self._states: dict[int, RowStates] = {}
         self.send_seconds: float | None = None
-        counts = [count for _, count, _, _ in rows]
-        own = zip(
-            tokens.split(counts), [None] * len(rows) if logprobs is None else logprobs.split(counts), strict=True
-        )
         self.is_race = note["method"] is not None
-        self.requests = []
-        for place, ((index, _, head, columns), (text, scores)) in enumerate(zip(rows, own, strict=True)):
-            tail = partial(self._tail, place)
-            progress = Progress(text, scores, head, columns, tail, note["method"])
-            self.requests.append(replace(requests[index], progress=progress))
+        self.requests = [
+            replace(
+                requests[index],
+                progress=Progress(text, scores, head, columns, partial(self._tail, place), note["method"]),
+            )
+            for place, ((index, _, head, columns), text, scores) in enumerate(
+                zip(rows, tokens.split(counts), logprobs, strict=True)
+            )
+        ]
 
     def _tail(self, place: int) -> RowStates:
         """Waits for the K/V of the row at `place` and returns it. The pool outlives the rollout, so it drops its
         reference."""
-        if self._works:
+        if self._transfers:
             self._synchronize()
             computed = time.perf_counter()
-            for work in self._works:
-                work.wait()
+            for transfer in self._transfers:
+                transfer.wait()
             self._synchronize()
             waited = time.perf_counter() - computed
             self.send_seconds = measured_send_seconds(sum(self._tails), computed - self._begun, waited)
-            self._works = []
-            self._states = dict(enumerate(self._split()))
-            self._parts = []
+            self._states = {place: self._split(place) for place in range(len(self._tails))}
+            self._transfers, self._parts = [], []
         return self._states.pop(place, {})
 
-    def _split(self) -> Iterator[RowStates]:
-        """The states of each row."""
-        for place, tail in enumerate(self._tails):
-            states: RowStates = {}
-            for (layer, (heads, d_k, d_v, _)), part in zip(self._layers.items(), self._parts, strict=True):
-                keys, values = part.split([heads * d_k * sum(self._tails), heads * d_v * sum(self._tails)])
-                own = [
-                    flat.split([heads * d * each for each in self._tails])[place]
-                    for flat, d in ((keys, d_k), (values, d_v))
-                ]
-                states[layer] = own[0].view(heads, tail, d_k), own[1].view(heads, tail, d_v)
-            yield states
+    def _split(self, place: int) -> RowStates:
+        """The states of the row at `place`."""
+        states: RowStates = {}
+        for (layer, (heads, d_k, d_v, _)), part in zip(self._layers.items(), self._parts, strict=True):
+            keys, values = part.split([heads * d_k * sum(self._tails), heads * d_v * sum(self._tails)])
+            row_keys, row_values = (
+                flat.split([heads * d * tail for tail in self._tails])[place].view(heads, self._tails[place], d)
+                for flat, d in ((keys, d_k), (values, d_v))
+            )
+            states[layer] = row_keys, row_values
+        return states
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -25,8 +25,7 @@ class SharedPool(RequestQueue):
 
     Args:
         requests: of all ranks, the same on each.
-        order: what ranks take at once, as indices of requests, in the order in which they are to be decoded; the same
-            on each rank.
+        order: indices of requests that are taken at once, in the order of decoding; the same on each rank.
         rows: number of rows that a rank decodes together, the same on each rank.
         link: to the other ranks.
         send_seconds: of a row's K/V, per token, as measured in earlier rollouts; None: nothing was sent yet.
@@ -51,33 +50,33 @@ class SharedPool(RequestQueue):
         self._link = link
         self._at_once = max(map(len, order), default=1)  # requests that are taken at once, at most
         rounds = rows // self._at_once
-        self._own = self._requests_of(dealt(order, link.rank, link.ranks, rounds))
-        self._rest = order[rounds * link.ranks :]
-        self._left = sum(map(len, self._rest))
-        self.waiting = len(self._own) + self._left
-        self._rounds, self._next_look = 0, 0.0
-        self._numbers: list[int] = []  # of the times that this rank asked for work
-        self._asked = 0  # times that any rank did so far
-        self._open: list[int] = []  # those to which nobody may have answered yet
+        self._dealt = self._requests_of(dealt(order, link.rank, link.ranks, rounds))
+        self._undealt = order[rounds * link.ranks :]
+        self._left = sum(map(len, self._undealt))
+        self.waiting = len(self._dealt) + self._left
+        self._rounds, self._next_poll = 0, 0.0
+        self._numbers: list[int] = []  # of this rank's calls for work
+        self._calls = 0  # for work, of all ranks so far
+        self._open_calls: list[int] = []  # those that nobody may have answered yet
         self._sending: list[Sending] = []
         self._arriving: MovedRows | None = None
         self._raced: set[int] = set()  # requests that other ranks decode as well
         self._copied: set[int] = set()  # those of them that other ranks had before
-        self._methods: dict[tuple[int, str], int] = {}  # who races for a request, and with which method
-        self._tell(len(self._own))
+        self._helpers: dict[tuple[int, str], int] = {}  # call of the rank that races for a request with a method
+        self._post_rows(len(self._dealt))
 
     def take(self, free: int, active: int) -> list[Request]:
-        missing = -(-max(free - len(self._own), 0) // self._at_once)
+        missing = -(-max(free - len(self._dealt), 0) // self._at_once)
         if missing and self._left:
             end = self._link.count("taken", missing)
-            self._own += self._requests_of(self._rest[end - missing : end])
-            self._left = sum(map(len, self._rest[end:]))
-        taken, self._own = self._own[:free], self._own[free:]
-        self.waiting = len(self._own) + self._left
-        return taken if taken or active else self._ask_for_work()
+            self._dealt += self._requests_of(self._undealt[end - missing : end])
+            self._left = sum(map(len, self._undealt[end:]))
+        taken, self._dealt = self._dealt[:free], self._dealt[free:]
+        self.waiting = len(self._dealt) + self._left
+        return taken if taken or active else self._call_for_work()
 
-    def _requests_of(self, taken: Sequence[Sequence[int]]) -> list[Request]:
-        return [self.requests[index] for own in taken for index in own]
+    def _requests_of(self, stacks: Sequence[Sequence[int]]) -> list[Request]:
+        return [self.requests[index] for stack in stacks for index in stack]
 
     def forget(self) -> None:
         """Erases what this rank has written; no rank may use the pool any more."""
@@ -94,35 +93,29 @@ class SharedPool(RequestQueue):
     def after_round(self, rollout: Rollout) -> None:
         self._rounds += 1
         started = time.perf_counter()
-        if started < self._next_look:
+        if started < self._next_poll:
             return
         raced = [(row, index) for row, index in enumerate(rollout.rows.indices) if index in self._raced]
-        lost = [row for row, index in raced if self._has_ended(index)]
+        lost = [row for row, index in raced if self._link.is_written(f"ended/{index}")]  # another rank was first
         if lost:
             rollout.drop(lost)
-        asked = self._link.count("asked")
-        self._open += range(self._asked + 1, asked + 1)
-        self._asked = asked
-        if self._open:  # a rank asks where nothing is left to take
-            self._left, self.waiting = 0, len(self._own)
-        self._tell(self._rows_of_its_own(rollout))
-        while self._open and self._has_most(self._rows_of_its_own(rollout)):
+        calls = self._link.count("asked")
+        self._open_calls += range(self._calls + 1, calls + 1)
+        self._calls = calls
+        if self._open_calls:  # a rank calls where nothing is left to take
+            self._left, self.waiting = 0, len(self._dealt)
+        while True:
+            rows = sum(index not in self._copied for index in rollout.rows.indices)  # not those it just races for
+            self._post_rows(rows)
+            if not self._open_calls or not self._has_most(rows):
+                break
             begun = time.perf_counter()
             helped = self._help(rollout)
-            started += time.perf_counter() - begun  # helping is no looking
+            started += time.perf_counter() - begun  # helping is no polling
             if not helped:
                 break
-            self._tell(self._rows_of_its_own(rollout))
         now = time.perf_counter()
-        self._next_look = now + min((now - started) / POLL_SHARE, self._link.timeout / 100)
-
-    def _rows_of_its_own(self, rollout: Rollout) -> int:
-        """Rows that this rank does not just race for."""
-        return sum(index not in self._copied for index in rollout.rows.indices)
-
-    def _has_ended(self, index: int) -> bool:
-        """Whether another rank has won the race for a request."""
-        return self._link.is_written(f"ended/{index}")
+        self._next_poll = now + min((now - started) / POLL_SHARE, self._link.timeout / 100)
 
     def _help(self, rollout: Rollout) -> bool:
         """Hands rows over to the rank that has waited longest, or has it race for some; False: neither pays."""
@@ -131,32 +124,32 @@ class SharedPool(RequestQueue):
         free.sort(key=lengths.__getitem__)
         step = step_seconds(rounds_by_batch(rollout))
         costs = MoveCosts(min(seconds_per_prompt_token(rollout), step(1)), self.send_seconds)
-        own = [lengths[row] for row in free]
-        rows, method = free[: rows_to_give(own, expected_tokens(rollout), step, costs)], None
+        count = rows_to_give([lengths[row] for row in free], expected_tokens(rollout), step, costs)
+        rows, method = free[:count], None
         if not rows:
-            assigned = rollout.control.further_method(list(rollout.rows.indices), self._methods)
+            assigned = rollout.control.further_method(list(rollout.rows.indices), self._helpers)
             if assigned is None:
                 return False
             method, requests = assigned
             rows = [row for row, index in enumerate(rollout.rows.indices) if index in requests]
-        number = self._open.pop(0)
+        number = self._open_calls.pop(0)
         if self._link.claim(f"helper/{number}"):
             self._link.count(IDLE, -1)
             (helper,) = self._link.read([f"asker/{number}"])
             moved = hand_over(rollout, sorted(rows), costs.head_share, method)
             if method is not None:
                 self._raced.update(request.index for request in moved)
-                self._methods |= {(request.index, method): number for request in moved}
+                self._helpers |= {(request.index, method): number for request in moved}
             self._sending.append(Sending(moved, self._link, int(helper), f"work/{number}"))
         return True
 
-    def _tell(self, rows: int) -> None:
-        """Tells the other ranks how many rows this one has, and that it is alive."""
+    def _post_rows(self, rows: int) -> None:
+        """Writes for the other ranks how many rows this one has, and that it is alive."""
         self._link.post(self._link.rows_of(self._link.rank), f"{rows} {self._rounds}")
 
     def _has_most(self, rows: int) -> bool:
         """Whether no other rank has more rows than this one, the first of them among equals."""
-        notes = self._link.rows_told()
+        notes = self._link.read_rows()
         if not all(notes):  # a rank that has not begun has all of its rows yet
             return False
         others = [(-int(note.split()[0]), rank) for rank, note in enumerate(notes) if rank != self._link.rank]
@@ -164,14 +157,14 @@ class SharedPool(RequestQueue):
 
     # ---- a rank that has none ---------------------------------------------------------------------------------------
 
-    def _ask_for_work(self) -> list[Request]:
+    def _call_for_work(self) -> list[Request]:
         """Waits until another rank hands rows over; none: all ranks are done."""
         link, started = self._link, time.perf_counter()
         for sending in self._sending:
             sending.wait()
         if self._arriving is not None:
             self.send_seconds = self._arriving.send_seconds or self.send_seconds
-        self._tell(-1)
+        self._post_rows(-1)
         number = link.count("asked", 1)
         self._numbers.append(number)
         link.post(f"asker/{number}", str(link.rank))
@@ -183,7 +176,7 @@ class SharedPool(RequestQueue):
         self.idle_seconds += time.perf_counter() - started
         if header == _NOTHING:
             return []
-        self._tell(0)  # if it ends before its next round, it is this one that others wait for
+        self._post_rows(0)  # if it ends before its next round, it is this rank that others wait for
         self._arriving = MovedRows(header, link, self.requests)
         if self._arriving.is_race:
             self._copied.update(request.index for request in self._arriving.requests)

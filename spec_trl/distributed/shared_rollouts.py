@@ -1,4 +1,4 @@
-"""One turn of a rollout on all ranks: who decodes which rows, and how completions come home."""
+"""One turn of a rollout on all ranks: who decodes which rows, and how completions reach the rank that needs them."""
 
 from array import array
 from collections.abc import Callable
@@ -51,16 +51,16 @@ class Turn:
 
 
 class SharedRollouts:
-    """Has ranks decode their rows, together or each its own.
+    """Has ranks decode their rows, together or apart.
 
     Args:
         shares: whether together.
         rank, ranks: this rank, and how many there are.
-        timeout: seconds after which a rank gives up that waits for others of which nothing is heard.
+        timeout: seconds of silence after which a rank that waits for others gives up.
         decoding: how many ranks decode, the first ones; None: all. Where it is not all, `shares` must be True.
 
     Attributes:
-        pool: that of the newest turn; None: this rank decoded its own rows.
+        pool: that of the newest turn; None: this rank decoded its rows alone.
     """
 
     def __init__(self, shares: bool, rank: int, ranks: int, timeout: float, decoding: int | None = None) -> None:
@@ -83,24 +83,24 @@ class SharedRollouts:
         ranks = self._gather((self._rows_of(prompts), prompts))
         counts = [len(prompts) for _, prompts in ranks]
         first = sum(counts[: self._rank])
-        own, every = range(first, first + counts[self._rank]), range(sum(counts))
+        here, every = range(first, first + counts[self._rank]), range(sum(counts))
         rows = list(every) if self._last_turn is None else [row for rows, _ in ranks for row in rows]
         self._turns += 1
         self.pool = None
-        decoded = own if not self._shares else every if self._rank < self._decoding else range(0)
-        return Turn(rows, [prompt for _, own in ranks for prompt in own], own, decoded)
+        decoded = here if not self._shares else every if self._rank < self._decoding else range(0)
+        return Turn(rows, [prompt for _, brought in ranks for prompt in brought], here, decoded)
 
-    def _gather(self, own: T) -> list[T]:
-        """What each rank brings."""
+    def _gather(self, value: T) -> list[T]:
+        """The values of all ranks."""
         with naming_the_remedy(self._rank):
-            return gather_object([own])
+            return gather_object([value])
 
     def _rows_of(self, prompts: list[list[int]]) -> list[int]:
-        """The numbers of these rows among those of all ranks, so that noise is the same for any number of ranks. Those
-        of the first turn are counted elsewhere.
+        """The numbers of these rows among those of all ranks, so that noise is the same for any number of ranks; none
+        in the first turn, whose rows :meth:`gather` counts.
 
-        After it some rows of a tool loop are left, in their order; each prompt begins with what its row had at the end
-        of the turn before. Rows that are equal so far are taken in their order.
+        Later turns have some rows of a tool loop, in their order; a prompt begins with what its row had at the end of
+        the turn before. Rows that are equal so far are taken in their order.
         """
         if self._last_turn is None:
             return []
@@ -147,12 +147,12 @@ class SharedRollouts:
     def _of_all_ranks(self, turn: Turn, decoded: dict[int, Sampled]) -> dict[int, Sampled]:
         if self.pool is not None:
             self._send_seconds = self.pool.send_seconds
-        packed = {place: (array("i", own.tokens), array("f", own.logprobs)) for place, own in decoded.items()}
+        packed = {place: (array("i", row.tokens), array("f", row.logprobs)) for place, row in decoded.items()}
         ranks = self._gather((packed, self._send_seconds))
         completions = {
             place: Sampled(tokens.tolist(), logprobs.tolist())
-            for own, _ in ranks
-            for place, (tokens, logprobs) in own.items()
+            for packed, _ in ranks
+            for place, (tokens, logprobs) in packed.items()
         }
         measured = [seconds for _, seconds in ranks if seconds is not None]
         self._send_seconds = median(measured) if measured else None  # the rank that gives away decides by it

@@ -110,34 +110,30 @@ def find_ladder(
     key = profile_key(model, config)
     shape = _fingerprint(key, drafters, draft_lengths)
     path = _path(key, config, shape)
-    found: Ladder | None = kept.look(model, _NAME)
-    if found is None or found.shape != shape:
-        found = _load(path, shape)
+    ladder: Ladder | None = kept.look(model, _NAME)
+    if ladder is None or ladder.shape != shape:
+        ladder = read_kept(path, Ladder.load, ", and the drafters are profiled again")
+        if ladder is not None and ladder.shape != shape:
+            ladder = None
     most = 2 * max(drafter.max_rows for drafter in drafters)  # more rows are not profiled
-    if config.sd_toggle == "roofline" and (found is None or 2 * found.batches[-1] < min(max_batch_size, most)):
+    if config.sd_toggle == "roofline" and (ladder is None or 2 * ladder.batches[-1] < min(max_batch_size, most)):
         # A batch close to the largest would tell nothing new.
         batches = [batch for batch in BATCHES if 2 * batch <= max_batch_size] + [max_batch_size]
-        found = build_ladder(model, drafters, batches, draft_lengths, config=config, kept_in=path.parent)
-        save_kept(found.save, path, "draft ladder")
-    if found is not None:
-        kept.keep(model, _NAME, found)
-    return found
+        ladder = build_ladder(model, drafters, batches, draft_lengths, config=config, kept_in=path.parent)
+        save_kept(ladder.save, path, "draft ladder")
+    if ladder is not None:
+        kept.keep(model, _NAME, ladder)
+    return ladder
 
 
 _NAME = "ladder"
-
-
-def _load(path: Path, shape: str) -> Ladder | None:
-    """The ladder at `path`, if there is one, and for this shape."""
-    ladder = read_kept(path, Ladder.load, ", and the drafters are profiled again")
-    return ladder if ladder is not None and ladder.shape == shape else None
 
 
 def _path(key: ProfileKey, config: SpeculativeConfig, shape: str) -> Path:
     if config.roofline_profile is not None:
         return ladder_path(config.roofline_profile)
     name = key.file_name.removesuffix(".json")
-    # Each set of drafters has a ladder of its own.
+    # Each set of drafters has another ladder.
     return ladder_path(ladder_folder(config) / f"{name}_{hashlib.sha256(shape.encode()).hexdigest()[:8]}.json")
 
 
@@ -165,11 +161,11 @@ class _MarkedRollout(Rollout):
 
     def _verdict(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Verdict:
         verdict = super()._verdict(proposal, logits, noise)
-        # A generator of its own, so that later samples do not depend on whether a ladder was profiled.
+        # Another generator, so that later samples do not depend on whether a ladder was profiled.
         coins = torch.rand(proposal.tokens.shape, generator=self.generator, device=logits.device)  # [B, γ]
         accepted = (coins < ACCEPTANCE).long().cumprod(1).sum(1)  # [B]
         step = torch.arange(proposal.tokens.shape[1], device=logits.device)  # [γ]
-        # The drafts themselves are committed, since a network continues from its own K/V of them.
+        # The drafts themselves are committed, since a network continues from its K/V of them.
         drafted = step < torch.minimum(accepted, proposal.drafted())[:, None]  # [B, γ]
         tokens = verdict.tokens.clone()  # [B, γ + 1]
         tokens[:, :-1] = proposal.tokens.where(drafted, tokens[:, :-1])
@@ -193,7 +189,7 @@ class _Bench(RoundBench):
         self._drafter, self._batch, self._visits = drafter, batch, rounds
         self._gammas = [0, *draft_lengths]
         self._warm_ups = warm_up_rounds(model, config)
-        # Rows only grow, as the drafter's own cache does.
+        # Rows only grow, as the drafter's cache does.
         visit = sum(gamma + 1 for gamma in self._gammas)  # most tokens that it adds
         columns = PROMPT + (self._warm_ups + rounds) * visit + max(draft_lengths) + 1
         limit = position_limit(model)
@@ -208,29 +204,30 @@ class _Bench(RoundBench):
     def measure(self, seconds: float) -> list[Rung]:
         """Visits each γ in turn until their times agree, for at most about `seconds`."""
         times: dict[int, list[float]] = {gamma: [] for gamma in self._gammas}
+        plain = times[0]
         started_at = time.perf_counter()
         for visit in range(self._warm_ups + self._visits):
             spent = time.perf_counter() - started_at
             if visit > self._warm_ups and spent > seconds:
                 break
             is_enough = visit >= self._warm_ups + FEWEST_ROUNDS and spent >= LEAST_SECONDS
-            if is_enough and all(_agree(_slowdowns(found, times[0])) for found in times.values() if found):
+            if is_enough and all(_agree(_slowdowns(rounds, plain)) for rounds in times.values() if rounds):
                 break
-            for gamma, found in times.items():
+            for gamma, rounds in times.items():
                 if self._rows.longest + gamma + 1 > self._columns:
                     break  # a short context is full before the visits end
                 took = self.round([Chain(0, gamma)] if gamma else [])
-                if visit >= self._warm_ups or not found:
-                    found.append(took)
+                if visit >= self._warm_ups or not rounds:
+                    rounds.append(took)
                 if visit == self._warm_ups:
-                    del found[:-1]  # warm-up rounds count only where nothing else fits
+                    del rounds[:-1]  # warm-up rounds count only where nothing else fits
         self.close()
         rungs = []
-        for gamma, found in times.items():
-            if gamma and found:
-                seconds, slowdown = median(found), median(_slowdowns(found, times[0]))
-                plain = seconds / slowdown
-                rungs.append(Rung(self._drafter.strategy, self._batch, gamma, ACCEPTANCE, seconds, plain))
+        for gamma, rounds in times.items():
+            if gamma and rounds:
+                seconds = median(rounds)
+                plain_seconds = seconds / median(_slowdowns(rounds, plain))
+                rungs.append(Rung(self._drafter.strategy, self._batch, gamma, ACCEPTANCE, seconds, plain_seconds))
         return rungs
 
 

@@ -22,7 +22,7 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.rollout import Rollout
 from tests.conftest import tiny_llama
-from tests.distributed.pools import Helped, Patient, unfair
+from tests.distributed.ranks import Helped, Patient, unfair
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
 

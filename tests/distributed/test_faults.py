@@ -1,54 +1,26 @@
 """A rank that dies or hangs in a shared rollout ends it on all ranks, soon and with a clear error; nothing hangs."""
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 from tests.distributed.fault_job import ENDS, ROWS, TIMEOUT
+from tests.distributed.ranks import launch
 from tests.generation.calls import generate, outputs, pad_left
 from tests.trainers.sharing_job import train_case
 
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 BOUND = 120 + 4 * TIMEOUT  # seconds, of which most go by before the rollout begins
-
-
-def launch(command: list[str], ranks: int, who: int) -> list[str]:
-    """Runs `python -m` with `command`, in which {rank} stands for the rank, until all ranks but `who` have ended;
-    returns what they printed as errors."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as a launcher has it
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", *(part.format(rank=rank) for part in command)], cwd=ROOT, stderr=subprocess.PIPE,
-            env={
-                **os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(ranks),
-                "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-            },
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    try:
-        return [
-            process.communicate(timeout=BOUND)[1].decode() for rank, process in enumerate(processes) if rank != who
-        ]
-    finally:
-        for process in processes:
-            process.kill()
 
 
 def run(folder: Path, ranks: int, way: str, who: int = -1, how: int = 0) -> list[Any]:
     """What each rank left, None where it died; `who` sends itself the signal `how`."""
-    launch(["tests.distributed.fault_job", str(folder / "{rank}.pt"), way, str(who), str(int(how))], ranks, who)
+    launch(["tests.distributed.fault_job", str(folder / "{rank}.pt"), way, str(who), str(int(how))], ranks, BOUND, who)
     paths = [folder / f"{rank}.pt" for rank in range(ranks)]
     return [torch.load(path) if path.exists() else None for path in paths]
 
@@ -77,7 +49,7 @@ def test_a_rank_fails(tmp_path: Path, way: str, ranks: int, who: int, how: signa
 @pytest.mark.parametrize("when", ["rollout", "reward", "update"])
 def test_a_run_that_dies_goes_on_from_its_checkpoint(tmp_path: Path, when: str) -> None:
     """On one rank here, with the same global batch."""
-    (errors,) = launch(["tests.trainers.dying_job", str(tmp_path / "died"), when], 2, who=1)
+    (errors,) = launch(["tests.trainers.dying_job", str(tmp_path / "died"), when], 2, BOUND, who=1)
     assert "died or hangs" in errors and "resume from the last checkpoint" in errors
     if when != "rollout":
         return

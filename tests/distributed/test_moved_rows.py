@@ -15,7 +15,7 @@ from spec_trl.distributed.link import Link
 from spec_trl.distributed.moved_rows import MovedRows, Sending
 from spec_trl.generation.engine.cache import RowStates
 from spec_trl.generation.engine.rows import Progress, Request
-from tests.distributed.thread_ranks import ThreadLink, links, run_ranks
+from tests.distributed.ranks import ThreadLink, links, run_ranks
 
 
 NOTE = "work/1"

@@ -26,8 +26,7 @@ from spec_trl.scheduling.migration import MoveCosts
 from spec_trl.scheduling.shared_order import longest_first
 from tests.conftest import WIDE, add_noise
 from tests.distributed import test_moved_rows as moved_rows
-from tests.distributed.pools import Helped, Patient, unfair
-from tests.distributed.thread_ranks import links, run_ranks
+from tests.distributed.ranks import Helped, Patient, links, run_ranks, unfair
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 from tests.generation.drafters.eagle3 import reference as eagle3
 
@@ -90,8 +89,10 @@ def test_copies_of_a_prompt_stay_on_one_rank(
         assert any(outputs(each)[one] and outputs(each)[other] for each in found)
 
 
-@pytest.mark.parametrize("strategy", ["none", "self", "ngram", "history"])
-@pytest.mark.parametrize(("ranks", "rows"), [(2, 3), (4, 2), (3, 16)])
+@pytest.mark.parametrize(
+    ("ranks", "rows", "strategy"),
+    [(2, 3, "none"), (4, 2, "none"), (4, 2, "self"), (3, 16, "self"), (2, 3, "ngram"), (2, 3, "history")],
+)
 def test_ranks_decode_what_one_decodes(tiny: LlamaForCausalLM, ranks: int, rows: int, strategy: str) -> None:
     given = prompts(16)
     alone = outputs(generate(tiny, given, **ENDS))

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 import pytest
 
 from spec_trl.distributed import shared_rollouts
-from spec_trl.distributed.decoupled import DraftRanks
 from spec_trl.distributed.shared_rollouts import Sampled, SharedRollouts
 from spec_trl.scheduling.shared_order import ExpectedLengths
 
@@ -17,8 +16,8 @@ T = TypeVar("T")
 class Alike(SharedRollouts):
     """All of three ranks bring the same."""
 
-    def _gather(self, own: T) -> list[T]:
-        return [own] * 3
+    def _gather(self, value: T) -> list[T]:
+        return [value] * 3
 
 
 def test_a_rank_that_drafts_decodes_nothing() -> None:
@@ -28,11 +27,6 @@ def test_a_rank_that_drafts_decodes_nothing() -> None:
         assert turn.decoded == (range(6) if rank < 2 else range(0))
         assert turn.own == range(2 * rank, 2 * rank + 2)
         assert sharing.rows_in_flight(turn, None) == 3
-
-
-def test_more_ranks_that_draft_than_ranks_that_decode() -> None:
-    with pytest.raises(ValueError, match="^draft_ranks=2 with 3 processes: .* at most 1 can"):
-        DraftRanks(2, 0, 3, 60.0)
 
 
 def test_lengths_are_kept_of_prompts_that_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

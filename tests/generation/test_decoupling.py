@@ -49,51 +49,35 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("draft_seconds", "acceptance", "is_decoupled"),
+    ("draft_seconds", "acceptance", "missing"),
     [
-        (0.2, 1.0, True),  # a window takes as long as its verification
-        (0.001, 0.7, False),  # there is nothing to hide, and a refused draft costs a period
-        (3.0, 1.0, False),  # plain decoding is faster than any
+        (0.2, 1.0, None),  # a window takes as long as its verification
+        (0.001, 0.7, "gain"),  # there is nothing to hide, and a refused draft costs a period
+        (3.0, 1.0, "gain"),  # plain decoding is faster than any
+        (None, 1.0, "profile"),
+        (0.2, 1.0, "core"),  # no core is left
+        (0.2, 1.0, "exactness"),  # drafts are verified by chance
+        (0.2, 1.0, "coupling"),  # the drafter is decoupled already
     ],
 )
-def test_auto(draft_seconds: float, acceptance: float, is_decoupled: bool, made, monkeypatch) -> None:
-    """From the second call on, when the acceptance is known."""
+def test_auto(draft_seconds: float | None, acceptance: float, missing: str | None, made, monkeypatch) -> None:
+    """Decouples from the second call on, when the acceptance is known, unless something is missing."""
     model = tiny_llama()
     texts = outputs(generate(model, PROMPTS))
-    monkeypatch.setattr(decoupling, "find_profile", lambda *_: profile_of(draft_seconds))
-    drafter = Chance(texts, acceptance)
-    drafter.has_probabilities = True  # a network's: its forwards cost time
-    for call in range(2):
-        result = generate(model, PROMPTS, drafter=drafter, config={"decoupled_execution": "auto", "draft_length": 4})
-        assert outputs(result) == texts
-        assert len(made) == (is_decoupled and call == 1)
-    release(model)
-
-
-@pytest.mark.parametrize("missing", ["profile", "core", "acceptance", "exactness"])
-def test_auto_stays_coupled(missing: str, made, monkeypatch) -> None:
-    """Where nothing predicts, no core is left, nothing is known of the drafter, or drafts are verified by chance."""
-    model = tiny_llama()
-    drafter = Chance(outputs(generate(model, PROMPTS)), 1.0)
-    drafter.has_probabilities = True
-    verification = "rejection" if missing == "exactness" else "exact"
-    monkeypatch.setattr(decoupling, "find_profile", lambda *_: None if missing == "profile" else profile_of(0.2))
+    monkeypatch.setattr(decoupling, "find_profile", lambda *_: draft_seconds and profile_of(draft_seconds))
     if missing == "core":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    for _ in range(1 if missing == "acceptance" else 2):
-        config = {"decoupled_execution": "auto", "draft_length": 4, "verification": verification}
-        generate(model, PROMPTS, drafter=drafter, config=config)
-    assert not made
-
-
-def test_auto_takes_a_decoupled_drafter_as_it_is(made, monkeypatch) -> None:
-    model = tiny_llama()
-    monkeypatch.setattr(decoupling, "find_profile", lambda *_: profile_of(0.2))
-    drafter = DecoupledDrafter(InTurn(Chance(outputs(generate(model, PROMPTS)), 1.0)))
-    for _ in range(2):
-        result = generate(model, PROMPTS, drafter=drafter, config={"decoupled_execution": "auto", "draft_length": 4})
-        assert result.statistics.drafter_failure is None
-    assert not made
+    drafter = Chance(texts, acceptance)
+    drafter.has_probabilities = missing != "coupling"  # a network's: its forwards cost time
+    if missing == "coupling":
+        drafter = DecoupledDrafter(InTurn(drafter))
+    config = {"decoupled_execution": "auto", "draft_length": 4}
+    config |= {"verification": "rejection"} if missing == "exactness" else {}
+    for call in range(2):
+        result = generate(model, PROMPTS, drafter=drafter, config=config)
+        assert (outputs(result) == texts or missing == "exactness") and result.statistics.drafter_failure is None
+        assert len(made) == (missing is None and call == 1)
+    release(model)
 
 
 def test_always_needs_no_prediction(made, monkeypatch) -> None:
@@ -146,10 +130,9 @@ def test_no_thread_shares_a_gpu(given: str, on_gpu, drafters, monkeypatch) -> No
 
 
 def test_a_drafter_elsewhere_shares_no_gpu(on_gpu) -> None:
-    model = tiny_llama()
+    model, config = tiny_llama(), {"decoupled_execution": "always"}
     drafter = DecoupledDrafter(InTurn(Chance(outputs(generate(model, PROMPTS)), 1.0)))
-    result = generate(model, PROMPTS, drafter=drafter, config={"decoupled_execution": "always"})
-    assert result.statistics.total.accepted > 0
+    assert generate(model, PROMPTS, drafter=drafter, config=config).statistics.total.accepted > 0
 
 
 def test_training_refuses_a_thread_beside_a_gpu(tmp_path: Path, on_gpu) -> None:

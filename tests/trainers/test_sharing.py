@@ -74,7 +74,7 @@ def test_log_probabilities_come_home_with_their_tokens(ranks: list[Found], alone
 def test_the_last_rank_only_drafts(ranks: list[Found], name: str) -> None:
     assert ranks[-1][name]["ids"] == [] != ranks[0][name]["ids"]
     logged = [entry["rollout/acceptance_rate"] for entry in ranks[0][name]["logs"] if "rollout/seconds" in entry]
-    assert len(logged) == 3 and min(logged) > 0.3  # drafts by other noise: 0.1
+    assert len(logged) == 3 and min(logged) > 0.3  # with other noise: 0.05
 
 
 def test_ranks_log_how_long_they_had_nothing_to_do(ranks: list[Found]) -> None:

@@ -36,17 +36,15 @@ class DecoupledDrafter(Drafter):
         period 3   verifies  nothing         drafts  o1 o2 o3 o4     from x on; the row decodes one token, y
                    target's  y               y = o1: o2 o3 o4 are verified next; else again as in period 3
 
-    One rule covers all of it: drafts stay as far as they follow the committed text. So it does not matter which
-    drafts were verified, and another drafter's, or none, may have been. In the paper's period 3 the verifier waits for
-    the drafter; here it decodes (:func:`~spec_trl.specactor.token_speed.busy_window_tokens`).
-
-    Drafter and target wait for each other after each period. So drafts and statistics do not depend on how fast
-    either is, as tokens never do.
+    One rule covers all of it: drafts stay as far as they follow the committed text, whichever drafts were verified. In
+    the paper's period 3 the verifier waits for the drafter; here it decodes
+    (:func:`~spec_trl.specactor.token_speed.busy_window_tokens`). Drafter and target wait for each other after each
+    period, so drafts and statistics do not depend on how fast either is.
 
     Args:
         pipe: to the drafter.
-        plans: give each request its window and mode (SA Algorithm 2); None: all run ahead by w. A request
-            in coupled mode drafts only when nothing of it waits for verification; one in plain mode never.
+        plans: give each request its window and mode (SA Algorithm 2); None: all run ahead by w. A request in coupled
+            mode drafts only when nothing of it waits for verification; one in plain mode never.
     """
 
     has_probabilities = False  # its drafts are verified exactly
@@ -72,7 +70,7 @@ class DecoupledDrafter(Drafter):
         # In host memory, by row: committed tokens, their limit, drafts that follow them, and these drafts.
         self._lengths, self._limits, self._ahead = torch.zeros(3, capacity, dtype=torch.int64)  # [capacity] each
         self._drafts = torch.zeros(capacity, 2 * (MAX_DRAFT_LENGTH + 1), dtype=torch.int64)  # [capacity, 2w]
-        self._asked: Tensor | None = None  # [B], of the window that is being drafted
+        self._due: Tensor | None = None  # [B], tokens of the window that is being drafted
         self.drafted, self.dropped = 0, 0  # tokens
         if self._plans is not None:
             self._plans.begin()
@@ -81,7 +79,7 @@ class DecoupledDrafter(Drafter):
     def end(self) -> None:
         super().end()
         try:
-            if self._asked is not None:  # the target failed; over gloo the window must be received before END is sent
+            if self._due is not None:  # the target failed; over gloo the window must be received before END is sent
                 self.pipe.receive()
         finally:
             self.pipe.end()
@@ -109,22 +107,28 @@ class DecoupledDrafter(Drafter):
         self.pipe.send(Kind.MOVE, torch.tensor([*destination, *ended]))
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        batch = self._active
+        batch, most = self._active, draft_length + 1
         ahead = self._ahead[:batch]  # [B]
-        window, waits = self._windows(draft_length + 1)  # [B] each
+        window = torch.full((batch,), most)  # [B]
+        waits = torch.zeros(batch, dtype=torch.bool)  # [B], for verification
+        if self._plans is not None:
+            plans = [self._plans.of(request) for request in self.session.rows.indices]
+            waits = torch.tensor([plan.mode == "coupled" for plan in plans])
+            # Coupled requests draft one more: their first draft token coincides with the token being decoded.
+            window = (torch.tensor([plan.window for plan in plans]) + waits).clamp(max=most)
         room = self._limits[:batch] - self._lengths[:batch] - ahead  # [B]
         # 2w - 1 are ahead at most, of which the first is sure to be right if all before it are.
-        asked = torch.minimum(window, torch.minimum(2 * window - 1 - ahead, room)).clamp(min=0)
-        asked = asked.masked_fill(waits & (ahead > 0), 0)
-        self.pipe.send(Kind.DRAFT, asked)
-        self._asked = asked
+        due = torch.minimum(window, torch.minimum(2 * window - 1 - ahead, room)).clamp(min=0)
+        due = due.masked_fill(waits & (ahead > 0), 0)  # [B]
+        self.pipe.send(Kind.DRAFT, due)
+        self._due = due
         return Proposal(self._drafts[:batch, :draft_length].clone(), ahead.clamp(max=draft_length))  # [B, γ], [B]
 
     def observe(self, tokens: Integers, kept: Integers) -> None:
         batch = self._active
-        if self._asked is not None:
-            asked, self._asked = self._asked, None
-            self._take(self.pipe.receive(), asked)
+        if self._due is not None:
+            due, self._due = self._due, None
+            self._add_window(self.pipe.receive(), due)
         ahead, drafts = self._ahead[:batch], self._drafts[:batch]  # [B], [B, 2w]
         counts = torch.from_numpy(kept)  # [B]
         text = torch.from_numpy(tokens[:, : kept.max()])  # [B, K]
@@ -144,6 +148,25 @@ class DecoupledDrafter(Drafter):
         if self._plans is not None:
             self._plans.record(self.session.rows.indices, *(part.tolist() for part in (kept, judged, right)))
 
+    def _add_window(self, answer: Tensor, due: Tensor) -> None:
+        """Adds the window in `answer` to the drafts; `due`: `[B]`, the most tokens of each row.
+
+        Raises:
+            ValueError: the answer is no such window.
+        """
+        batch, width = len(due), int(due.max())
+        if answer.dtype != torch.int64 or len(answer) != batch * (1 + width):
+            raise ValueError(f"a window of {len(answer)} numbers came for {batch} rows of {width} drafts at most")
+        counts, tokens = answer[:batch], answer[batch:].view(batch, width)  # [B], [B, width]
+        is_draft = torch.arange(width) < counts[:, None]  # [B, width]
+        is_token = (tokens >= 0) & (tokens < self._vocabulary)
+        if not ((counts >= 0) & (counts <= due)).all() or not (is_token | ~is_draft).all():
+            raise ValueError("a window came with lengths or tokens out of range")
+        row, step = is_draft.nonzero(as_tuple=True)
+        self._drafts[row, self._ahead[row] + step] = tokens[row, step]
+        self._ahead[:batch] += counts
+        self.drafted += int(counts.sum())
+
     def prepare_assisted_decoding(self, *_: Any, **__: Any) -> NoReturn:
         """Raises ValueError: transformers' own loop is coupled."""
         raise ValueError(
@@ -158,31 +181,3 @@ class DecoupledDrafter(Drafter):
     @property
     def cache_bytes(self) -> int:
         return 0 if self.pipe.drafter is None else self.pipe.drafter.cache_bytes
-
-    def _windows(self, most: int) -> tuple[Tensor, Tensor]:
-        """w of each row, `[B]` int64 of at most `most`, and whether it waits for verification, `[B]` bool."""
-        if self._plans is None:
-            return torch.full((self._active,), most), torch.zeros(self._active, dtype=torch.bool)
-        own = [self._plans.of(request) for request in self.session.rows.indices]
-        # Coupled requests draft one more: their first draft token coincides with the token being decoded.
-        window = torch.tensor([min(plan.window + (plan.mode == "coupled"), most) for plan in own])
-        return window, torch.tensor([plan.mode == "coupled" for plan in own])
-
-    def _take(self, answer: Tensor, asked: Tensor) -> None:
-        """Adds the window in `answer` to the drafts; `asked`: `[B]`.
-
-        Raises:
-            ValueError: it is not what was asked for.
-        """
-        batch, width = len(asked), int(asked.max())
-        if answer.dtype != torch.int64 or len(answer) != batch * (1 + width):
-            raise ValueError(f"a window of {len(answer)} numbers came for {batch} rows of {width} drafts at most")
-        found, tokens = answer[:batch], answer[batch:].view(batch, width)  # [B], [B, width]
-        is_draft = torch.arange(width) < found[:, None]  # [B, width]
-        is_token = (tokens >= 0) & (tokens < self._vocabulary)
-        if not ((found >= 0) & (found <= asked)).all() or not (is_token | ~is_draft).all():
-            raise ValueError("a window came with lengths or tokens out of range")
-        row, step = is_draft.nonzero(as_tuple=True)
-        self._drafts[row, self._ahead[row] + step] = tokens[row, step]
-        self._ahead[:batch] += found
-        self.drafted += int(found.sum())
