@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from .generation.configuration import SpeculativeConfig
 from .generation.decoding import SpeculativeOutput, speculative_decoding
+from .generation.engine.accept import Proposal
 from .generation.engine.drafter import Drafter
-from .generation.engine.verification import Proposal
 from .generation.generate import install, uninstall
 from .generation.kept import release
 from .generation.registry import register_drafter

@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 
 from spec_trl.generation.engine.requirements import TRANSFORMERS
-from spec_trl.trainers.known_signatures import KNOWN
+from spec_trl.trainers.trainer_checks import KNOWN
 
 
 def test_bounds_agree() -> None:

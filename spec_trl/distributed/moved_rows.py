@@ -9,19 +9,19 @@ from functools import partial
 import torch
 
 from ..generation.engine.cache import RowStates
-from ..generation.engine.rows import Progress, Request
+from ..generation.engine.rows import Request
 from ..scheduling.migration import measured_send_seconds
 from .link import Link
 
 
 class Sending:
-    """Begins to send rows, as :func:`hand_over` returns them, to `rank`, which reads in `note` what comes."""
+    """Begins to send rows, as :meth:`Rollout.hand_over` returns them, to `rank`, which reads in `note` what comes."""
 
     def __init__(self, moved: Sequence[Request], link: Link, rank: int, note: str) -> None:
-        progress = [request.progress for request in moved if request.progress is not None]
-        states = [row.tail() for row in progress]
-        parts = [torch.cat([row.tokens for row in progress])]  # [Σ tokens]
-        logprobs = [row.logprobs for row in progress if row.logprobs is not None]
+        tokens = [request.generated for request in moved if request.generated is not None]
+        states = [request.tail() for request in moved]
+        parts = [torch.cat(tokens)]  # [Σ tokens]
+        logprobs = [request.logprobs for request in moved if request.logprobs is not None]
         if logprobs:
             parts.append(torch.cat(logprobs))  # [Σ tokens]
         layers = {}
@@ -30,12 +30,12 @@ class Sending:
             pairs = [row[layer] for row in states if row]
             parts.append(torch.cat([keys.flatten() for keys, _ in pairs] + [values.flatten() for _, values in pairs]))
         rows = [
-            (request.index, len(row.tokens), row.head, row.columns)
-            for request, row in zip(moved, progress, strict=True)
+            (request.index, len(text), request.head, request.length - 1)
+            for request, text in zip(moved, tokens, strict=True)
         ]
         header = {
             "from": link.rank, "rows": rows, "logprobs": bool(logprobs), "layers": layers,
-            "method": progress[0].method,
+            "method": moved[0].method,
         }  # fmt: skip
         # First of all the note: over NCCL the first tensor between two ranks waits until the other one receives it.
         link.post(note, json.dumps(header))
@@ -58,7 +58,7 @@ class MovedRows:
         requests: all of the pool, by index.
 
     Attributes:
-        requests: those that come, with their progress.
+        requests: those that come, with what was generated.
         is_race: whether the other rank goes on with them too.
         send_seconds: of the K/V, per token; None: not all of it is here yet, or none was sent.
     """
@@ -88,13 +88,13 @@ class MovedRows:
         self.is_race = note["method"] is not None
         self.requests = [
             replace(
-                requests[index],
-                progress=Progress(text, scores, head, columns, partial(self._tail, place), note["method"]),
+                requests[index], generated=text, logprobs=scores, head=head, tail=partial(self._tail, place),
+                method=note["method"],
             )
-            for place, ((index, _, head, columns), text, scores) in enumerate(
+            for place, ((index, _, head, _), text, scores) in enumerate(
                 zip(rows, tokens.split(counts), logprobs, strict=True)
             )
-        ]
+        ]  # fmt: skip
 
     def _tail(self, place: int) -> RowStates:
         """Waits for the K/V of the row at `place` and returns it. The pool outlives the rollout, so it drops its

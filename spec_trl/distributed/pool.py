@@ -4,10 +4,10 @@ left, a rank without rows takes over rows of the rank that has most, or races fo
 import time
 from collections.abc import Sequence
 
-from ..generation.engine.leaving import expected_tokens, hand_over, rounds_by_batch, seconds_per_prompt_token
-from ..generation.engine.request_queue import RequestQueue
+import numpy as np
+
 from ..generation.engine.rollout import Rollout
-from ..generation.engine.rows import Request
+from ..generation.engine.rows import Request, RequestQueue
 from ..scheduling.migration import MoveCosts, rows_to_give, step_seconds
 from ..scheduling.shared_order import dealt
 from .link import IDLE, Link
@@ -17,6 +17,8 @@ from .moved_rows import MovedRows, Sending
 POLL_SHARE = 0.01
 """Share of a rank's time that it spends on polling the other ranks. It rises when the store is slow, so that others do
 not assume that this rank is dead."""
+NEWEST = 1024
+"""Rounds whose times show what rounds take."""
 _NOTHING = "nothing"
 
 
@@ -122,9 +124,13 @@ class SharedPool(RequestQueue):
         free = [row for row, index in enumerate(rollout.rows.indices) if index not in self._raced]
         lengths: list[int] = rollout.rows.host_lengths.tolist()
         free.sort(key=lengths.__getitem__)
-        step = step_seconds(rounds_by_batch(rollout))
-        costs = MoveCosts(min(seconds_per_prompt_token(rollout), step(1)), self.send_seconds)
-        count = rows_to_give([lengths[row] for row in free], expected_tokens(rollout), step, costs)
+        record, in_flight = rollout.record, rollout.rows
+        step = step_seconds([(len(each.requests), each.tokens, each.seconds) for each in record.rounds[-NEWEST:]])
+        per_prompt_token = record.phase_seconds().get("prefill", 0.0) / max(record.tokens_read, 1)
+        costs = MoveCosts(min(per_prompt_token, step(1)), self.send_seconds)
+        # A row will probably generate as many tokens as it has generated, which fits long-tailed lengths best.
+        expected = float(np.minimum(in_flight.host_generated, in_flight.room).mean())
+        count = rows_to_give([lengths[row] for row in free], expected, step, costs)
         rows, method = free[:count], None
         if not rows:
             assigned = rollout.control.further_method(list(rollout.rows.indices), self._helpers)
@@ -136,7 +142,7 @@ class SharedPool(RequestQueue):
         if self._link.claim(f"helper/{number}"):
             self._link.count(IDLE, -1)
             (helper,) = self._link.read([f"asker/{number}"])
-            moved = hand_over(rollout, sorted(rows), costs.head_share, method)
+            moved = rollout.hand_over(sorted(rows), costs.head_share, method)
             if method is not None:
                 self._raced.update(request.index for request in moved)
                 self._helpers |= {(request.index, method): number for request in moved}

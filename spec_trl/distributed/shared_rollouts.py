@@ -11,8 +11,7 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ..generation.engine.request_queue import RequestQueue
-from ..generation.engine.rows import Request, prompt_key
+from ..generation.engine.rows import Request, RequestQueue, prompt_key
 from ..scheduling.shared_order import ExpectedLengths, longest_first
 from .link import Link, naming_the_remedy
 from .pool import SharedPool

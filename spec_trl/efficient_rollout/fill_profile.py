@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.self_copy import SelfDrafter
+from ..generation.engine.accept import Proposal
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.memory import free_memory
 from ..generation.engine.noise import RoundNoise
 from ..generation.engine.requirements import position_limit
 from ..generation.engine.room import model_constants
-from ..generation.engine.verification import Proposal
 from ..measuring.machine import NO_KERNEL, effective_dtype, profile_key
 from ..quantization.source_weight import SourceSpec, inspect_projection, is_projection
 from ..scheduling.control import Chain

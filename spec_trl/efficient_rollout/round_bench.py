@@ -13,9 +13,8 @@ from ..generation.engine.captured import CAPTURE_AFTER
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.kept_runner import captures, runner_for
 from ..generation.engine.processors import LogitsPipeline, PrefixView
-from ..generation.engine.request_queue import RequestQueue
 from ..generation.engine.rollout import Rollout
-from ..generation.engine.rows import Request, Rows
+from ..generation.engine.rows import Request, RequestQueue, Rows
 from ..generation.engine.stopping import Stopping
 from ..scheduling.control import Chain, NeverSpeculate
 

@@ -39,10 +39,9 @@ from .engine.noise import stream_keys
 from .engine.pages import PagedCache
 from .engine.processors import LogitsPipeline, PrefixView
 from .engine.record import Completion
-from .engine.request_queue import RequestQueue
 from .engine.rollout import Rollout
 from .engine.room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
-from .engine.rows import Request, Rows
+from .engine.rows import Request, RequestQueue, Rows
 from .engine.runner import EagerRunner
 from .engine.statistics import SpeculationStatistics
 from .engine.stopping import Stopping, length_limit
@@ -182,12 +181,9 @@ def _validate(call: _Call, model_kwargs: dict[str, Any]) -> tuple[list[Tensor], 
     requirements.check_model(model)
     runner_mode(call.config, model.device)
     requirements.check_generation_config(call.generation_config, model.generation_config)
-    model_kwargs = requirements.without_modalities(model, model_kwargs)
-    requirements.check_keywords(model_kwargs)
-    mask = model_kwargs.get("attention_mask")
-    prompts = requirements.split_prompts(call.input_ids.long(), mask)
-    requirements.check_vocabulary(prompts, model)
-    requirements.check_positions(model_kwargs.get("position_ids"), call.input_ids, mask)
+    requirements.check_keywords(model, model_kwargs)
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    prompts = requirements.read_prompts(model, call.input_ids.long(), mask, positions)
     if call.request_ids is not None and len(call.request_ids) != batch:
         raise ValueError(f"request_ids has {len(call.request_ids)} entries for {batch} rows; give one int per row.")
     if call.streamer is not None and batch > 1:

@@ -18,11 +18,11 @@ from ..generation import kept
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..generation.engine.accept import Proposal
 from ..generation.engine.drafter import Drafter
-from ..generation.engine.noise import RoundNoise
+from ..generation.engine.noise import Draw, RoundNoise
 from ..generation.engine.requirements import position_limit
 from ..generation.engine.rollout import Rollout
-from ..generation.engine.verification import Proposal, Verdict
 from ..measuring.calibrated import ladder_folder
 from ..measuring.machine import profile_key
 from ..scheduling.control import Chain
@@ -159,17 +159,17 @@ class _MarkedRollout(Rollout):
 
     generator: torch.Generator
 
-    def _verdict(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Verdict:
-        verdict = super()._verdict(proposal, logits, noise)
+    def _draw(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Draw:
+        drawn = super()._draw(proposal, logits, noise)
         # Another generator, so that later samples do not depend on whether a ladder was profiled.
         coins = torch.rand(proposal.tokens.shape, generator=self.generator, device=logits.device)  # [B, γ]
         accepted = (coins < ACCEPTANCE).long().cumprod(1).sum(1)  # [B]
         step = torch.arange(proposal.tokens.shape[1], device=logits.device)  # [γ]
         # The drafts themselves are committed, since a network continues from its K/V of them.
         drafted = step < torch.minimum(accepted, proposal.drafted())[:, None]  # [B, γ]
-        tokens = verdict.tokens.clone()  # [B, γ + 1]
+        tokens = drawn.tokens.clone()  # [B, γ + 1]
         tokens[:, :-1] = proposal.tokens.where(drafted, tokens[:, :-1])
-        return replace(verdict, tokens=tokens, most=accepted)
+        return replace(drawn, tokens=tokens, most=accepted)
 
 
 class _Bench(RoundBench):

@@ -6,10 +6,9 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
@@ -17,36 +16,21 @@ from trl.models import unwrap_model_for_generation
 from ..distributed.decoupled import DraftRanks
 from ..distributed.link import naming_the_remedy
 from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
-from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
-from ..drafter_training.adaptation import Adaptable, DrafterAdaptation, check_adaptation
+from ..drafter_training.adaptation import check_adaptation
 from ..generation.drafters.history import HistoryDrafter
-from ..generation.drafters.tts.drafter import DistilledDrafter
-from ..generation.engine.drafter import Drafter
 from ..generation.engine.requirements import policy_in
-from ..generation.engine.shadow import structure
 from ..generation.registry import CHOOSING
-from ..generation.strategies import copy_again, make_control, make_drafters, policy_copies
-from ..measuring.known_rounds import KnownRounds, find_known_rounds
+from ..generation.strategies import policy_copies
 from ..measuring.machine import hardware_name
-from ..quantization.awq import ActivationStatistics
-from ..scheduling.control import Control
-from ..scheduling.planner import Planner
-from .checkpoint import DraftLengthState, RankState, RolloutState, find_checkpoint, only_for_speed
+from .checkpoint import find_checkpoint
 from .exact_logprobs import ExactLogprobs
-from .kept_graphs import KeptGraphs
-from .known_signatures import check_attributes, check_methods
-from .rollout_checks import check_drawn, check_rollouts, check_text
+from .rollout_memory import KeptGraphs, whole_weights
+from .run_drafting import PROFILE_FILE, RunDrafting
 from .run_log import LOG_FILE, CollapseAlarm, Mode, Record, RunHeader, RunLog, StepRecord, Verdict
 from .sampler_mismatch import SamplerMismatch
-from .shared_measurements import PROFILE_FILE, check_profile, shared_ladder, shared_profile
 from .spec_grpo_config import SpecGRPOConfig
 from .step_totals import RolloutTotals, StepClock, metrics
-from .whole_weights import check_fsdp, whole_weights
-
-
-if TYPE_CHECKING:
-    from ..efficient_rollout.draft_length import DraftLengthController
-    from ..efficient_rollout.profile import Profile
+from .trainer_checks import check_attributes, check_drawn, check_fsdp, check_methods, check_rollouts, check_text
 
 
 class SpecGRPOTrainer(GRPOTrainer):
@@ -83,22 +67,9 @@ class SpecGRPOTrainer(GRPOTrainer):
         check_fsdp(self._dist.fsdp_version)
         if args.drafter_adaptation and args.adaptable_drafters():
             check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage, self._dist.is_fsdp)
-        self._speculative_config = args.speculative_config()
-        processors = None if self.rollout_func is not None else check_rollouts(self, self._speculative_config)
-        check_profile(args)
-        self._drafters: list[Drafter] | None = None
-        self._drafted_step = -1
-        self._copied: tuple[object, ...] = ()  # the structure of the policy that the copies were made of
-        self._profile: Profile | None = None
-        self._control: Control | None = None
-        self._known: KnownRounds | None = None
-        self._draft_lengths: dict[str, DraftLengthController] = {}  # by strategy
-        self._saved_draft_lengths: dict[str, DraftLengthState] = {}
-        self._memories: dict[str, dict[str, Any]] = {}  # saved, by strategy
-        self._saved_ledger: dict[str, Any] | None = None  # of the planner
-        self._activations: ActivationStatistics | None = None  # for AWQ
-        self._adaptation: DrafterAdaptation | None = None
-        self._resumed_from: Path | None = None
+        self._drafting = RunDrafting(args, self.accelerator)
+        config = self._drafting.config
+        processors = None if self.rollout_func is not None else check_rollouts(self, config)
         self._train_sampler: Any = ()
         # Number of rollouts by mode: evaluation in between must not change what training samples.
         self._rollouts = {"train": 0, "eval": 0}
@@ -109,24 +80,23 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding)
         self._alarm = CollapseAlarm(by_first_token=args.sd_toggle == "measured" or args.assistant_strategy in CHOOSING)
         in_place = self._dist.zero_stage != 3 and not self._dist.is_fsdp
-        self._graphs = KeptGraphs(self._speculative_config.keep_graphs, self.accelerator.device, in_place)
+        self._graphs = KeptGraphs(config.keep_graphs, self.accelerator.device, in_place)
         self._log: RunLog | None = None
         self._verdict = Verdict()
-        self._calibration_seconds = 0.0  # not yet logged
         self._mismatch = SamplerMismatch(self.accelerator, args, processors)
-        self._exact = ExactLogprobs(self, self._speculative_config, processors) if args.exact_logprobs else None
+        self._exact = ExactLogprobs(self, config, processors) if args.exact_logprobs else None
         self._clock = StepClock(self.accelerator.device, self._log_step)
         self.add_callback(self._clock)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         # Weights are replaced around a run (resuming, a second run, load_best_model_at_end) while no step is counted.
-        self._drafted_step = -1
+        self._drafting.expect_new_weights()
         self._log = None  # a run has a header of its own
         try:
             with naming_the_remedy(self.accelerator.process_index):
                 result = super().train(find_checkpoint(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
         finally:
-            self._drafted_step = -1
+            self._drafting.expect_new_weights()
         if self.accelerator.is_main_process and self._verdict.rollouts:
             print(f"spec_trl verdict: {self._verdict}")
         return result
@@ -135,10 +105,10 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as watched:
-            if self._activations is not None:  # the next refresh scales by what each projection is fed
-                watched.enter_context(self._activations.collect(self.state.global_step))
-            if self._adaptation is not None and self.model.training:  # a learned drafter learns from hidden states
-                watched.enter_context(self._adaptation.watch(inputs))
+            if self._drafting.activations is not None:  # the next refresh scales by what each projection is fed
+                watched.enter_context(self._drafting.activations.collect(self.state.global_step))
+            if (adaptation := self._drafting.adaptation) is not None and self.model.training:
+                watched.enter_context(adaptation.watch(inputs))  # a learned drafter learns from hidden states
             loss = super().compute_loss(model, self._mismatch.for_the_loss(inputs), *args, **kwargs)
         for name, value in self._mismatch.metrics(inputs).items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
@@ -150,11 +120,11 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*args, **kwargs)
-        if self._adaptation is not None:
+        if (adaptation := self._drafting.adaptation) is not None:
             with self._clock.phase("adaptation"):  # the backward pass has freed the memory of the forward
-                self._adaptation.update()
+                adaptation.update()
             if self.accelerator.sync_gradients:
-                for name, value in self._adaptation.take_metrics().items():
+                for name, value in adaptation.take_metrics().items():
                     self._metrics["train"][f"drafter/{name}"].append(value)
         return loss
 
@@ -235,9 +205,8 @@ class SpecGRPOTrainer(GRPOTrainer):
             whole_weights(wrapped) as policy,
             self.accelerator.autocast(),  # around the whole rollout, so that fp32 weights are cast once
         ):
-            drafters = self._make_drafters(policy)
-            control = self._current_control(policy, drafters, rows, width)  # may calibrate, once
-            self._announce_new_weights(drafters)
+            step, durations = self.state.global_step, self._totals.durations  # it counts optimizer steps alone
+            drafters, control = self._drafting.prepare(policy, step, rows, width, durations)
             started = time.perf_counter()
             if self._draft_ranks.drafts:
                 self._draft_ranks.serve(drafters[0], self.accelerator.device, self._sharing.link())
@@ -250,7 +219,7 @@ class SpecGRPOTrainer(GRPOTrainer):
                         generation_config=generation_config,
                         tokenizer=self._tokenizer,  # for stop strings
                         assistant_strategy=self.args.assistant_strategy,
-                        speculative_config=replace(self._speculative_config, max_batch_size=rows),
+                        speculative_config=replace(self._drafting.config, max_batch_size=rows),
                         drafter=drafting,
                         request_ids=self._request_ids([turn.rows[place] for place in turn.decoded]),
                         control=control,
@@ -275,86 +244,6 @@ class SpecGRPOTrainer(GRPOTrainer):
                     drafter.remember(turn.prompts[place], completions[place].tokens)
         return [completions[place] for place in turn.own]
 
-    def _make_drafters(self, policy: PreTrainedModel) -> list[Drafter]:
-        """The drafters, made at the first rollout, which pays for it like for a refresh. The policy's copies are made
-        anew when other adapters have become active, merged or scaled, with what they have learned."""
-        made_for, self._copied = self._copied, structure(policy)
-        if self._drafters is not None:
-            if made_for != self._copied:
-                copy_again(self._drafters, policy, self._speculative_config)
-                self._watch_activations(policy, self._drafters)
-            return self._drafters
-        started = time.perf_counter()
-        strategy = "none" if self.args.sd_toggle == "never" else self.args.assistant_strategy
-        assistant = None if strategy == "none" else self.args.assistant_model
-        self._drafters = make_drafters(strategy, policy, assistant, self._speculative_config)
-        names = [drafter.strategy for drafter in self._drafters]
-        self._draft_lengths = self.args.draft_length_controllers(names, self._saved_draft_lengths)
-        for drafter in self._drafters:
-            memory = self._memories.pop(drafter.strategy, None)
-            if isinstance(drafter, HistoryDrafter | DistilledDrafter) and memory is not None:
-                drafter.load_state_dict(memory)
-            if isinstance(drafter, Adaptable) and self.args.drafter_adaptation:
-                self._adaptation = DrafterAdaptation(
-                    drafter, policy, self.accelerator, self.args.drafter_learning_rate,
-                    self.args.drafter_hidden_weight, self.args.drafter_token_weight, self.args.seed,
-                )  # fmt: skip
-                if (folder := self._resumed_from) is not None:
-                    with only_for_speed(folder / ADAPTATION_FILE):
-                        self._adaptation.load_state(folder)
-        self._watch_activations(policy, self._drafters)
-        self._drafted_step = self.state.global_step
-        making = time.perf_counter() - started
-        self._totals.durations.seconds += making
-        self._totals.durations.refresh_seconds += making
-        return self._drafters
-
-    def _watch_activations(self, policy: PreTrainedModel, drafters: list[Drafter]) -> None:
-        for copied in policy_copies(drafters):
-            if names := copied.quantized.activation_aware_layers:
-                self._activations = ActivationStatistics(policy, names)
-
-    def _announce_new_weights(self, drafters: list[Drafter]) -> None:
-        """Has the policy's copy requantized if the weights have changed since it was made (ER Algorithm 1, line 3)."""
-        if self._drafted_step != self.state.global_step:  # which counts optimizer steps alone
-            for copied in policy_copies(drafters):
-                copied.refresh_before_drafting(self._activations)
-            self._drafted_step = self.state.global_step
-
-    def _current_control(self, policy: PreTrainedModel, drafters: list[Drafter], rows: int, width: int) -> Control:
-        """The control, made at the first rollout, with the γ and τ_prev now in force (ER Algorithm 1, lines 6-8), for
-        so many `rows` in flight of prompts of `width` tokens."""
-        is_new = self._control is None
-        rows = max(rows, self.args.per_device_train_batch_size * self.args.steps_per_generation)
-        rows = min(self.args.rollout_batch_size or rows, rows)  # in flight at most, in this rollout or a later one
-        if self._control is None:
-            started = time.perf_counter()
-            length = width + self.args.max_completion_length
-            lengths, ladder = self.args.choice_of_draft_lengths(), None
-            if drafters and self.args.sd_toggle in ("measured", "roofline"):
-                self._profile = shared_profile(self.accelerator, policy, self.args, rows, length)
-                if self.args.assistant_strategy in CHOOSING:
-                    ladder = shared_ladder(self.accelerator, policy, drafters, self.args, rows)
-            config = self._speculative_config
-            if not self._profile and not ladder:
-                self._known = find_known_rounds(policy, drafters, config, self.args.draft_ranks)
-            self._control = make_control(drafters, config, lengths, self._profile, ladder, self._known)
-            if isinstance(self._control, Planner) and self._saved_ledger is not None:
-                self._control.load_state_dict(self._saved_ledger)
-                if self._known is not None:  # what is known by now may be another machine's
-                    self._known.saved = self._known.times.rounds
-            self._calibration_seconds += time.perf_counter() - started
-        if not isinstance(self._control, Planner):  # which chooses γ by itself
-            for candidate in self._control.candidates:
-                controller = self._draft_lengths[candidate.name]
-                candidate.draft_length = controller.draft_length
-                candidate.block_efficiency = controller.block_efficiency
-        if is_new and drafters and self.accelerator.is_main_process:
-            forecast = self._control.forecast(rows, width + self.args.max_completion_length / 2)
-            took = f" (calibration took {self._calibration_seconds:.0f} s)" if self._calibration_seconds >= 1 else ""
-            print(f"spec_trl rollouts: {forecast.reason}{took}")
-        return self._control
-
     def _request_ids(self, rows: list[int]) -> list[int]:
         """Ids that key the noise of these global rows: (mode, rollout, turn of a tool loop, global row)."""
         mode = "train" if self.model.training else "eval"
@@ -364,24 +253,21 @@ class SpecGRPOTrainer(GRPOTrainer):
     # ---- after a rollout --------------------------------------------------------------------------------------------
 
     def _finish_rollout(self, mode: Mode) -> None:
-        """Logs the rollout, and lets γ and τ_prev follow it (ER Algorithm 1, lines 14-20)."""
-        drafters = self._drafters or []
-        totals = self._totals.over_ranks([drafter.strategy for drafter in drafters])
-        candidates = self._control.candidates if self._control is not None else ()
+        """Logs the rollout, and lets draft lengths follow it."""
+        drafting, strategy = self._drafting, self.args.assistant_strategy
+        totals = self._totals.over_ranks([drafter.strategy for drafter in drafting.drafters])
+        candidates = drafting.control.candidates if drafting.control is not None else ()
         draft_lengths = {candidate.name: candidate.draft_length for candidate in candidates}
-        step, strategy = self.state.global_step, self.args.assistant_strategy
-        record = totals.record(mode, self._rollouts[mode], step, strategy, draft_lengths)
-        for name, value in metrics(record, bool(policy_copies(drafters)), races=strategy == "best_of_n").items():
+        record = totals.record(mode, self._rollouts[mode], self.state.global_step, strategy, draft_lengths)
+        has_copy, races = bool(policy_copies(drafting.drafters)), strategy == "best_of_n"
+        for name, value in metrics(record, has_copy, races=races).items():
             self._metrics[mode][f"rollout/{name}"].append(value)
         if self.accelerator.is_main_process:
             self._append(record)
-            if self._known is not None:
-                self._known.keep()
+            drafting.keep_rounds()
         if mode == "train":
             self._alarm.add(record)
-            if not isinstance(self._control, Planner):
-                for name, controller in self._draft_lengths.items():
-                    controller.observe(totals.counts.tallies[name].block_efficiency)
+            drafting.observe({name: tally.block_efficiency for name, tally in totals.counts.tallies.items()})
 
     def _append(self, record: Record) -> None:
         """Appends to the run's log, which begins with a header, and to the verdict."""
@@ -394,10 +280,10 @@ class SpecGRPOTrainer(GRPOTrainer):
                 dtype=str(self.model.dtype).removeprefix("torch."),
                 strategy=self.args.assistant_strategy,
                 settings=self.args.own_options(),
-                profile=None if self._profile is None else str(Path(self.args.output_dir) / PROFILE_FILE),
-                calibration_seconds=self._calibration_seconds,
+                profile=None if self._drafting.profile is None else str(Path(self.args.output_dir) / PROFILE_FILE),
+                calibration_seconds=self._drafting.calibration_seconds,
             )
-            self._calibration_seconds = 0.0
+            self._drafting.calibration_seconds = 0.0
             self._append(header)
         self._log.append(record)
         self._verdict.add(record)
@@ -410,32 +296,20 @@ class SpecGRPOTrainer(GRPOTrainer):
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self._adaptation is not None and self.args.should_save:  # first: what super saves it may push to the hub
-            self._adaptation.save_drafter(output_dir or self.args.output_dir)
+        if (adaptation := self._drafting.adaptation) is not None and self.args.should_save:
+            adaptation.save_drafter(
+                output_dir or self.args.output_dir
+            )  # first: what super saves it may push to the hub
         super().save_model(output_dir, _internal_call)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self.args.should_save:  # the counters are our random state: saved with it, before old checkpoints go
-            now = {name: DraftLengthState(**each.state_dict()) for name, each in self._draft_lengths.items()}
-            RolloutState(self._rollouts, now or self._saved_draft_lengths).save(output_dir)
-            if self._adaptation is not None:
-                self._adaptation.save_state(output_dir)
-        learning = (each for each in self._drafters or [] if isinstance(each, HistoryDrafter | DistilledDrafter))
-        memories = {drafter.strategy: memory for drafter in learning if (memory := drafter.state_dict())}
-        ledger = self._control.state_dict() if isinstance(self._control, Planner) else self._saved_ledger
-        RankState(memories, ledger).save(output_dir, self.accelerator.process_index)
+        # The counters are our random state: saved with it, before old checkpoints go.
+        self._drafting.save(output_dir, self._rollouts, is_shared=self.args.should_save)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:  # the sampler draws an order in each epoch: past those that the run has had
             for _ in range(int(self.state.epoch or 0)):
                 next(iter(self._train_sampler), None)
-        if checkpoint is None or (state := RolloutState.load(checkpoint)) is None:
-            return
-        self._rollouts, self._saved_draft_lengths = state.rollouts, state.draft_lengths
-        own = RankState.load(checkpoint, self.accelerator.process_index)
-        self._memories = {DistilledDrafter.strategy: {}, **own.memories}  # with an empty memory "tts" warns
-        self._saved_ledger = own.ledger
-        self._drafters = self._control = self._adaptation = None  # made anew from what was saved
-        self._resumed_from = Path(checkpoint)
+            self._rollouts = self._drafting.load(checkpoint) or self._rollouts

@@ -13,11 +13,8 @@ REFUSALS = [
     ("draw", "invalid choice: 'draw'"),
     # ---- predict
     ("predict p.json --batch 1,x", "argument --batch: '1,x' is not a list of integers such as 1,8,32"),
-    ("predict p.json --batch 0", "argument --batch: '0' holds a number below 1"),
     ("predict p.json --acceptance 1.2", "--acceptance: '1.2' is not a number from 0 to 1"),
     ("predict p.json --block-efficiency nan", "'nan' is not a number above 0"),
-    ("predict p.json --acceptance 0.9 --block-efficiency 4", "not allowed with argument"),
-    ("predict", "the following arguments are required: PROFILE"),
     ("predict {profile}", "give --block-efficiency or --acceptance"),
     ("predict {profile} --draft-length 3 --block-efficiency 4.5", "lies between 1 and 4"),
     ("predict {none} --acceptance 0.9", "none.json: No such file or directory"),
@@ -37,30 +34,22 @@ REFUSALS = [
     ("calibrate model --max-length 2.5", "'2.5' is not an integer of at least 1"),
     ("calibrate model --dtype int8", "invalid choice: 'int8'"),
     # ---- simulate
-    ("simulate {none}", "none.json: No such file or directory"),
     ("simulate {cut}", "cut.json is not a valid cluster"),
     ("simulate {profile}", "Unexpected keyword argument"),
     ("simulate {none} -o workers.gif", "argument -o/--output: 'workers.gif': the name must end in .png, .pdf or .svg"),
-    ("simulate {none} -o {folder}/no/workers.png", "argument -o/--output: there is no folder"),
     # ---- plot
     ("plot p.json --margin -1", "argument --margin: '-1' is not a number from 0 to 1"),
     ("plot -o {out}", "PROFILE is missing; name one that `spec-trl calibrate` wrote, or give --ladder"),
     ("plot {profile} -o {out} --draft-length 3,5", "--draft-length [5] was not measured"),
     ("plot {bare} -o {out}", "holds no measured times to plot"),
-    ("plot p.json -o boundary.gif", "argument -o/--output: 'boundary.gif': the name must end in .png"),
-    ("plot {profile} -o {folder}/no/boundary.png", "argument -o/--output: there is no folder"),
     ("plot {profile} --ladder {ladder} -o {out}", "leave out PROFILE, or leave out --ladder"),
     ("plot --ladder {ladder} --csv x --acceptance 0.5 -o {out}", "leave out --csv, --acceptance, or leave out"),
-    ("plot --ladder {ladder} --acceptance 0 -o {out}", "leave out --acceptance, or"),
-    ("plot --ladder {ladder} --block-efficiency 2 -o {out}", "leave out --block-efficiency, or"),
     ("plot --ladder {ladder} --draft-length 3 --margin 0.05 -o {out}", "leave out --draft-length, --margin, or"),
     ("plot --ladder {profile} -o {out}", "profile.json is not a valid draft ladder"),
     ("plot --ladder {old} -o {out}", "old.json is not a valid draft ladder"),
-    ("plot --ladder {none} -o {out}", "none.json: No such file"),
     # ---- report
     ("report", "the following arguments are required: RUN"),
     ("report {folder}/nowhere", "does not exist. Name the output_dir"),
-    ("report {run} --profile {none}", "none.json: No such file"),
     ("report {run} --profile {cut}", "cut.json is not a valid roofline profile"),
     ("report {edited}", "line 2: rollout.tokens: Field required"),
     # ---- bench
@@ -68,9 +57,7 @@ REFUSALS = [
     ("bench model --temperature -1", "'-1' is not a number of at least 0"),
     ("bench {model} --draft-length 65", "draft_length=65 is out of range"),
     ("bench {model} --assistant model=a --assistant model=b", "two drafters of one kind"),
-    ("bench {model} --prompts {none}", "none.json: No such file"),
     ("bench {model} --prompts {prompts}", "needs a tokenizer"),
-    ("bench {model} --device nowhere", "--device nowhere cannot be used here"),
     ("bench {folder}/missing", "missing' is a folder that does not exist; correct the path"),
     ("bench {folder}", "has no config that transformers can read"),
     ("bench {profile}", "is a file; give the folder that it lies in"),
@@ -98,5 +85,5 @@ def test_bad_input_is_one_line(
     if words[:1] != ["bench"]:  # which loads models, with progress bars
         assert captured.err.count("\n") == 1
         assert captured.out == "" or words[0] == "calibrate"  # which says that it takes random weights
-    assert not files["out"].exists() and not Path("boundary.gif").exists()
+    assert not files["out"].exists()
     assert not (files["run"] / "report").exists() and not (files["edited"] / "report").exists()

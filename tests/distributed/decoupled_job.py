@@ -22,8 +22,8 @@ from spec_trl.distributed.decoupled import Channel, DraftRank, serve
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.worker import Kind
 from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.generation.engine.verification import Proposal
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, generate, outputs
 from tests.generation.races import EOS, PROMPTS

@@ -14,7 +14,7 @@ from torch import Tensor
 from spec_trl.distributed.link import Link
 from spec_trl.distributed.moved_rows import MovedRows, Sending
 from spec_trl.generation.engine.cache import RowStates
-from spec_trl.generation.engine.rows import Progress, Request
+from spec_trl.generation.engine.rows import Request
 from tests.distributed.ranks import ThreadLink, links, run_ranks
 
 
@@ -35,8 +35,8 @@ def requests(tails: Sequence[int]) -> list[Request]:
     """One for each of `tails`, which has so many columns to send after two that are to be computed again."""
     return [
         Request(
-            row, torch.arange(3), 9, row,
-            Progress(torch.tensor([row]), None, 2, 2 + columns, partial(states, columns, row)),
+            row, torch.arange(2 + columns), 9, row,
+            torch.tensor([row]), head=2, tail=partial(states, columns, row),
         )
         for row, columns in enumerate(tails)
     ]  # fmt: skip
@@ -59,8 +59,7 @@ def move(ends: Sequence[Link], tails: Sequence[int]) -> MovedRows:
 def test_each_row_gets_its_own_columns(tails: list[int]) -> None:
     """Of short rows all columns may be computed again, while of longer ones some are sent."""
     for place, request in enumerate(move(links(2), tails).requests):
-        assert request.progress is not None
-        arrived = request.progress.tail()
+        arrived = request.tail()
         for layer, expected in states(tails[place], place).items():
             assert all(torch.equal(mine, sent) for mine, sent in zip(arrived[layer], expected, strict=True))
 
@@ -98,5 +97,5 @@ def test_states_are_kept_no_longer_than_they_are_needed() -> None:
     before = big()  # of other tests
     moved = move(links(2), [300, 200])
     for request in moved.requests:
-        assert request.progress is not None and request.progress.tail()
+        assert request.tail()
     assert not big() - before

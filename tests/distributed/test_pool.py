@@ -19,8 +19,7 @@ from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine.request_queue import RequestQueue
-from spec_trl.generation.engine.rows import Request
+from spec_trl.generation.engine.rows import Request, RequestQueue
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.scheduling.migration import MoveCosts
 from spec_trl.scheduling.shared_order import longest_first

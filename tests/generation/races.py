@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Candidate, Chain, Control, Tally
 from spec_trl.scheduling.ledger import Drafts, Times
 from spec_trl.scheduling.planner import Planner

@@ -16,7 +16,7 @@ from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.generation import decoding, decoupling
 from spec_trl.generation.configuration import SpeculativeConfig
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
-from spec_trl.trainers import rollout_checks
+from spec_trl.trainers import trainer_checks
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs
 from tests.generation.drafters.decoupled.scripted import Chance, InTurn
@@ -107,7 +107,7 @@ def test_auto_shares_no_gpu(made, monkeypatch) -> None:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked where drafters would run hears of a GPU."""
-    for module in (decoding, rollout_checks):
+    for module in (decoding, trainer_checks):
         pretended = lambda config, device, *given: decoupling.check_device(config, GPU, *given)  # noqa: E731
         monkeypatch.setattr(module, "check_device", pretended)
 

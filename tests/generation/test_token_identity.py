@@ -18,11 +18,11 @@ from transformers import LlamaForCausalLM
 
 from spec_trl import release
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import overheard, processors, runner
+from spec_trl.generation.engine import guarded_drafters, processors, runner
+from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.filters import keep_top_p
 from spec_trl.generation.engine.statistics import DraftCounts, SpeculationStatistics
-from spec_trl.generation.engine.verification import Proposal
 from spec_trl.native_code import compiler
 from spec_trl.scheduling.control import Chain
 from tests.conftest import SHORT_PROMPT, WIDE, add_noise, tiny_llama
@@ -293,7 +293,7 @@ def test_tokens_are_those_of_plain_decoding(scenario: Scenario, targets: Targets
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "_QUERIES_PER_FORWARD", scenario.prefill[0])
         patch.setattr(runner, "TOKENS_PER_FORWARD", scenario.prefill[1])
-        patch.setattr(overheard, "SHARE", 1e9)  # however long lookups take, they draft
+        patch.setattr(guarded_drafters, "SHARE", 1e9)  # however long lookups take, they draft
         patch.setattr(processors, "keep_top_p", functools.partial(keep_top_p, count=2))  # of a small vocabulary
         if scenario.captured:
             release(model)
@@ -311,7 +311,7 @@ def test_tokens_are_those_of_plain_decoding(scenario: Scenario, targets: Targets
 def test_controls_that_listen(
     rounds: Any, sampling: str, capacity: int, tiny, drafters: Make, plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overheard, "SHARE", 1e9)
+    monkeypatch.setattr(guarded_drafters, "SHARE", 1e9)
     answers, eos = plain(sampling, ((0, 9), (3, 20)))
     names = ("half right", "history", "self", "model", "ngram")
     scenario = Scenario(

@@ -20,7 +20,7 @@ from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.measuring.machine import profile_key
 from spec_trl.scheduling.model_constants import ModelConstants
 from spec_trl.specactor.ladder import Ladder, Rung
-from spec_trl.trainers import shared_measurements
+from spec_trl.trainers import run_drafting
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.harness import Run, make_run, tiny_dataset, tiny_policy
 
@@ -81,7 +81,7 @@ def use_level_ladder(patch: pytest.MonkeyPatch) -> Asked:
         asked.append(([drafter.strategy for drafter in drafters], rows, draft_lengths))
         return Ladder(tuple(Rung(d.strategy, 1, g, 0.5, 1.0, 1.0) for d in drafters for g in draft_lengths), "level")
 
-    patch.setattr(shared_measurements, "find_ladder", find)
+    patch.setattr(run_drafting, "find_ladder", find)
     return asked
 
 

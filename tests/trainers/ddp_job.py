@@ -21,7 +21,7 @@ from spec_trl.drafter_training.adaptation import DrafterAdaptation
 from spec_trl.drafter_training.sequence_loss import TargetView
 from spec_trl.generation.configuration import SpeculativeConfig
 from spec_trl.specactor.ladder import Ladder
-from spec_trl.trainers import shared_measurements
+from spec_trl.trainers import run_drafting
 from tests.trainers.harness import Run, tiny_dataset, train
 
 
@@ -69,14 +69,14 @@ def learn_while_drafting(folder: Path, checkpoint: Path) -> dict[str, Any]:
 def choose(folder: Path) -> dict[str, Any]:
     """Trains with a ladder that is really profiled, on the rank that does so, and saves."""
     profiled: list[int] = []
-    find = shared_measurements.find_ladder
+    find = run_drafting.find_ladder
 
     def profile(policy: Any, drafters: Any, config: SpeculativeConfig, *sizes: Any) -> Ladder | None:
         profiled.append(1)
         return find(policy, drafters, replace(config, sd_toggle="roofline"), *sizes)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shared_measurements, "find_ladder", profile)
+        patched.setattr(run_drafting, "find_ladder", profile)
         patched.setenv("SPEC_TRL_CACHE", str(folder / "cache"))
         log = train(
             folder, "auto", **same_batch(rows_per_rank=4), draft_kernel="reference", draft_lengths=[3],

@@ -23,7 +23,7 @@ from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine import kept_runner
 from spec_trl.scheduling.planner import Planner
 from spec_trl.specactor import fill_ladder
-from spec_trl.trainers import spec_grpo_trainer
+from spec_trl.trainers import run_drafting
 from spec_trl.trainers.run_log import read_run
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.conftest import Asked
@@ -65,7 +65,7 @@ def test_strategies(tmp_path: Path, level_ladder: Asked) -> None:
 def test_options_of_adaptation_and_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level_ladder: Asked) -> None:
     """They reach what trains a learned drafter, or nothing does; and what races drafters."""
     given: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(spec_grpo_trainer, "DrafterAdaptation", lambda *args: given.append(args[3:]))
+    monkeypatch.setattr(run_drafting, "DrafterAdaptation", lambda *args: given.append(args[3:]))
     path = make_checkpoint(tmp_path / "eagle3", "eagle3", 48)
     options = dict(drafter_learning_rate=1e-3, drafter_hidden_weight=0.5, drafter_token_weight=0.25, seed=5)
     for adaptation in (True, False):
@@ -275,7 +275,7 @@ def test_text_for_a_vision_language_model(tmp_path: Path) -> None:
 def test_the_copy_stays_under_gradient_checkpointing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's default puts one more hook on the embedding after each rollout."""
     made: list[object] = []
-    monkeypatch.setattr(spec_grpo_trainer, "copy_again", lambda *_: made.append(_))
+    monkeypatch.setattr(run_drafting, "copy_again", lambda *_: made.append(_))
     run = train(tmp_path, "self", gradient_checkpointing=True)
     assert len(run.calls) == 3 and not made
 

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from trl.distributed import DistributedBackend
 
 from spec_trl.generation.engine.shadow import make_shadow
-from spec_trl.trainers.whole_weights import whole_weights
+from spec_trl.trainers.rollout_memory import whole_weights
 from tests.trainers.harness import make_run, tiny_policy
 
 

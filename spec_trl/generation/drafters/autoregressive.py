@@ -6,17 +6,16 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...quantization.linear import QuantizedLinear
+from ..engine.accept import Integers, Proposal
 from ..engine.cache import RaggedCache
 from ..engine.draft_loop import NetworkDraft
 from ..engine.drafter import DraftSession
 from ..engine.linear_layers import lend_copies, take_copies_back
 from ..engine.noise import RoundNoise
-from ..engine.outcome import Integers
 from ..engine.room import kv_bytes
 from ..engine.rows import Admission
 from ..engine.runner import EagerRunner
 from ..engine.shadow import decoder_layers
-from ..engine.verification import Proposal
 from .canvas import Canvas, TrainableDrafter
 
 

@@ -1,4 +1,4 @@
-"""What drafters that were trained on a target's hidden states (its features) have in common."""
+"""The base of drafters that were trained on a target's hidden states (its features)."""
 
 import sys
 from abc import abstractmethod
@@ -14,12 +14,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...scheduling.acceptance import MAX_DRAFT_LENGTH
 from ...value_checks import require_folder_or_id
 from ..configuration import SpeculativeConfig
+from ..engine.accept import Proposal
 from ..engine.draft_loop import Forward, NetworkDraft
 from ..engine.drafter import DraftCost, DraftSession
 from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
 from ..engine.runner import COLUMN_BUCKET
-from ..engine.verification import Proposal
 from .borrowed import plain_embedding
 from .canvas import TrainableDrafter
 from .checkpoints import load_exactly, read_checkpoint, read_config, tensors_to_store, write_checkpoint
@@ -28,16 +28,15 @@ from .vocabulary import check_sizes
 
 
 class FeatureDrafter(TrainableDrafter):
-    """Drafts with a checkpoint, from the hidden states that the target's runner tells (`EagerRunner.listen`).
+    """Drafts with a checkpoint, from the hidden states that the target's runner reports (`EagerRunner.listen`).
 
-    Where the target's forwards are captured, what it takes in of a round's hidden states and its drafts are too, and
-    its cache lies in pages. Prompts, processors that look at the text, and rejection verification run eagerly.
+    Where the target's forwards are captured, the intake of a round's hidden states and the drafts are too, and the
+    drafter's cache lies in pages. Prompts, processors that look at the text, and rejection verification run eagerly.
 
     Args:
         checkpoint: a folder or hub id.
-        target: the model it drafts for. Its embedding and head are used live, unless the checkpoint has its own;
-            nothing of it is copied.
-        dtype: in which the network runs; None: the target's.
+        target: the model to draft for. Without embedding or head in the checkpoint the target's are used, live.
+        dtype: of the network; None: the target's.
 
     Raises:
         ValueError: the checkpoint is broken, or was made for another target.
@@ -51,7 +50,7 @@ class FeatureDrafter(TrainableDrafter):
     network: FeatureNetwork
     network_type: type[Any]
     config: FeatureConfig
-    """What the checkpoint's config.json says."""
+    """The checkpoint's config.json."""
     renames: Mapping[str, str] = {}
     """Stored prefix -> prefix in the network."""
     borrowed: tuple[str, ...] = ("embed_tokens.weight",)
@@ -76,30 +75,32 @@ class FeatureDrafter(TrainableDrafter):
         require_folder_or_id(argument, assistant)
         vocabulary = target.config.get_text_config(decoder=True).vocab_size
         settings: Any = read_config(assistant, argument)
-        found = settings.get("transformer_layer_config", settings).get("vocab_size", vocabulary)
-        check_sizes(f"{argument}={assistant!r}", found, vocabulary)
+        size = settings.get("transformer_layer_config", settings).get("vocab_size", vocabulary)
+        check_sizes(f"{argument}={assistant!r}", size, vocabulary)
 
     @classmethod
-    def _no_checkpoint(cls, argument: str, given: object) -> ValueError:
-        shown = type(given).__name__ if isinstance(given, nn.Module) else repr(given)
-        way_out = "give the folder or hub id of a drafter's checkpoint"
-        return ValueError(f"{argument}={shown} with a drafter of kind {cls.strategy!r}: {way_out}.")
+    def _no_checkpoint(cls, argument: str, assistant: object) -> ValueError:
+        shown = type(assistant).__name__ if isinstance(assistant, nn.Module) else repr(assistant)
+        remedy = "give the folder or hub id of a drafter's checkpoint"
+        return ValueError(f"{argument}={shown} with a drafter of kind {cls.strategy!r}: {remedy}.")
 
     def __init__(self, checkpoint: str | Path, target: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
         self._settings, self._stored = read_checkpoint(checkpoint)
-        own = target.config.get_text_config(decoder=True)
+        text = target.config.get_text_config(decoder=True)
         try:
-            self.config = config = self.parse(self._settings, own)
-            config.check_target(own, self._stored)
+            self.config = config = self.parse(self._settings, text)
+            config.check_target(text, self._stored)
             with torch.device("meta"):
-                network = self.network_type(config, len(config.feature_layers) * own.hidden_size, set(self._stored))
+                network = self.network_type(
+                    config, len(config.feature_layers) * text.hidden_size, set(self._stored)
+                )
             network = network.to(dtype or target.dtype).requires_grad_(False).eval()
             load_exactly(network, self._stored, self.renames, target.device)
-            self.network, self.target_ids = network, network.target_ids(own.vocab_size)
+            self.network, self.target_ids = network, network.target_ids(text.vocab_size)
         except ValueError as error:
             raise ValueError(f"assistant_model={str(checkpoint)!r}: {error}") from error
         self.feature_layers = config.feature_layers
-        self._vocabulary, self.width = own.vocab_size, config.decoder.hidden_size
+        self._vocabulary, self.width = text.vocab_size, config.decoder.hidden_size
         # What a forward reads and multiplies with: a borrowed head counts, embeddings, which are looked up, do not.
         weights = [p for name, p in network.named_parameters() if name != "embed_tokens.weight"]
         if network.lm_head is None:
@@ -123,8 +124,7 @@ class FeatureDrafter(TrainableDrafter):
 
     @abstractmethod
     def catch_up(self, count: int) -> int:
-        """Makes ready to draft `count` tokens; returns how many of a row's newest tokens the draft feeds, at least
-        1."""
+        """Prepares to draft `count` tokens; returns how many of a row's newest tokens the draft feeds, at least 1."""
 
     @abstractmethod
     def forwards_of(self, count: int) -> int:
@@ -137,8 +137,8 @@ class FeatureDrafter(TrainableDrafter):
 
     @abstractmethod
     def take_features(self, features: Tensor, positions: Tensor) -> None:
-        """Keeps what drafting needs of the target's features `[B, q, feature width]`, in the network's dtype, at
-        `positions` `[B, q]`; the drafter's cache points at these."""
+        """Stores the target's features `[B, q, feature width]`, in the network's dtype, at `positions` `[B, q]`, which
+        the drafter's cache points at."""
 
     def save(self, folder: str | Path) -> None:
         """Writes the checkpoint in the format it came in: what did not change bit for bit, tensors as safetensors."""
@@ -153,7 +153,7 @@ class FeatureDrafter(TrainableDrafter):
             )
 
     def prepare_assisted_decoding(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ValueError: transformers' own loop does not show the target's hidden states."""
+        """Raises ValueError: the loop of transformers does not show the target's hidden states."""
         raise ValueError(
             f"a {type(self).__name__} needs the target's hidden states, which transformers' assisted loop does not "
             f'hand over. Generate with assistant_strategy="{self.strategy}".'
@@ -178,11 +178,11 @@ class FeatureDrafter(TrainableDrafter):
             if not layer.is_initialized:
                 layer.lazy_initialization(*like)
         self.embeddings = plain_embedding(session.target.network)
-        session.target.listen(self.feature_layers, self._hear)
+        session.target.listen(self.feature_layers, self._take_in)
 
     def end(self) -> None:
         assert self.session.target is not None
-        self.session.target.stop_listening(self._hear)
+        self.session.target.stop_listening(self._take_in)
         super().end()
         del self.cache, self._runner, self.embeddings, self.failure, self._recent, self._prompt_ends
 
@@ -225,8 +225,7 @@ class FeatureDrafter(TrainableDrafter):
         return replace(drafted, lengths=lengths)
 
     casts_weights: bool = False
-    """Whether autocast casts weights of a draft, and keeps them as long as it lasts: a graph would do so in each
-    replay."""
+    """Whether autocast casts weights of a draft: once as long as it lasts, but in every replay of a graph."""
 
     def stored_states(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values `[1, kv_heads, 0, d]` of no column, for each layer of the cache."""
@@ -236,9 +235,8 @@ class FeatureDrafter(TrainableDrafter):
 
     @property
     def cache_bytes(self) -> int:
-        kept = (self._recent, self._prompt_ends)
-        own = sum(tensor.nbytes for tensor in kept if tensor is not None)
-        return own + self.cache.bytes_of(self.session.most_columns)
+        features = sum(tensor.nbytes for tensor in (self._recent, self._prompt_ends) if tensor is not None)
+        return features + self.cache.bytes_of(self.session.most_columns)
 
     @property
     def column_bytes(self) -> float:
@@ -261,10 +259,10 @@ class FeatureDrafter(TrainableDrafter):
         return visible
 
     def own_dtype(self) -> torch.autocast:
-        """Within it the network runs in its own dtype, whatever autocast the policy trains under."""
+        """A context in which the network runs in the dtype of its weights, without the policy's autocast."""
         return torch.autocast(self.network.fc.weight.device.type, enabled=False)
 
-    def _hear(self, features: Tensor, positions: Tensor, first_row: int) -> None:
+    def _take_in(self, features: Tensor, positions: Tensor, first_row: int) -> None:
         # It runs within the target's forward, where an exception would end the generation and not the drafter alone.
         if self.failure is not None:
             return
@@ -317,8 +315,8 @@ class FeatureDrafter(TrainableDrafter):
         self._recent[row, (positions % size).masked_fill(~is_near, size)] = features
 
     def _admit_recent(self, admission: Admission) -> None:
-        """Gives rows that share a prompt its last features, which are kept apart: the first of these rows may have
-        generated since, and its ring no longer holds them."""
+        """Gives rows that share a prompt its last features. They have a store apart: the ring of the first of these
+        rows may no longer hold them."""
         if self._recent is None:
             return
         rows, size = self.session.rows, self._recent.shape[1] - 1

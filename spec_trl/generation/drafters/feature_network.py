@@ -40,7 +40,7 @@ _ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureConfig:
-    """What the config.json of every such drafter says.
+    """The config.json of a drafter that reads hidden states.
 
     Args:
         decoder: sizes, activation, RoPE and types of its layers, as a config of transformers.
@@ -62,21 +62,21 @@ class FeatureConfig:
 
     def check_target(self, target: PreTrainedConfig, tensors: Collection[str]) -> None:
         """Raises ValueError where the drafter was made for another target than that of this text config, or where its
-        checkpoint, with tensors of these names, lacks what it cannot borrow from the target."""
+        checkpoint, with these names of `tensors`, lacks a part that it cannot borrow from the target."""
         depth, wide, vocabulary = target.num_hidden_layers, target.hidden_size, target.vocab_size
         if beyond := [index for index in self.feature_layers if not 0 <= index <= depth]:
             raise ValueError(
                 f"it reads the target's hidden states {list(self.feature_layers)}, and the target has {depth} layers "
                 f"and so no {beyond}. Use a drafter that was made for this target."
             )
-        own = self.decoder.vocab_size
-        if not is_padded(own, vocabulary):
+        size = self.decoder.vocab_size
+        if not is_padded(size, vocabulary):
             raise ValueError(
-                f"vocab_size={own}, and the target's vocabulary has {vocabulary} tokens. A "
+                f"vocab_size={size}, and the target's vocabulary has {vocabulary} tokens. A "
                 "drafter must use the target's tokenizer."
             )
-        if self.draft_vocabulary > own:
-            raise ValueError(f"draft_vocab_size={self.draft_vocabulary} is more than the vocabulary, {own}.")
+        if self.draft_vocabulary > size:
+            raise ValueError(f"draft_vocab_size={self.draft_vocabulary} is more than the vocabulary, {size}.")
         if self.target_hidden_size not in (None, wide):
             raise ValueError(
                 f"target_hidden_size={self.target_hidden_size}, and the target's hidden states are {wide} wide. Use a "
@@ -88,9 +88,9 @@ class FeatureConfig:
                     f"hidden_size={self.decoder.hidden_size}, and the target's is {wide}: the target's {role} cannot "
                     f"serve this drafter, and the checkpoint has no {name}."
                 )
-        if self.draft_vocabulary != own and not {"lm_head.weight", "d2t"} <= set(tensors):
+        if self.draft_vocabulary != size and not {"lm_head.weight", "d2t"} <= set(tensors):
             raise ValueError(
-                f"draft_vocab_size={self.draft_vocabulary} of {own} tokens needs a head of its own "
+                f"draft_vocab_size={self.draft_vocabulary} of {size} tokens needs a head of its own "
                 "(lm_head.weight), and d2t to say which tokens these are. The checkpoint was not saved whole."
             )
 
@@ -123,30 +123,30 @@ def read_decoder(settings: Mapping[str, Any], default_type: str, **fixed: Any) -
     Raises:
         ValueError: transformers refuses the settings, or they ask for something that is not served.
     """
-    given = {key: value for key, value in settings.items() if key in DECODER_KEYS} | fixed
-    model_type = given.pop("model_type", default_type)
+    options = {key: value for key, value in settings.items() if key in DECODER_KEYS} | fixed
+    model_type = options.pop("model_type", default_type)
     if model_type not in _MODEL_TYPES:
         raise ValueError(f"model_type={model_type!r} is not served; layers are of {_MODEL_TYPES}.")
-    rope = given.get("rope_parameters") or given.get("rope_scaling")
+    rope = options.get("rope_parameters") or options.get("rope_scaling")
     if isinstance(rope, dict):
         check_keys("its RoPE", rope, ("mscale", "mscale_all_dim"), {"alpha": (None,)})
         # On text the three positions of a multimodal RoPE are one.
         rope = {key: "default" if value == "mrope" else value for key, value in rope.items() if key[:5] != "mrope"}
-        given["rope_parameters" if given.get("rope_parameters") else "rope_scaling"] = rope
-    if not given.get("rope_parameters"):
-        given.pop("rope_parameters", None)
-        given.setdefault("rope_theta", 10000.0)  # defaults differ between versions of transformers
+        options["rope_parameters" if options.get("rope_parameters") else "rope_scaling"] = rope
+    if not options.get("rope_parameters"):
+        options.pop("rope_parameters", None)
+        options.setdefault("rope_theta", 10000.0)  # defaults differ between versions of transformers
     try:
-        # `mlp_bias`: Qwen3 does not have it, and the layers of both families are built alike. Heads whose width is
-        # given need not divide the hidden size, as transformers demands: it gets to see one.
-        heads, shared = given.get("num_attention_heads"), given.get("num_key_value_heads")
-        is_free = given.get("head_dim") and heads and given.get("hidden_size", heads) % heads
+        # `mlp_bias`: Qwen3 does not have it, and the layers of both families are built alike. Heads with a
+        # `head_dim` need not divide the hidden size, as transformers demands: it gets to see one.
+        heads, shared = options.get("num_attention_heads"), options.get("num_key_value_heads")
+        is_free = options.get("head_dim") and heads and options.get("hidden_size", heads) % heads
         seen = {"num_attention_heads": 1, "num_key_value_heads": 1} if is_free else {}
-        config = AutoConfig.for_model(model_type, **{"mlp_bias": False} | given | seen)
+        config = AutoConfig.for_model(model_type, **{"mlp_bias": False} | options | seen)
         if is_free:
             config.num_attention_heads, config.num_key_value_heads = heads, shared or heads
         config.layer_types = list(config.to_dict().get("layer_types") or [FULL] * config.num_hidden_layers)
-    except Exception as error:  # transformers has its own classes of error, which differ between versions
+    except Exception as error:  # the classes of error differ between versions
         raise ValueError(f"its decoder settings do not fit together: {error}") from error
     if set(config.layer_types) - {FULL, SLIDING}:
         raise ValueError(f"layer_types={config.layer_types}; layers are {FULL} or {SLIDING}.")
@@ -212,7 +212,7 @@ class FeatureNetwork(nn.Module):
         if "t2d" in tensors:
             self.register_buffer("t2d", torch.zeros(vocabulary, dtype=torch.bool))
         self.rotary = Rotary(config.decoder)
-        self._scored: Tensor | None = None  # places of the target's tokens among its own; None: all are
+        self._scored: Tensor | None = None  # places of its tokens that the target has; None: all
 
     @property
     def dtype(self) -> torch.dtype:

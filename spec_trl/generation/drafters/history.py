@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 
 from ...value_checks import require_value
 from ..configuration import SpeculativeConfig
+from ..engine.accept import Integers, Proposal
 from ..engine.drafter import Drafter, DraftSession, take_drafter
 from ..engine.noise import RoundNoise
-from ..engine.outcome import Integers
 from ..engine.rows import Admission
-from ..engine.verification import Proposal
 from ..registry import register_drafter
 from .suffix_index import SuffixIndex
 
@@ -71,12 +70,13 @@ class HistoryDrafter(Drafter):
 
     def admit(self, admission: Admission) -> None:
         self._catch_up()
-        prompts = self.session.rows.prompts
+        rows = self.session.rows
+        prompts = rows.prompts
         self.history.drop_indexes(set(prompts))
         del self._texts[admission.first :]
         self._texts += [self.history.start(prompt) for prompt in prompts[admission.first :]]
-        for row, progress in admission.moved.items():
-            self.history.extend(self._texts[row], progress.tokens.tolist())
+        for row in admission.moved:
+            self.history.extend(self._texts[row], rows.tokens[row, rows.generated_span(row)].tolist())
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         self._catch_up()

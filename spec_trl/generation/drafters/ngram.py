@@ -6,9 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..configuration import SpeculativeConfig
+from ..engine.accept import Proposal
 from ..engine.drafter import Drafter
 from ..engine.noise import RoundNoise
-from ..engine.verification import Proposal
 from ..registry import register_drafter
 
 

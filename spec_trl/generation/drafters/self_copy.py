@@ -15,10 +15,10 @@ from ...quantization.kernels import PackedWeight
 from ...quantization.source_weight import modules_by_name
 from .. import kept
 from ..configuration import SpeculativeConfig
+from ..engine.accept import Proposal
 from ..engine.drafter import DraftSession, take_drafter
 from ..engine.noise import RoundNoise
 from ..engine.shadow import make_shadow, structure
-from ..engine.verification import Proposal
 from ..registry import register_drafter
 from .autoregressive import NetworkDrafter
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .accept import Proposal
 from .attention import warn_of_masks
 from .cache import RaggedCache, autocast_dtype
 from .captured_drafts import CapturedFeatures, CapturedLoops
@@ -34,7 +35,6 @@ from .draft_loop import NetworkDraft
 from .linear_layers import copied_bytes
 from .runner import EagerRunner, FeatureRunner, Heard
 from .shadow import addresses, decoder_layers, make_shadow
-from .verification import Proposal
 
 
 MOST_QUERIES = 65

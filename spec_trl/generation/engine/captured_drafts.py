@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .accept import Proposal
 from .attention import takes_spans, warn_of_masks
 from .cache import RaggedCache, autocast_dtype
 from .cuda_graphs import (
@@ -30,7 +31,6 @@ from .cuda_graphs import (
 from .draft_loop import Forward, NetworkDraft
 from .filters import Filters
 from .runner import FeatureRunner, Over, TakeIn
-from .verification import Proposal
 
 
 Record = Callable[[Callable[[], Outputs], Callable[[Recording], tuple[Tensor, Tensor]], str], tuple[Recording, int]]

@@ -8,31 +8,26 @@ agree: the winner decides how far a round gets, and never a token.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...scheduling.control import Chain
+from .accept import Proposal
 from .memory import sent
-from .outcome import Integers, Outcome, judge
 from .rows import Rows
-from .verification import Proposal, Verdict
 
 
 def draft_lengths(plan: Sequence[Chain], batch: int) -> dict[int, list[int]]:
     """γ of each of `batch` rows, for each drafter of the plan in its order; 0: the row has no chain of it."""
     lengths: dict[int, list[int]] = {}
     for chain in plan:
-        own = lengths.setdefault(chain.which, [0] * batch)
-        for row in range(batch) if chain.rows is None else chain.rows:
-            own[row] = max(own[row], chain.draft_length)
-    return {which: own for which, own in lengths.items() if any(own)}
-
-
-def is_one_chain(lengths: Mapping[int, list[int]]) -> bool:
-    """Whether one drafter drafts the same γ for all rows, or none drafts."""
-    return len(lengths) <= 1 and all(len(set(own)) == 1 for own in lengths.values())
+        rows = range(batch) if chain.rows is None else chain.rows
+        if rows and chain.draft_length > 0:
+            of_rows = lengths.setdefault(chain.which, [0] * batch)
+            for row in rows:
+                of_rows[row] = max(of_rows[row], chain.draft_length)
+    return lengths
 
 
 @dataclass(frozen=True)
@@ -89,37 +84,43 @@ class Lanes:
     """The chains of a round: lane n holds the n-th chain of each row, whoever drafted it. More than one lane: a race.
 
     Args:
-        chains: of each row: who drafted them, and γ as planned: the slots they take, whatever was drafted.
-        drafters: `[N, B]` int64, whose chain it is; -1: the row has none in this lane.
-        drafted: by drafter, what it drafted for all rows: `[B, γ]`, γ that of its longest chain.
+        lengths: γ of each row as planned, by drafter: the slots that its chain takes, whatever was drafted.
+        owners: N lists of B numbers, the drafter of each row's chain; -1: the row has none. Empty: nobody drafted.
+        drafters: `[N, B]` int64, the same on the device; None: there is at most one, with the same γ for all rows.
         proposals: one for each lane, at least one; `[B, γ]`, γ that of the lane's longest chain.
         width: Σγ, of the row where it is largest.
         layout: of a race.
     """
 
-    chains: list[list[tuple[int, int]]]
-    drafters: Tensor
-    drafted: Mapping[int, Proposal]
+    lengths: Mapping[int, list[int]]
+    owners: list[list[int]]
+    drafters: Tensor | None
     proposals: list[Proposal]
     width: int
-    layout: ChainLayout | None
+    layout: ChainLayout | None = None
 
     @classmethod
     def of(cls, rows: Rows, lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> "Lanes":
-        """Sorts what was `drafted`, by drafter, for `rows`; `lengths`: what was asked for (:func:`draft_lengths`), at
-        least one chain."""
+        """Sorts what was `drafted`, by drafter, for `rows`; `lengths`: what was asked for (:func:`draft_lengths`)."""
+        if not lengths:
+            return cls(lengths, [], None, [Proposal(rows.tokens[: rows.active, :0])], 0)
+        if len(lengths) == 1:
+            ((which, of_rows),) = lengths.items()
+            if min(of_rows) == max(of_rows):
+                return cls(lengths, [[which] * rows.active], None, [drafted[which]], of_rows[0])
         last = rows.window(-1, 1)  # [B, 1]
-        chains = [[(which, own[row]) for which, own in lengths.items() if own[row]] for row in range(rows.active)]
-        lanes = [[mine[n] if n < len(mine) else (-1, 0) for mine in chains] for n in range(max(map(len, chains)))]
+        of_row = [[(which, γ[row]) for which, γ in lengths.items() if γ[row]] for row in range(rows.active)]
+        lanes = [[of[n] if n < len(of) else (-1, 0) for of in of_row] for n in range(max(map(len, of_row)))]
         drafters, widths = sent(torch.tensor(lanes), last.device).unbind(2)  # [N, B] each
         proposals = []
         for n, lane in enumerate(lanes):
             members = {which: drafted[which] for which, _ in lane if which >= 0}
             tokens = last.expand(-1, max(width for _, width in lane))  # [B, γ]
             proposals.append(_merge(members, drafters[n], widths[n], tokens))
-        width = max(sum(own for _, own in mine) for mine in chains)
+        width = max(map(sum, zip(*lengths.values(), strict=True)))
         layout = ChainLayout.of(rows, widths, proposals, width) if len(lanes) > 1 else None
-        return cls(chains, drafters, drafted, proposals, width, layout)
+        owners = [[which for which, _ in lane] for lane in lanes]
+        return cls(lengths, owners, drafters, proposals, width, layout)
 
     def logits(self, lane: int, logits: Tensor) -> Tensor:
         """`[B, γ + 1, V]`: those of the lane's chains, of the target's `logits` `[B, W, V]`."""
@@ -130,51 +131,18 @@ class Lanes:
     def verified(self, which: int, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The target's logits on the chains of one drafter, `[B, γ + 1, V]` with γ that of its shortest chain, of all
         its `logits` `[B, W, V]`; and which rows have a chain of it, `[B]` bool."""
-        count = 1 + min(width for mine in self.chains for drafter, width in mine if drafter == which)
-        own = self.drafters == which  # [N, B]
+        if self.drafters is None:
+            return logits, logits.new_ones(len(logits), dtype=torch.bool)
+        count = 1 + min(filter(None, self.lengths[which]))
+        is_its = self.drafters == which  # [N, B]
         if self.layout is None:
-            return logits[:, :count], own[0]
-        return _at_slots(logits, self.layout.slots_of(own.int().argmax(0))[:, :count]), own.any(0)
-
-    def outcome(self, verdicts: Sequence[Verdict], room: Integers) -> Outcome:
-        """Takes for each row the chain of which most was accepted, the first among equals; `verdicts`: on each lane;
-        `room`: `[B]`, tokens that each row has left."""
-        judged = judge(list(zip(self.proposals, verdicts, strict=True)), room)
-        owners = [[mine[n][0] if n < len(mine) else -1 for mine in self.chains] for n in range(len(self.proposals))]
-        accepted = np.stack([own.accepted for own in judged])  # [N, B]
-        winner, rows = accepted.argmax(0), np.arange(len(room))  # [B] each
-        broken = {owners[n][row] for n, own in enumerate(judged) for row in own.is_broken.nonzero()[0]}
-        width = max(own.tokens.shape[1] for own in judged)
-        missing = [((0, 0), (0, width - own.tokens.shape[1])) for own in judged]
-        tokens = np.stack([np.pad(own.tokens, pad) for own, pad in zip(judged, missing, strict=True)])  # [N, B, n]
-        sound = np.stack([np.pad(own.sound, pad) for own, pad in zip(judged, missing, strict=True)])  # [N, B, n]
-        return Outcome(
-            verdicts[0] if len(verdicts) == 1 else _of_winner(verdicts, torch.from_numpy(winner)),
-            tokens[winner, rows], sound[winner, rows], winner, self.width, owners,
-            np.stack([own.drafted for own in judged]), accepted, broken - {-1},
-        )  # fmt: skip
+            return logits[:, :count], is_its[0]
+        return _at_slots(logits, self.layout.slots_of(is_its.int().argmax(0))[:, :count]), is_its.any(0)
 
 
 def _at_slots(logits: Tensor, slots: Tensor) -> Tensor:
     """`[B, n, V]` of logits `[B, W, V]`, given slots `[B, n]` int64."""
     return logits[torch.arange(len(slots), device=slots.device)[:, None], slots]
-
-
-def _of_winner(verdicts: Sequence[Verdict], winner: Tensor) -> Verdict:
-    """Each row's verdict in its lane `winner[b]` (`[B]` int64, on the host)."""
-    winner = sent(winner, verdicts[0].tokens.device)
-    width = max(verdict.tokens.shape[1] for verdict in verdicts)
-
-    def of_winner(parts: Sequence[Tensor]) -> Tensor:  # [B, n_i] of each lane -> [B, n]
-        padded = torch.stack([F.pad(part, (0, width - part.shape[1])) for part in parts])  # [N, B, n]
-        return padded[winner, torch.arange(len(winner), device=winner.device)]
-
-    logprobs = [verdict.logprobs for verdict in verdicts if verdict.logprobs is not None]
-    return Verdict(
-        of_winner([verdict.tokens for verdict in verdicts]),
-        of_winner([verdict.scores for verdict in verdicts]),
-        of_winner(logprobs) if logprobs else None,
-    )
 
 
 def _merge(members: Mapping[int, Proposal], drafters: Tensor, widths: Tensor, tokens: Tensor) -> Proposal:

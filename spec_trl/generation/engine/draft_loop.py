@@ -1,14 +1,14 @@
 """Drafting token by token: draw, write, go on. A network's loop runs step by step, or is captured whole."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .accept import Proposal
 from .filters import Filters
 from .noise import Draw, RoundNoise
-from .verification import Proposal
 
 
 Drawing = Callable[[Tensor, RoundNoise | None, int, Draw | None], tuple[Draw, Tensor | None]]
@@ -16,23 +16,6 @@ Drawing = Callable[[Tensor, RoundNoise | None, int, Draw | None], tuple[Draw, Te
 
 Forward = Callable[[Tensor, Tensor, int], Tensor]
 """Takes tokens and columns `[B, q]` and the step of a draft, and returns logits `[B, q, V]`."""
-
-
-def draft_loop(
-    logits: Iterable[Tensor], noise: RoundNoise | None, draw: Drawing, write: Callable[[int, Tensor], None]
-) -> Proposal:
-    """Draws one token of every row from each of `logits` `[B, 1, V]`, γ of them, and gives it to `write`, with its
-    step, before it asks for the next. `noise`: of the round; None: greedy."""
-    tokens, kept, scores, drawn = [], [], [], None
-    for step, present in enumerate(logits):
-        drawn, processed = draw(present, noise, step, drawn)
-        write(step, drawn.tokens)
-        tokens.append(drawn.tokens)
-        scores.append(drawn.scores)
-        if processed is not None:
-            kept.append(processed)
-    draft_logits = torch.cat(kept, dim=1) if kept else None  # [B, γ, V]
-    return Proposal(torch.cat(tokens, dim=1), None, draft_logits, torch.cat(scores, dim=1))
 
 
 @dataclass(frozen=True)
@@ -64,16 +47,19 @@ class NetworkDraft:
         return self.tokens.shape[1] - self.known
 
     def run(self, forward: Forward) -> Proposal:
-        """Drafts."""
-        return draft_loop(self._logits(forward), self.noise, self.draw, self._write)
-
-    def _logits(self, forward: Forward) -> Iterator[Tensor]:
+        """Drafts: draws one token of every row from each forward, and writes it before the next one reads it."""
+        tokens, scores, processed, drawn = [], [], [], None
         for step in range(self.draft_length):
             end = self.known + step
             fed = slice(end - 1 if step else 0, end)
-            yield forward(self.tokens[:, fed], self.columns[:, fed], step)[:, -1:]
-
-    def _write(self, step: int, tokens: Tensor) -> None:
-        self.tokens[:, self.known + step, None] = tokens
-        if self.drawn_by is None:
-            self.show(step, tokens)
+            logits = forward(self.tokens[:, fed], self.columns[:, fed], step)[:, -1:]  # [B, 1, V]
+            drawn, shown = self.draw(logits, self.noise, step, drawn)
+            self.tokens[:, self.known + step, None] = drawn.tokens
+            if self.drawn_by is None:
+                self.show(step, drawn.tokens)
+            tokens.append(drawn.tokens)
+            scores.append(drawn.scores)
+            if shown is not None:
+                processed.append(shown)
+        draft_logits = torch.cat(processed, dim=1) if processed else None  # [B, γ, V]
+        return Proposal(torch.cat(tokens, dim=1), None, draft_logits, torch.cat(scores, dim=1))

@@ -17,15 +17,14 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ...scheduling.acceptance import MAX_DRAFT_LENGTH
 from .. import kept
 from ..configuration import SpeculativeConfig
+from .accept import Integers, Proposal
 from .cache import RaggedCache
 from .filters import Filters
 from .noise import Draw, RoundNoise, draw, stream_keys, widen
-from .outcome import Integers
 from .processors import LogitsPipeline, PrefixView, draw_processed
 from .rows import Admission, Request, Rows
 from .runner import EagerRunner
 from .statistics import LearningStatistics
-from .verification import Proposal
 
 
 D = TypeVar("D", bound="Drafter")

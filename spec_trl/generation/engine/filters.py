@@ -114,7 +114,7 @@ class Filters:
             best = logits.topk(min(self.top_k, logits.shape[1]), sorted=False).values
             floors = best.amin(1).float() / self.temperature
         if self.top_p is not None:
-            from .kernels.top_p_floors import top_p_floors  # imports Triton
+            from .kernels.sampling import top_p_floors  # imports Triton
 
             floors, first = top_p_floors(logits, self.top_p, self.temperature, floors)
         if self.min_p is not None:

@@ -1,11 +1,21 @@
-"""The drafters of a rollout. A drafter may fail in any way and changes no output: it is dropped."""
+"""The drafters of a rollout. One that fails, in whatever way, changes no output: it is dropped. Lookup drafters that
+do not draft are evaluated on the side: their guesses are compared with the committed text, which needs no forward."""
 
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
+
+from ...scheduling.control import Control
+from ...scheduling.planner import SHARE
+from .accept import Integers
 from .drafter import Drafter
+from .rows import Rows
+from .runner import EagerRunner
 
 
 T = TypeVar("T")
@@ -16,46 +26,33 @@ class GuardedDrafters:
 
     Args:
         drafters: of the rollout.
-        dropped: is told the index of each drafter that fails.
+        dropped: called with the index of each drafter that fails.
 
     Attributes:
-        names: their strategies.
+        in_use: those that have not failed.
+        names: the strategies of all.
         failure: why the newest one was dropped, or None.
     """
 
     def __init__(self, drafters: Sequence[Drafter], dropped: Callable[[int], None]) -> None:
-        self._drafters: list[Drafter | None] = list(drafters)
-        self._all = list(drafters)
-        self._dropped = dropped
+        self.in_use = dict(enumerate(drafters))
         self.names = [drafter.strategy for drafter in drafters]
         self.failure: str | None = None
-
-    def __iter__(self) -> Iterator[Drafter]:
-        """Those that have not failed."""
-        return (drafter for drafter in self._drafters if drafter is not None)
-
-    def has(self, which: int) -> bool:
-        """Whether it has not failed."""
-        return self._drafters[which] is not None
-
-    def learns(self, which: int) -> bool:
-        """Whether it has not failed, and wants to see the target's logits."""
-        drafter = self._drafters[which]
-        return drafter is not None and drafter.learns
+        self._all, self._dropped = drafters, dropped
 
     @property
     def stood(self) -> float:
         """Seconds in which decoding stood still because a drafter, also one that has failed, learned or was packed."""
-        return sum(drafter.stood for drafter in self._all)
+        return sum([drafter.stood for drafter in self._all])
 
     def each(self, action: Callable[[Drafter], None]) -> None:
-        """Runs `action` on each drafter."""
-        for which in range(len(self._drafters)):
+        """Runs `action` on all drafters."""
+        for which in list(self.in_use):
             self.ask(which, action)
 
     def ask(self, which: int, action: Callable[[Drafter], T]) -> T | None:
         """What `action` returns for a drafter; None where it failed, now or before."""
-        drafter = self._drafters[which]
+        drafter = self.in_use.get(which)
         if drafter is None:
             return None
         try:
@@ -67,7 +64,7 @@ class GuardedDrafters:
                 f"which goes on without it and with the same tokens. {self.failure}",
                 stacklevel=2,
             )
-            self._drafters[which] = None
+            del self.in_use[which]
             self._dropped(which)
             with suppress(Exception):
                 drafter.end()
@@ -77,3 +74,99 @@ class GuardedDrafters:
 def report_broken(_: Drafter) -> None:
     """Raises FloatingPointError for a drafter that has drawn from NaN."""
     raise FloatingPointError("the draft network returned NaN logits")
+
+
+_END = -1  # no token: the draft has ended before it
+
+
+@dataclass
+class _Lookup:
+    """A lookup drafter that is being evaluated."""
+
+    pending: dict[int, tuple[Integers, int]] = field(default_factory=dict)  # by request: draft, tokens that were right
+    rounds: int = 0  # left until it is evaluated again
+    since: float = 0.0  # when it was last evaluated
+    seconds: float = 0.0  # that evaluating has taken since
+
+
+class LookupEvaluation:
+    """Estimates the acceptance of lookup drafters that do not draft. Now and then those that the control asks for
+    draft beside a round, and it learns how far the text that follows agrees. No forward is run, and no token depends
+    on it. A lookup takes :data:`~spec_trl.scheduling.planner.SHARE` of the time, and rests meanwhile."""
+
+    def __init__(self, control: Control, drafters: GuardedDrafters, rows: Rows, vocabulary: int) -> None:
+        self._control, self._drafters, self._rows, self._vocabulary = control, drafters, rows, vocabulary
+        self._lookups = {which: _Lookup() for which in control.compared_lookups}
+
+    def before_round(self, drafting: Mapping[int, object]) -> None:
+        """Has lookups draft that are not among those `drafting`, where the round before has left nothing to
+        compare."""
+        for which, lookup in self._lookups.items():
+            if which in drafting:
+                lookup.pending.clear()  # the round itself shows its acceptance
+                continue
+            lookup.rounds -= 1
+            started = time.perf_counter()
+            rests = lookup.rounds >= 0 or started - lookup.since < lookup.seconds / SHARE
+            if not rests and lookup.pending.keys().isdisjoint(self._rows.indices):
+                lookup.pending = self._drafters.ask(which, self._drafts) or {}
+                lookup.rounds, lookup.since = self._control.compared_length, started
+                lookup.seconds = time.perf_counter() - started
+
+    def _drafts(self, drafter: Drafter) -> dict[int, tuple[Integers, int]]:
+        length, indices = self._control.compared_length, self._rows.indices
+        proposal = drafter.propose(length, None).checked(len(indices), length, self._vocabulary)
+        steps = torch.arange(length, device=proposal.tokens.device)  # [γ]
+        drafts = proposal.tokens.masked_fill(steps >= proposal.drafted()[:, None], _END)  # [B, γ]
+        on_host = drafts.to("cpu", non_blocking=True).numpy()  # filled when the round has waited for the device
+        return {request: (draft, 0) for request, draft in zip(indices, on_host, strict=True)}
+
+    def after_round(self, requests: Sequence[int], tokens: Integers, counts: Integers) -> None:
+        """Compares drafts with the first `counts` `[B]` of `tokens` `[B, γ + 1]`, which the round has committed."""
+        for which, lookup in self._lookups.items():
+            if lookup.pending:
+                started = time.perf_counter()
+                self._compare(which, lookup.pending, requests, tokens, counts)
+                lookup.seconds += time.perf_counter() - started
+
+    def _compare(
+        self,
+        which: int,
+        pending: dict[int, tuple[Integers, int]],
+        requests: Sequence[int],
+        tokens: Integers,
+        counts: Integers,
+    ) -> None:
+        ended, most = [], self._control.compared_length
+        for request, text, count in zip(requests, tokens.tolist(), counts.tolist(), strict=True):
+            if request not in pending:
+                continue
+            draft, right = pending[request]
+            for token in text[:count]:
+                if right == len(draft) or draft[right] != token:
+                    ended.append((request, right, min(right + 1, most)))
+                    del pending[request]
+                    break
+                right += 1
+            else:
+                pending[request] = draft, right
+        if ended:
+            self._control.record_unverified(which, *zip(*ended, strict=True))
+
+
+def broken_logits(
+    target: EagerRunner, rows: Rows, sound: Integers, counts: Integers, draft_length: int, rounds: int
+) -> FloatingPointError:
+    """The error where the target's logits leave a row no token to draw: fewer of its tokens are `sound` (`[B]`) than
+    the `counts` (`[B]`) to be committed. It repeats the forward of `draft_length` draft tokens, to name the module
+    where NaN or infinity begins."""
+    row, count = int((sound < counts).argmax()), draft_length + 1
+    # The verified tokens are the row's drafts up to the position.
+    tokens, columns = rows.window(-1, count), rows.columns_after(-1, count)  # [B, γ + 1] each
+    where = target.first_broken_module(tokens, columns, rows.longest + draft_length)
+    return FloatingPointError(
+        f"the target's logits leave no token to sample (NaN, or -inf everywhere) for request "
+        f"{rows.indices[row]} at generated position {rows.host_generated[row] + sound[row]}, after "
+        f"{rounds} decoding rounds; {where}. Check the weights of the last optimizer step and the logits processors, "
+        "or run this model in a wider dtype."
+    )

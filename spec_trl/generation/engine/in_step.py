@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
+from .accept import Outcome
 from .memory import sent
-from .outcome import Outcome
 from .processors import needs_batch
 from .rollout import Rollout
 
@@ -28,14 +28,14 @@ class RolloutInStep(Rollout):
         self._padding = padding
 
     def _commit(self, outcome: Outcome) -> tuple[list[int], int]:
-        rows, verdict = self.rows, outcome.verdict
+        rows, drawn = self.rows, outcome.drawn
         ended = [self.record.completions[index] is not None for index in rows.indices]
-        tokens, gone = outcome.tokens, np.array(ended)[:, None]  # [B, 1] each
+        tokens, gone = outcome.tokens, np.array(ended)  # [B, 1], [B]
         if self._padding is not None:
-            tokens = np.where(gone, self._padding, tokens)
-            verdict = replace(verdict, tokens=sent(torch.from_numpy(tokens), rows.tokens.device))
-        sound = outcome.sound | gone  # [B, 1]: what goes on after a row's end may be broken
-        finished, _ = super()._commit(replace(outcome, verdict=verdict, tokens=tokens, sound=sound))
+            tokens = np.where(gone[:, None], self._padding, tokens)
+            drawn = replace(drawn, tokens=sent(torch.from_numpy(tokens), rows.tokens.device))
+        sound = np.where(gone, 1, outcome.sound)  # [B]: what goes on after a row's end may be broken
+        finished, _ = super()._commit(replace(outcome, drawn=drawn, tokens=tokens, sound=sound))
         return [row for row in finished if not ended[row]], ended.count(False)
 
     def _retire(self, finished: list[int]) -> None:

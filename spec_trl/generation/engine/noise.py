@@ -8,15 +8,22 @@ Suresh, arXiv 2408.07978).
 
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+
+if TYPE_CHECKING:
+    from .rows import Rows
 
 
 # Elements hashed at a time: the scratch of a chunk stays in a CPU's cache; on a GPU a chunk's launches weigh more.
 CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 25
 # Noise for a whole round is kept when it is smaller than this many elements, so that verification reuses the draft's.
 _ROUND_BUDGET = 1 << 26
+# Rounds whose noise is hashed at once: the calls then cost a sixteenth each, and rows that end waste little.
+MOST_ROUNDS = 16
 _MASK31 = 0x7FFFFFFF
 # The float32 below 2**-31: the largest 31-bit numbers round up to 2**31, and u = 1 would give noise of -inf, which
 # could forbid the one token that the processors have left.
@@ -28,11 +35,18 @@ def _signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
+_INCREMENT, _FIRST, _SECOND = (
+    _signed(each, 64) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_ROUNDS = (_signed(0x85EBCA6B, 32), 15), (_signed(0xC2B2AE35, 32), 13)  # multiplier and shift of each
+_LAST = _signed(0x27D4EB2F, 32)
+
+
 def _splitmix64(x: Tensor) -> Tensor:
     """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64 tensors, which wrap modulo 2**64."""
-    x = x + _signed(0x9E3779B97F4A7C15, 64)
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9, 64)  # torch shifts arithmetically: mask
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB, 64)
+    x = x + _INCREMENT
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST  # torch shifts arithmetically: mask
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
@@ -58,11 +72,11 @@ def _hash_into(keys: Tensor, counters: Tensor, out: Tensor, scratch: Tensor) -> 
     low = keys.to(torch.int32)[:, None]  # [n, 1], the low 32 bits
     high = (keys >> 32).to(torch.int32)[:, None]
     torch.bitwise_xor(counters, low, out=out)  # [n, width]
-    for multiplier, shift, salt in ((_signed(0x85EBCA6B, 32), 15, high), (_signed(0xC2B2AE35, 32), 13, low)):
+    for (multiplier, shift), salt in zip(_ROUNDS, (high, low), strict=True):
         out.mul_(multiplier)
         torch.bitwise_right_shift(out, shift, out=scratch)
         out.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1)).add_(salt)
-    out.mul_(_signed(0x27D4EB2F, 32))
+    out.mul_(_LAST)
     torch.bitwise_right_shift(out, 16, out=scratch)
     return out.bitwise_xor_(scratch.bitwise_and_(0xFFFF))
 
@@ -103,13 +117,9 @@ class RoundNoise:
     def __init__(self, keys: Tensor, vocabulary: int) -> None:
         self.keys, self._vocabulary = keys, vocabulary
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether all of it is computed at once, and kept for whoever draws again."""
-        return self._block is not None
-
     @functools.cached_property
-    def _block(self) -> Tensor | None:
+    def block(self) -> Tensor | None:
+        """All of it `[B, count, vocabulary]`, computed once for whoever draws again; None: it would be too large."""
         if self.keys.numel() * self._vocabulary > _ROUND_BUDGET:
             return None
         return gumbel_noise(self.keys.view(-1), self._vocabulary).view(*self.keys.shape, self._vocabulary)
@@ -121,16 +131,40 @@ class RoundNoise:
     def part(self, step: int) -> "RoundNoise":
         """The noise at position `step` alone; what is computed is computed for all."""
         part = RoundNoise(self.keys[:, step : step + 1], self._vocabulary)
-        if self._block is not None:
-            part._block = self._block[:, step : step + 1]
+        if self.block is not None:
+            part.block = self.block[:, step : step + 1]
         return part
 
     def at(self, step: int, count: int = 1) -> Tensor:
         """`[B, count, vocabulary]` float32 at the round's positions from `step` on."""
-        if self._block is not None:
-            return self._block[:, step : step + count]
+        if self.block is not None:
+            return self.block[:, step : step + count]
         keys = self.keys[:, step : step + count]  # [B, count]
         return gumbel_noise(keys.reshape(-1), self._vocabulary).view(*keys.shape, self._vocabulary)
+
+
+class NoiseAhead:
+    """Gives each round its noise; for rounds that draw one token per row on a CPU it hashes that of later ones too."""
+
+    def __init__(self, rows: "Rows", vocabulary: int) -> None:
+        self._rows, self._vocabulary = rows, vocabulary
+        self._indices: list[int] = []  # of the rows whose noise is hashed
+        self._lengths = rows.host_lengths  # of the same, when it was hashed
+        self._taken = self._hashed = 0  # rounds
+
+    def of_round(self, count: int) -> RoundNoise:
+        """The noise at the next `count` positions of the rows in flight."""
+        rows = self._rows
+        if count > 1 or rows.tokens.device.type != "cpu":
+            return RoundNoise(rows.noise_keys(count), self._vocabulary)
+        goes_on = rows.indices == self._indices and (rows.host_lengths == self._lengths + self._taken).all()
+        if not goes_on or self._taken == self._hashed:
+            most = min(MOST_ROUNDS, CPU_CHUNK // (rows.active * self._vocabulary), rows.columns - rows.longest)
+            self._hashed, self._taken = max(most, 1), 0
+            self._indices, self._lengths = list(rows.indices), rows.host_lengths.copy()
+            self._noise = RoundNoise(rows.noise_keys(self._hashed), self._vocabulary)
+        self._taken += 1
+        return self._noise.part(self._taken - 1)
 
 
 @dataclass(frozen=True)
@@ -141,11 +175,24 @@ class Draw:
         tokens: `[B, n]` int64.
         scores: `[B, n]`, perturbed logit of each token; NaN or -inf where the logits were broken.
         logprobs: `[B, n]` log-probability of each token under the processed distribution, if asked for.
+        most: `[B]` int64, drafts that may be accepted; None: all that equal `tokens`; -1: not even the token after
+            them.
     """
 
     tokens: Tensor
     scores: Tensor
     logprobs: Tensor | None
+    most: Tensor | None = None
+
+    def spread(self, row: Tensor, batch: int) -> "Draw":
+        """The draw of `batch` rows of which `row` (`[B]` int64) have this one; the others take no token."""
+        shape, logprobs = (batch, self.tokens.shape[1]), self.logprobs
+        return Draw(
+            self.tokens.new_zeros(shape).index_copy_(0, row, self.tokens),
+            self.scores.new_zeros(shape).index_copy_(0, row, self.scores),
+            None if logprobs is None else logprobs.new_zeros(shape).index_copy_(0, row, logprobs),
+            row.new_full((batch,), -1).index_fill_(0, row, 0),
+        )
 
 
 def draw(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs: bool = False) -> Draw:
@@ -154,12 +201,13 @@ def draw(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs
     `noise`: of the round, whose position `first` is the first of the n; None: greedy.
     """
     count = logits.shape[1]
-    # All positions at once where their noise is kept; else the noise of one at a time bounds the memory.
-    pieces = [(0, count)] if noise is None or noise.is_kept else [(step, 1) for step in range(count)]
-    drawn = [
-        sample(logits[:, step : step + n], None if noise is None else noise.at(first + step, n)) for step, n in pieces
-    ]
-    scores, tokens = drawn[0] if len(drawn) == 1 else (torch.cat(parts, dim=1) for parts in zip(*drawn, strict=True))
+    if noise is None:
+        scores, tokens = logits.max(dim=-1)
+    elif noise.block is not None:
+        scores, tokens = sample(logits, noise.at(first, count))
+    else:  # the noise of one position at a time bounds the memory
+        drawn = [sample(logits[:, step : step + 1], noise.at(first + step)) for step in range(count)]
+        scores, tokens = (torch.cat(parts, dim=1) for parts in zip(*drawn, strict=True))
     return Draw(tokens, scores, token_logprobs(logits, tokens) if want_logprobs else None)
 
 

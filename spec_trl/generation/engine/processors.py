@@ -16,6 +16,7 @@ that have generated different numbers of tokens:
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,12 +26,12 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, 
 from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from .accept import Proposal
 from .filters import Filters, keep_top_p
 from .kernels import run_on
 from .memory import sent
 from .noise import Draw, RoundNoise, draw, widen
 from .rows import Rows
-from .verification import Proposal
 
 
 _SCORES_ONLY = (
@@ -183,18 +184,22 @@ class LogitsPipeline:
         own = [kind(int(value) if kind is hf.TopKLogitsWarper else value) for kind, value in given]
         return cls(LogitsProcessorList(own), PrefixView(rows, rows.tokens[:, :0]), rows.capacity)
 
-    def __call__(self, logits: Tensor, offset: int = 0, rows: Sequence[int] | None = None) -> Tensor:
-        """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` after the committed tokens of
-        `rows`, B of them; None: of all."""
-        return self._at_all(self._processors, logits, offset, rows)
-
-    def _at_all(
-        self, processors: Sequence[LogitsProcessor], logits: Tensor, offset: int, rows: Sequence[int] | None
+    def __call__(
+        self,
+        logits: Tensor,
+        offset: int = 0,
+        rows: Sequence[int] | None = None,
+        processors: Sequence[LogitsProcessor] | None = None,
     ) -> Tensor:
+        """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` after the committed tokens of
+        `rows`, B of them (None: of all), with the first `processors` (None: with all)."""
         batch, count, _ = logits.shape
-        row = [row for row in (range(batch) if rows is None else rows) for _ in range(count)]
-        step = list(range(offset, offset + count)) * batch
-        return self._process(processors, logits.flatten(0, 1), row, step).reshape(logits.shape)
+        row, step = list[int](), list[int]()
+        if self._looks_at_prefixes:
+            row = [row for row in (range(batch) if rows is None else rows) for _ in range(count)]
+            step = list(range(offset, offset + count)) * batch
+        chosen = self._processors if processors is None else processors
+        return self._process(chosen, logits.flatten(0, 1), row, step).reshape(logits.shape)
 
     def draw(
         self,
@@ -207,25 +212,23 @@ class LogitsPipeline:
         """Processes logits as above and draws a token at each position, with the noise of the same rows. On CUDA one
         kernel draws, which also applies temperature, top-k, top-p and min-p where they come last."""
         if not _is_fused(logits):
-            return draw_processed(self(widen(logits), offset, rows), noise, offset, want_logprobs)
+            return draw(self(widen(logits), offset, rows), noise, offset, want_logprobs)
         if self._before_filters:
-            logits = self._at_all(self._before_filters, widen(logits), offset, rows)
+            logits = self(widen(logits), offset, rows, self._before_filters)
         return draw_processed(logits, noise, offset, want_logprobs, self._filters)
 
-    def draw_verified(
-        self, logits: Tensor, noise: RoundNoise | None, proposal: Proposal, want_logprobs: bool
-    ) -> tuple[Draw, Tensor | None]:
+    def draw_verified(self, logits: Tensor, noise: RoundNoise | None, proposal: Proposal, want_logprobs: bool) -> Draw:
         """As :meth:`draw`, at all positions of a round `[B, γ + 1, vocabulary]`, as far as a row's drafts are the
-        tokens drawn; second result as of :meth:`process_verified`, None where no processor refuses any."""
+        tokens drawn; `most` as of :meth:`process_verified`, None where no processor refuses a prefix."""
         if not self.may_refuse:
             self._show(proposal)
-            return self.draw(logits, noise, want_logprobs=want_logprobs), None
+            return self.draw(logits, noise, want_logprobs=want_logprobs)
 
         def is_drawn(step: int, scores: Tensor, draft: Tensor) -> Tensor:
             return draw_processed(scores[:, None], noise, step).tokens[:, 0] == draft
 
         scores, most = self.process_verified(logits, proposal, is_drawn)
-        return draw_processed(scores, noise, 0, want_logprobs), most
+        return replace(draw_processed(scores, noise, 0, want_logprobs), most=most)
 
     def process_verified(
         self, logits: Tensor, proposal: Proposal, takes: Callable[[int, Tensor, Tensor], Tensor] | None = None
@@ -390,7 +393,7 @@ def draw_processed(
     """As :func:`~spec_trl.generation.engine.noise.draw`, on CUDA by one kernel, which alone applies `filters`."""
     if not _is_fused(logits):
         return draw(logits, noise, first, want_logprobs)
-    from .kernels.gumbel_sampler import fused_draw  # imports Triton
+    from .kernels.sampling import fused_draw  # imports Triton
 
     batch, count, _ = logits.shape
     keys = None if noise is None else noise.keys[:, first : first + count].reshape(-1)  # [B * n]

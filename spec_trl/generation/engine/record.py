@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...scheduling.control import Chain, Control, Tally
 from ...scheduling.plain_decoding import plain_rounds
+from .accept import Integers
 from .drafter import Drafter
-from .outcome import Integers
 from .rows import Request, Rows, prompt_key
 from .runner import EagerRunner
 from .statistics import (
@@ -208,16 +208,19 @@ class Record:
         self, statistics: SpeculationStatistics, completed: Mapping[int, Completion], capacity: int, control: Control
     ) -> float | None:
         """Estimates plain decoding: the same prefill, the rounds before the first draft, and the remaining rounds."""
-        plain = list(takewhile(lambda round_: not round_.draft_length, self.rounds))
-        if len(plain) == len(self.rounds):
+        plain, seconds = 0, statistics.phase_seconds["prefill"]
+        while plain < len(self.rounds) and not self.rounds[plain].draft_length:
+            seconds += self.rounds[plain].seconds
+            plain += 1
+        if plain == len(self.rounds):
             return statistics.seconds
-        requests = [request for request in self._requests if request.index in completed]
-        begun = [(len(request.prompt) + 1, self.prompt_keys[request.index]) for request in requests]
-        counts = [len(completed[request.index].tokens) - 1 for request in requests]
-        rest = control.plain_seconds(plain_rounds(begun, counts, capacity, len(plain)))
-        if rest is None:
-            return None
-        return statistics.phase_seconds["prefill"] + sum(round_.seconds for round_ in plain) + rest
+        begun, counts = [], []
+        for request in self._requests:
+            if request.index in completed:
+                begun.append((len(request.prompt) + 1, self.prompt_keys[request.index]))
+                counts.append(len(completed[request.index].tokens) - 1)
+        rest = control.plain_seconds(plain_rounds(begun, counts, capacity, plain))
+        return None if rest is None else seconds + rest
 
 
 # ---- statistics of rounds -------------------------------------------------------------------------------------------
@@ -228,9 +231,11 @@ def points_and_plans(rounds: Sequence[Round], names: Sequence[str]) -> tuple[lis
     points: dict[tuple[int, int, int, str | None], RoundPoint] = {}
     plans: list[Any] = []
     for number, round_ in enumerate(rounds):
-        batch, drafter = len(round_.requests), None
-        if round_.draft_length:
-            drafter = "+".join(dict.fromkeys(names[chain.which] for chain in round_.plan if chain.rows != ()))
+        batch, drafters = len(round_.requests), dict[str, None]()
+        for chain in round_.plan:
+            if chain.rows != ():
+                drafters[names[chain.which]] = None
+        drafter = "+".join(drafters) if round_.draft_length else None
         if not plans or plans[-1][1:] != (round_.draft_length, batch, drafter):
             plans.append((number, round_.draft_length, batch, drafter))
             thin(plans, MOST_PLANS, 0)
@@ -240,7 +245,7 @@ def points_and_plans(rounds: Sequence[Round], names: Sequence[str]) -> tuple[lis
         point.length += (round_.length - point.length) / point.rounds
         point.seconds += round_.seconds
         point.tokens += round_.tokens
-    return list(points.values()), [PlanChange(*plan) for plan in plans]
+    return list(points.values()), [*starmap(PlanChange, plans)]
 
 
 def timelines(
@@ -287,9 +292,11 @@ def count_drafts(
     labels = list(dict.fromkeys(names))
     label_of = np.array([labels.index(name) for name in names], np.int64)
     # Columns in the order of DraftCounts.
-    of_request, of_depth, of_drafter = (np.zeros((n, 6), np.int64) for n in (requests, len(DEPTH_EDGES), len(labels)))
+    of_request = np.zeros((requests, 6), np.int64)
+    of_depth, of_drafter = np.zeros((len(DEPTH_EDGES), 6), np.int64), np.zeros((len(labels), 6), np.int64)
     chains_and_wasted = np.zeros((len(labels), 2), np.int64)  # in races
-    won, won_at_depth = (np.zeros((n, len(labels)), np.int64) for n in (requests, len(DEPTH_EDGES)))
+    won = np.zeros((requests, len(labels)), np.int64)
+    won_at_depth = np.zeros((len(DEPTH_EDGES), len(labels)), np.int64)
     races, by_lanes = 0, dict[int, list[Round]]()
     for round_ in rounds:
         if round_.chains is not None:
@@ -327,11 +334,12 @@ def count_drafts(
     def by_name(values: Integers) -> dict[str, int]:
         return dict(zip(labels, values.tolist(), strict=True))
 
-    statistics.per_request = [DraftCounts(*row) for row in of_request.tolist()]
+    statistics.per_request = [*starmap(DraftCounts, of_request.tolist())]
     statistics.total = DraftCounts(*of_request.sum(0).tolist())
-    at_depth = zip(DEPTH_EDGES, of_depth.tolist(), strict=True)
-    statistics.per_depth = {edge: DraftCounts(*row) for edge, row in at_depth if row[2]}  # its blocks
-    statistics.per_drafter = {name: DraftCounts(*row) for name, row in zip(labels, of_drafter.tolist(), strict=True)}
+    for edge, counts_at in zip(DEPTH_EDGES, of_depth.tolist(), strict=True):
+        if any(counts_at):
+            statistics.per_depth[edge] = DraftCounts(*counts_at)
+    statistics.per_drafter = dict(zip(labels, starmap(DraftCounts, of_drafter.tolist()), strict=True))
     if races:
         chains, wasted = chains_and_wasted.T  # [drafters] each
         won_at_edge = zip(DEPTH_EDGES, won_at_depth, strict=True)

@@ -40,7 +40,47 @@ _REFUSED_TYPES = {
     "mpt": "its ALiBi positions are counted back from the last cache column",
 }
 # Keywords that generate passes to a decoding method, and that the engine reads or may ignore.
-_KNOWN_KEYWORDS = {"attention_mask", "position_ids", "logits_to_keep", "use_cache"}
+_KNOWN_KEYWORDS = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", "mm_encoder_outputs"}
+
+# Settings of transformers' assistants and compiler, which the engine does not read, and what does the same here. A
+# model's generation config may have them: its caller did not ask for them.
+_OF_ASSISTANTS = {
+    "num_assistant_tokens": "speculative_config={'draft_length': ...} says how many tokens are drafted",
+    "num_assistant_tokens_schedule": "speculative_config={'sd_toggle': 'measured'} adapts their number",
+    "assistant_confidence_threshold": "speculative_config={'sd_toggle': 'measured'} drafts where it pays",
+    "max_matching_ngram_size": "speculative_config={'ngram_size': ...} says how long a suffix is looked up",
+    "assistant_lookbehind": "it is for an assistant of another tokenizer, which is not served",
+    "target_lookbehind": "it is for an assistant of another tokenizer, which is not served",
+    "assistant_ensemble_weight": "",
+    "speculation_type": "assistant_strategy names the kind of drafter",
+    "prefill_chunk_size": "the engine reads prompts in pieces of at most 8192 tokens",
+    "compile_config": "speculative_config={'runner': ...} says how forwards run",
+}
+_WAYS_OUT = _OF_ASSISTANTS | {
+    "assistant_tokenizer": "assistants have the target's own tokenizer",
+    "token_healing": "heal the prompts first: pass input_ids=model.heal_tokens(input_ids, tokenizer) and an "
+    "attention_mask that is 0 at their padding",
+}
+# Settings of generate with the values that sampling and greedy search leave them at.
+_SERVED: dict[str, tuple[object, ...]] = {
+    "num_beams": (0, 1),
+    "num_beam_groups": (0, 1),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "constraints": (),
+    "force_words_ids": (),
+    "use_mtp": (False,),
+    "token_healing": (False,),
+    "assistant_early_exit": (),
+    "prompt_lookup_num_tokens": (),
+    "guidance_scale": (1,),
+    "use_cache": (True,),
+    "cache_implementation": ("dynamic", "dynamic_full"),
+    "output_scores": (False,),
+    "output_logits": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+}
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -171,37 +211,6 @@ def policy_in(model: nn.Module) -> PreTrainedModel:
     return model
 
 
-_WAYS_OUT = {
-    "num_assistant_tokens": "speculative_config={'draft_length': ...} says how many tokens are drafted",
-    "num_assistant_tokens_schedule": "speculative_config={'sd_toggle': 'measured'} adapts their number",
-    "assistant_confidence_threshold": "speculative_config={'sd_toggle': 'measured'} drafts where it pays",
-    "max_matching_ngram_size": "speculative_config={'ngram_size': ...} says how long a suffix is looked up",
-    "assistant_tokenizer": "assistants have the target's own tokenizer",
-    "assistant_lookbehind": "it is for an assistant of another tokenizer, which is not served",
-    "target_lookbehind": "it is for an assistant of another tokenizer, which is not served",
-    "speculation_type": "assistant_strategy names the kind of drafter",
-    "prefill_chunk_size": "the engine reads prompts in pieces of at most 8192 tokens",
-    "compile_config": "speculative_config={'runner': ...} says how forwards run",
-    "token_healing": "heal the prompts first: pass input_ids=model.heal_tokens(input_ids, tokenizer) and an "
-    "attention_mask that is 0 at their padding",
-}
-
-
-# What transformers asks its own assistants, or its compiler, and the engine does not.
-_OF_ASSISTANTS = (
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "max_matching_ngram_size",
-    "assistant_lookbehind",
-    "target_lookbehind",
-    "assistant_ensemble_weight",
-    "speculation_type",
-    "prefill_chunk_size",
-    "compile_config",
-)
-
-
 def _refusal(name: str, value: Any) -> ValueError:
     way_out = _WAYS_OUT.get(name)
     if name.startswith("output_"):
@@ -214,8 +223,8 @@ def _refusal(name: str, value: Any) -> ValueError:
 
 def check_not_diverted(heals: bool | None, keywords: Mapping[str, Any]) -> None:
     """Raises ValueError for what `generate`, with `keywords` and with `token_healing` where it `heals`, does before it
-    comes to a decoding method: it hands over to `generate_batch`, rewrites the prompts with a tokenizer, or keeps that
-    of an assistant from a custom method."""
+    comes to a decoding method: it hands over to `generate_batch`, rewrites the prompts with a tokenizer, or keeps the
+    tokenizer of an assistant from a custom method."""
     if keywords.get("cache_implementation") == "paged":
         raise _refusal("cache_implementation", "paged")
     if heals:
@@ -224,61 +233,47 @@ def check_not_diverted(heals: bool | None, keywords: Mapping[str, Any]) -> None:
         raise _refusal("assistant_tokenizer", type(keywords["assistant_tokenizer"]).__name__)
 
 
-def check_generation_config(config: GenerationConfig, own: GenerationConfig) -> None:
-    """Raises ValueError for modes of generate that are not sampling or greedy search; `config` is the one that
-    `generate` has completed, and `own` the model's, whose settings of assistants the caller has not asked for."""
-    served: dict[str, tuple[object, ...]] = {
-        "num_beams": (None, 0, 1),
-        "num_beam_groups": (None, 0, 1),
-        "penalty_alpha": (None, 0),
-        "dola_layers": (None,),
-        "constraints": (None,),
-        "force_words_ids": (None,),
-        "use_mtp": (None, False),
-        "token_healing": (None, False),
-        "assistant_early_exit": (None,),
-        "prompt_lookup_num_tokens": (None,),
-        "guidance_scale": (None, 1),
-        "use_cache": (None, True),
-        "cache_implementation": (None, "dynamic", "dynamic_full"),
-        "output_scores": (None, False),
-        "output_logits": (None, False),
-        "output_attentions": (None, False),
-        "output_hidden_states": (None, False),
-    }
-    defaults = own._get_default_generation_params()
-    served |= {name: (None, vars(own).get(name), defaults.get(name)) for name in _OF_ASSISTANTS}
-    for name, values in served.items():
-        value = vars(config).get(name)
-        if value not in values:
+def check_generation_config(config: GenerationConfig, of_model: GenerationConfig) -> None:
+    """Raises ValueError for modes of generate that are not sampling or greedy search. `config` is the one that
+    `generate` has completed, with the settings of the model's config `of_model`."""
+    settings, defaults = vars(config), of_model._get_default_generation_params()
+    for name, values in _SERVED.items():
+        value = settings.get(name)
+        if value is not None and value not in values:
+            raise _refusal(name, value)
+    for name in _OF_ASSISTANTS:
+        value = settings.get(name)
+        if value not in (None, vars(of_model).get(name), defaults.get(name)):
             raise _refusal(name, value)
 
 
-def without_modalities(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`model_kwargs` without those that say of a vision-language model's prompts that they are text alone; raises
-    ValueError where they say that there are images, sound or video."""
-    seen = model_kwargs.get("mm_encoder_outputs")  # generate makes one itself, empty where there is only text
+def check_keywords(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError for model inputs that the engine would drop, such as `pixel_values`, for a cache that holds
+    tokens, and where a vision-language model's prompts hold more than text."""
     types = ("token_type_ids", "mm_token_type_ids") if "image" in model.input_modalities else ()
-    marked = [name for name in types if model_kwargs.get(name) is not None and bool(model_kwargs[name].any())]
-    if seen or marked:
+    beyond_text = list(model_kwargs.get("mm_encoder_outputs") or ())  # generate passes an empty one for text
+    filled, unknown = [], []
+    for name, value in model_kwargs.items():
+        if value is None or name in _KNOWN_KEYWORDS:
+            continue
+        if isinstance(value, Cache):
+            if value.get_seq_length() > 0:
+                filled.append(name)
+        elif name not in types:
+            unknown.append(name)
+        elif value.any():
+            beyond_text.append(name)
+    if beyond_text:
         raise ValueError(
-            f"the prompts hold more than text ({', '.join(seen or marked)}); assistant_strategy serves text alone. "
+            f"the prompts hold more than text ({', '.join(beyond_text)}); assistant_strategy serves text alone. "
             "Generate without assistant_strategy."
         )
-    return {name: value for name, value in model_kwargs.items() if name not in ("mm_encoder_outputs", *types)}
-
-
-def check_keywords(model_kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for model inputs that the engine would drop, such as `pixel_values`."""
-    given = {name: value for name, value in model_kwargs.items() if value is not None}
-    caches = {name: value for name, value in given.items() if isinstance(value, Cache)}
-    unknown = sorted(given.keys() - _KNOWN_KEYWORDS - caches.keys())
     if unknown:
         raise ValueError(
-            f"the model inputs {unknown} cannot be combined with assistant_strategy, which takes input_ids and "
-            "attention_mask. Generate without assistant_strategy."
+            f"the model inputs {sorted(unknown)} cannot be combined with assistant_strategy, which takes input_ids "
+            "and attention_mask. Generate without assistant_strategy."
         )
-    if filled := [name for name, value in caches.items() if value.get_seq_length() > 0]:
+    if filled:
         raise ValueError(
             f"{filled[0]} already holds tokens; assistant_strategy keeps its own cache. Pass the whole prompt."
         )
@@ -293,72 +288,68 @@ def check_input_ids(input_ids: object, device: torch.device) -> None:
         raise ValueError(f"input_ids is {input_ids.dtype} of shape {list(input_ids.shape)}; {way_out}.")
     if input_ids.device != device and device.type != "meta":  # weights that are elsewhere are refused with the model
         raise ValueError(f"input_ids is on {input_ids.device} and the model on {device}; move it there with .to().")
-    check_not_empty(input_ids)
+    _check_not_empty(input_ids)
 
 
-def check_vocabulary(prompts: Sequence[Tensor], model: PreTrainedModel) -> None:
-    """Raises ValueError where `prompts`, `[length]` int64 each, hold ids that the model's embedding does not."""
+def _check_not_empty(input_ids: Tensor) -> None:
+    if input_ids.numel() == 0:
+        shape = list(input_ids.shape)
+        raise ValueError(f"input_ids is empty ({shape}); give a prompt of at least one token, e.g. the BOS token.")
+
+
+def read_prompts(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> list[Tensor]:
+    """B prompts `[prompt length]` int64 without their left padding.
+
+    Args:
+        model: the target.
+        input_ids: `[B, width]` int64.
+        attention_mask: `[B, width]` of 0 and 1, or None for no padding.
+        position_ids: `[B, width]` int64, or with axes before them, or None.
+
+    Raises:
+        ValueError: a prompt is empty, right-padded or has holes, holds ids that the model's embedding does not, or its
+            positions do not count from its first token.
+    """
+    _check_not_empty(input_ids)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)} and input_ids {list(input_ids.shape)}; they must be equal."
+        )
+    prompts = list(input_ids)
+    if attention_mask is not None:
+        mask = mask.bool()
+        lengths, width = mask.sum(1), mask.shape[1]  # [B]
+        for row in (lengths == 0).nonzero().flatten().tolist():
+            raise ValueError(
+                f"prompt {row} is empty: its attention_mask has no 1. Every prompt needs at least one token."
+            )
+        left_padded = torch.arange(width, device=mask.device) >= width - lengths[:, None]  # [B, width]
+        for row in (mask != left_padded).any(1).nonzero().flatten().tolist():
+            raise ValueError(
+                f"prompt {row} is not left-padded: its attention_mask is not 0...01...1. "
+                "Tokenize with padding_side='left'."
+            )
+        prompts = [ids[width - length :] for ids, length in zip(input_ids, lengths.tolist(), strict=True)]
     rows = max(model.config.get_text_config(decoder=True).vocab_size, len(model.get_input_embeddings().weight))
-    lowest, highest = (int(each) for each in torch.cat(list(prompts)).aminmax())
+    lowest, highest = torch.stack(torch.cat(prompts).aminmax()).tolist()
     if lowest < 0 or highest >= rows:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(
             f"input_ids holds the token {wrong}, and the model's vocabulary is 0 to {rows - 1}. Use the model's own "
             "tokenizer, or mark padding by 0 in attention_mask."
         )
-
-
-def check_not_empty(input_ids: Tensor) -> None:
-    """Raises ValueError for prompts `[B, 0]` and `[0, width]`."""
-    if input_ids.numel() == 0:
-        shape = list(input_ids.shape)
-        raise ValueError(f"input_ids is empty ({shape}); give a prompt of at least one token, e.g. the BOS token.")
-
-
-def split_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
-    """B prompts `[prompt length]` int64 without their left padding.
-
-    Args:
-        input_ids: `[B, width]` int64.
-        attention_mask: `[B, width]` of 0 and 1, or None for no padding.
-
-    Raises:
-        ValueError: a prompt is empty, right-padded or has holes.
-    """
-    check_not_empty(input_ids)
-    if attention_mask is None:
-        return list(input_ids)
-    if attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask has shape {list(attention_mask.shape)} and input_ids {list(input_ids.shape)}; "
-            "they must be equal."
-        )
-    mask = attention_mask.bool()
-    lengths = mask.sum(1)  # [B]
-    for row in (lengths == 0).nonzero().flatten().tolist():
-        raise ValueError(f"prompt {row} is empty: its attention_mask has no 1. Every prompt needs at least one token.")
-    left_padded = torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - lengths[:, None]  # [B, width]
-    for row in (mask != left_padded).any(1).nonzero().flatten().tolist():
-        raise ValueError(
-            f"prompt {row} is not left-padded: its attention_mask is not 0...01...1. "
-            "Tokenize with padding_side='left'."
-        )
-    return [ids[len(ids) - length :] for ids, length in zip(input_ids, lengths.tolist(), strict=True)]
-
-
-def check_positions(position_ids: Tensor | None, input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Raises ValueError for `position_ids`, `[B, width]` int64 or with axes before them, that do not count from each
-    row's first token."""
-    if position_ids is None:
-        return
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    counted = mask.cumsum(-1) - 1  # [B, width]; at padding anything will do
-    fits = position_ids.shape[-2:] in (input_ids.shape, (1, input_ids.shape[1]))
-    if not fits or bool(((position_ids != counted) & mask.bool()).any()):
-        raise ValueError(
-            f"position_ids of shape {list(position_ids.shape)} do not count 0, 1, 2, ... from each prompt's first "
-            "token, as assistant_strategy does. Leave them unset, or generate without assistant_strategy."
-        )
+    if position_ids is not None:
+        counted = mask.cumsum(-1) - 1  # [B, width]; at padding anything will do
+        fits = position_ids.shape[-2:] in (input_ids.shape, (1, input_ids.shape[1]))
+        if not fits or bool(((position_ids != counted) & mask.bool()).any()):
+            raise ValueError(
+                f"position_ids of shape {list(position_ids.shape)} do not count 0, 1, 2, ... from each prompt's first "
+                "token, as assistant_strategy does. Leave them unset, or generate without assistant_strategy."
+            )
+    return prompts
 
 
 def check_lengths(
@@ -369,7 +360,7 @@ def check_lengths(
     config = model.config.get_text_config(decoder=True)
     context = config.max_position_embeddings
     limit = position_limit(model)  # to look for a change of the model would take longer
-    row, longest = max(enumerate(lengths), key=lambda item: item[1])
+    longest = max(lengths)
     total = longest + new_tokens
     if limit is not None and total > limit:
         reason = "its learned positions end"
@@ -378,8 +369,8 @@ def check_lengths(
         elif scaling := sorted({scope["rope_type"] for scope in _rope_scopes(config)} & {"dynamic", "longrope"}):
             reason = f"{scaling} RoPE scaling makes a row depend on its batch"
         raise ValueError(
-            f"{name(row)} has {longest} tokens; with {new_tokens} new ones it would reach {total}, and at {limit} "
-            f"{reason}. Keep the longest prompt plus max_new_tokens within {limit}."
+            f"{name(lengths.index(longest))} has {longest} tokens; with {new_tokens} new ones it would reach {total}, "
+            f"and at {limit} {reason}. Keep the longest prompt plus max_new_tokens within {limit}."
         )
     if total > context:  # without its numbers, so that a training is told once
         warnings.warn(
@@ -398,23 +389,27 @@ def position_limit(model: PreTrainedModel) -> int | None:
     config = model.config.get_text_config(decoder=True)
     context = config.max_position_embeddings
     scopes = _rope_scopes(config)
-    if not scopes or _has_position_table(model, context):
+    if not scopes:
         return context
-    limits = [scope["original_max_position_embeddings"] for scope in scopes if scope["rope_type"] == "longrope"]
-    limits += [context for scope in scopes if scope["rope_type"] == "dynamic"]
+    words = model.get_input_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module is not words:
+            if module.num_embeddings in (context, context + 2):  # OPT and its kin keep two extra rows
+                return context
     window = MaskPlan.for_network(model).unmasked_window
-    return min(limits if window is None else [*limits, window], default=None)
+    limits = [] if window is None else [window]
+    for scope in scopes:
+        if scope["rope_type"] == "longrope":
+            limits.append(scope["original_max_position_embeddings"])
+        elif scope["rope_type"] == "dynamic":
+            limits.append(context)
+    return min(limits, default=None)
 
 
 def _rope_scopes(config: Any) -> list[dict[str, Any]]:
     """RoPE parameters, one dict or one for each layer type."""
-    parameters = vars(config).get("rope_parameters") or {}
-    is_by_type = bool(parameters) and all(isinstance(value, dict) for value in parameters.values())
-    return [scope for scope in (parameters.values() if is_by_type else [parameters]) if "rope_type" in scope]
-
-
-def _has_position_table(model: PreTrainedModel, context: int) -> bool:
-    words = model.get_input_embeddings()
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
-    sizes = {table.num_embeddings for table in tables}
-    return bool(sizes & {context, context + 2})  # OPT and its kin keep two extra rows
+    parameters, scopes = vars(config).get("rope_parameters") or {}, []
+    for scope in (parameters, *parameters.values()):
+        if isinstance(scope, dict) and "rope_type" in scope:
+            scopes.append(scope)
+    return scopes

@@ -13,14 +13,14 @@ from ...quantization import QuantizedNetwork
 from ...quantization.experts import is_experts, matrix_names
 from ...quantization.source_weight import under_adapters
 from ...scheduling.model_constants import ModelConstants
+from .accept import Integers
 from .attention import reads_spans
 from .cache import PAGE_COLUMNS, autocast_dtype, pages_of
 from .drafter import Drafter
 from .linear_layers import bytes_of_copies
 from .memory import free_memory
-from .outcome import Integers
 from .pages import PagedCache
-from .rows import Request, Rows, text_length
+from .rows import Request, Rows
 from .runner import TOKENS_PER_FORWARD
 
 
@@ -279,7 +279,7 @@ class PoolRoom(KVRoom):
         known = set(self._rows.prompts)
         for request in requests:
             pages = pages_of(_expected(request) + self._drafted)
-            if request.progress is None:
+            if request.generated is None:
                 prompt = request.prompt.cpu().numpy().tobytes()
                 if prompt in known:
                     pages -= (len(request.prompt) - 1) // PAGE_COLUMNS  # shared with another row
@@ -293,5 +293,5 @@ class PoolRoom(KVRoom):
 
 def _expected(request: Request) -> int:
     """Columns that a request will probably take: as many more as it has generated, and a page at least."""
-    length = text_length(request)
+    length = request.length
     return min(length + max(length - len(request.prompt), PAGE_COLUMNS), request.limit)

@@ -4,48 +4,53 @@ import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .accept import Integers
 from .cache import RowStates
 from .memory import check_memory, sent
 from .noise import position_keys
-from .outcome import Integers
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far another rank has decoded a request.
-
-    Args:
-        tokens: `[n]` int64, generated so far.
-        logprobs: `[n]` float32; None: nobody asks for them.
-        head: columns of K/V that have to be computed again.
-        columns: all columns of its text but for the last token's, which the next forward writes.
-        tail: waits for the K/V of the columns from `head` on.
-        method: name of the drafter to race with while the other rank still decodes the row; None: it gave the row up.
-    """
-
-    tokens: Tensor
-    logprobs: Tensor | None
-    head: int
-    columns: int
-    tail: Callable[[], RowStates]
-    method: str | None = None
+if TYPE_CHECKING:
+    from .rollout import Rollout
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate: row `index` of the caller's batch, from `prompt` `[length]` int64 (no padding) to at
-    most `limit` tokens, the prompt's included, with the noise key `stream`."""
+    """One sequence to generate. A request that was begun before, on another rank or in a row that had to leave, comes
+    with what it has generated.
+
+    Args:
+        index: row of the caller's batch.
+        prompt: `[length]` int64, without padding.
+        limit: most tokens, the prompt's included.
+        stream: key of its noise.
+        generated: `[n]` int64 tokens; None: it was not begun.
+        logprobs: `[n]` float32 of these; None: nobody asks for them.
+        head: columns of K/V that have to be computed again.
+        tail: waits for the K/V of the columns from `head` on; the last token's is written by the next forward.
+        method: name of the drafter to race with while the other rank still decodes the row; None: it gave the row up.
+    """
 
     index: int
     prompt: Tensor
     limit: int
     stream: int
-    progress: Progress | None = None
+    generated: Tensor | None = None
+    logprobs: Tensor | None = None
+    head: int = 0
+    tail: Callable[[], RowStates] = dict
+    method: str | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and of what was generated."""
+        return len(self.prompt) + (0 if self.generated is None else len(self.generated))
 
 
 def prompt_key(prompt: Tensor) -> str:
@@ -53,30 +58,68 @@ def prompt_key(prompt: Tensor) -> str:
     return hashlib.blake2b(prompt.cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
 
+class RequestQueue:
+    """Gives `requests` out in their order. `distributed/pool.py` has a queue that several ranks share.
+
+    Attributes:
+        requests: all of the batch, by index.
+        waiting: number of requests that nobody decodes yet, as far as this rank knows.
+    """
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self._dealt = list(requests)  # those that this rank gives out
+        self.waiting = len(requests)
+
+    @property
+    def upcoming(self) -> Request | None:
+        """The request that is given out next, where that is known."""
+        return self._dealt[0] if self._dealt else None
+
+    def take(self, free: int, active: int) -> list[Request]:
+        """Returns up to `free` requests to start now, next to `active` rows. No request while `active` is 0 ends the
+        rollout."""
+        taken, self._dealt = self._dealt[:free], self._dealt[free:]
+        self.waiting = len(self._dealt)
+        return taken
+
+    def put_back(self, requests: list[Request]) -> None:
+        """Takes back `requests` that were taken, to be given out first; some were begun meanwhile."""
+        self._dealt = requests + self._dealt
+        self.waiting += len(requests)
+
+    def keeps(self, index: int) -> bool:
+        """Called once when request `index` ends; False discards its completion: another rank ended it first."""
+        return True
+
+    def after_round(self, rollout: "Rollout") -> None:
+        """Called after a round, when its ended rows have left; the queue may take further rows out of `rollout`."""
+
+
 @dataclass(frozen=True)
 class Admission:
     """Requests that have just been given rows.
 
     Rows `first..first + leaders` hold texts that have to be prefilled; row `followers[i]` has the same prompt as
-    row `sources[i]` (prefix sharing: the G copies of a GRPO prompt are prefilled once). `moved` are the leaders that
-    another rank has begun, with what it has computed. `lengths` are the tokens of each row.
+    row `sources[i]` (prefix sharing: the G copies of a GRPO prompt are prefilled once). `moved`: the requests of the
+    leaders that were begun before. `lengths`: tokens of each row.
     """
 
     first: int
     leaders: int
     followers: list[int]
     sources: list[int]
-    moved: dict[int, Progress]
+    moved: dict[int, Request]
     lengths: list[int]
 
     @functools.cached_property
     def begun(self) -> dict[int, int]:
         """Rows whose first token is drawn when their prompt has been read, in order, and the row that has the logits
         of it: their leader, or themselves where they are copies of a row that was in flight before. Not those that
-        were begun elsewhere: their first round feeds their last token, like any other last committed token."""
-        own = {row: row for row in range(self.first, self.first + self.leaders) if row not in self.moved}
+        were begun before: their first round feeds their last token, like any other last committed token."""
+        read = {row: row for row in range(self.first, self.first + self.leaders) if row not in self.moved}
         copies = zip(self.followers, self.sources, strict=True)
-        return own | {row: source if source in own else row for row, source in copies}
+        return read | {row: source if source in read else row for row, source in copies}
 
     @property
     def cached(self) -> list[int]:
@@ -96,6 +139,7 @@ class Rows:
     The last committed token is not in the K/V cache yet: the next forward feeds it, and the drafts after it.
 
     Attributes:
+        active: rows in flight.
         lengths, prompt_lengths, limits: `[active]` int64 tokens: committed, of the prompt, and allowed.
         requests: `[active]` int64, index of the request in each row; `indices`: the same on the host.
         streams: `[active]` int64 noise keys.
@@ -120,26 +164,26 @@ class Rows:
         self._keys = torch.zeros(capacity, columns, dtype=torch.int64, device=device)  # of the noise at each column
         self._state = torch.zeros(5, capacity, dtype=torch.int64, device=device)
         self._host = np.zeros((3, capacity), np.int64)
-        self.active = 0
+        self._set_active(0)
         self.most: list[int] = []
         self.prompts: list[bytes] = []
         self.indices: list[int] = []
 
-    @property
-    def active(self) -> int:
-        """Rows in flight."""
-        return len(self.lengths)
-
-    @active.setter
-    def active(self, count: int) -> None:
-        own = self._state[:, :count]  # [5, active]
-        self.lengths, self.prompt_lengths, self.limits, self.requests, self.streams = own
+    def _set_active(self, count: int) -> None:
+        self.active = count
+        state = self._state[:, :count]  # [5, active]
+        self.lengths, self.prompt_lengths, self.limits, self.requests, self.streams = state
         self.host_lengths, self.host_prompt_lengths, self.host_limits = self._host[:, :count]  # [active] each
 
     @property
     def longest(self) -> int:
         """Longest committed length among the active rows."""
         return int(self.host_lengths.max(initial=0))
+
+    @property
+    def mean_length(self) -> float:
+        """Mean committed length of the active rows."""
+        return float(self.host_lengths.mean())
 
     @property
     def room(self) -> Integers:
@@ -162,31 +206,31 @@ class Rows:
         row_of_prompt = {prompt: row for row, prompt in enumerate(self.prompts)}
         leaders: list[tuple[bytes, Request]] = []
         followers: list[tuple[bytes, Request]] = []
-        moved: dict[int, Progress] = {}
+        moved: dict[int, Request] = {}
         states: list[list[int]] = []  # [n, 5]
         seen = set(row_of_prompt)
         for request in requests:
             key = request.prompt.cpu().numpy().tobytes()
-            (followers if key in seen and request.progress is None else leaders).append((key, request))
-            if request.progress is None:  # else its K/V may not be here yet
+            (followers if key in seen and request.generated is None else leaders).append((key, request))
+            if request.generated is None:  # else its K/V may not be here yet
                 seen.add(key)
-        leaders.sort(key=lambda leader: text_length(leader[1]))  # rows of like length prefill with little padding
+        leaders.sort(key=lambda leader: leader[1].length)  # rows of like length prefill with little padding
         for row, (key, request) in enumerate(leaders + followers, start=first):
-            prompt, length = len(request.prompt), text_length(request)
+            prompt, length = len(request.prompt), request.length
             self.tokens[row, :prompt] = request.prompt
-            if (progress := request.progress) is not None:
-                moved[row] = progress
-                self.tokens[row, prompt:length] = progress.tokens
-                if progress.logprobs is not None:
-                    self.logprobs[row, prompt:length] = progress.logprobs
+            if request.generated is None:
+                row_of_prompt.setdefault(key, row)
+            else:
+                moved[row] = request
+                self.tokens[row, prompt:length] = request.generated
+            if request.logprobs is not None:
+                self.logprobs[row, prompt:length] = request.logprobs
             states.append([length, prompt, request.limit, request.index, request.stream])
             self._host[:, row] = length, prompt, request.limit
             self.prompts.append(key)
             self.indices.append(request.index)
-            if progress is None:
-                row_of_prompt.setdefault(key, row)
         self._state[:, first : first + len(states)] = sent(torch.tensor(states), self.tokens.device).T
-        self.active += len(requests)
+        self._set_active(first + len(requests))
         columns = torch.arange(self.columns, device=self.tokens.device)  # [columns]
         positions = columns - self.prompt_lengths[first:, None]  # [n, columns]
         self._keys[first : self.active] = position_keys(self.streams[first:], positions)
@@ -197,6 +241,11 @@ class Rows:
     def generated_span(self, row: int) -> slice:
         """The columns of what `row` has generated."""
         return slice(int(self.host_prompt_lengths[row]), int(self.host_lengths[row]))
+
+    def output(self, row: int, want_logprobs: bool) -> tuple[Tensor, Tensor | None]:
+        """What `row` has generated: tokens `[n]` and, if wanted, their log-probabilities `[n]`; copies."""
+        span = self.generated_span(row)
+        return self.tokens[row, span].clone(), self.logprobs[row, span].clone() if want_logprobs else None
 
     def write(self, offset: int, tokens: Tensor) -> None:
         """Writes `[active, n]` tokens of each row after its committed ones, from `offset` on."""
@@ -221,9 +270,9 @@ class Rows:
             columns = self.columns_after(0, logprobs.shape[1])  # [active, n]
             self.logprobs[: self.active].scatter_(1, columns, logprobs.float())
         self.host_lengths[:] = lengths
-        given = torch.from_numpy(lengths)  # [active]
+        new = torch.from_numpy(lengths)  # [active]
         # Pinned memory makes the copy asynchronous.
-        self.lengths.copy_(given.pin_memory() if self.lengths.is_cuda else given, non_blocking=True)
+        self.lengths.copy_(new.pin_memory() if self.lengths.is_cuda else new, non_blocking=True)
 
     def drop(self, finished: list[int]) -> tuple[list[int], list[int]]:
         """Takes `finished` rows out of flight and closes the holes with the last active rows.
@@ -244,16 +293,11 @@ class Rows:
             for row, target in zip(source, destination, strict=True):
                 self.prompts[target], self.indices[target] = self.prompts[row], self.indices[row]
         del self.prompts[remaining:], self.indices[remaining:]
-        self.active = remaining
+        self._set_active(remaining)
         return source, destination
 
 
 @functools.lru_cache(maxsize=256)
 def _steps(offset: int, count: int, device: torch.device) -> Tensor:
-    """`[count]` int64: `offset` and what follows. Kept: on a GPU each of the few that a round needs is a launch."""
+    """`[count]` int64: `offset` and what follows. Cached: on a GPU making one is a launch."""
     return torch.arange(offset, offset + count, device=device)
-
-
-def text_length(request: Request) -> int:
-    """Tokens of the prompt and of what has been generated."""
-    return len(request.prompt) + (0 if request.progress is None else len(request.progress.tokens))

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ...cpu_products import reading_prompts
 from .. import kept
+from .accept import Proposal
 from .attention import MaskPlan, attends_exactly, calls_attention, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
@@ -24,7 +25,6 @@ from .memory import sent
 from .requirements import position_limit
 from .rows import Admission, Rows
 from .shadow import keep_states
-from .verification import Proposal
 
 
 # Attention reads columns up to the longest row, rounded up: few distinct shapes, so that kernels that are prepared
@@ -204,8 +204,8 @@ class EagerRunner:
             `admission.begun` names; None where there are none.
         """
         lengths = admission.cached
-        for row, progress in admission.moved.items():
-            lengths[row - admission.first] = progress.head
+        for row, request in admission.moved.items():
+            lengths[row - admission.first] = request.head
         logits = [self._read(rows, admission, lengths, set(admission.begun)), self._read_ends(rows, admission)]
         found = [own for own in logits if own is not None]
         return sum(lengths[: admission.leaders]), torch.cat(found) if found else None

@@ -5,7 +5,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from .outcome import Bools, Integers
+from .accept import Bools, Integers
 from .processors import PrefixView, is_known, needs_batch
 
 
@@ -14,12 +14,16 @@ class Stopping:
 
     def __init__(self, criteria: StoppingCriteriaList, prefixes: PrefixView) -> None:
         self._prefixes = prefixes
-        eos = [c.eos_token_id.view(-1).tolist() for c in criteria if type(c) is EosTokenCriteria]
-        self._eos = np.array(sum(eos, []), np.int64)  # [ids]
-        self._of_time = [c for c in criteria if type(c) is MaxTimeCriteria]  # looks at no token
-        rest = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)]
-        self._of_batch: list[StoppingCriteria] = [c for c in rest if needs_batch(c)]
-        self._by_prefix: list[StoppingCriteria] = [c for c in rest if not needs_batch(c)]
+        eos, self._of_time = list[int](), list[MaxTimeCriteria]()
+        self._of_batch, self._by_prefix = list[StoppingCriteria](), list[StoppingCriteria]()
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                eos += criterion.eos_token_id.view(-1).tolist()
+            elif type(criterion) is MaxTimeCriteria:  # looks at no token
+                self._of_time.append(criterion)
+            elif type(criterion) is not MaxLengthCriteria:
+                (self._of_batch if needs_batch(criterion) else self._by_prefix).append(criterion)
+        self._eos = np.array(eos, np.int64)  # [ids]
         self._may_refuse = not all(map(is_known, self._by_prefix))
 
     def first_stop(self, tokens: Integers, counts: Integers, room: Integers) -> tuple[Integers, Bools]:
@@ -48,8 +52,9 @@ class Stopping:
                 ends |= first <= keep
                 keep = np.minimum(keep, first)
         rows = self._prefixes.rows
-        if any(bool(clock(rows.tokens[:1], None)) for clock in self._of_time):  # the next token is the last, as there
-            keep, ends = np.minimum(keep, 1), keep > 0
+        for clock in self._of_time:
+            if bool(clock(rows.tokens[:1], None)):  # the next token is the last, as there
+                keep, ends = np.minimum(keep, 1), keep > 0
         for criterion in self._of_batch:
             stopped = rows.tokens.new_zeros(len(keep), dtype=torch.bool) | criterion(self._prefixes.batch(1), None)
             ends |= stopped[rows.requests].cpu().numpy()

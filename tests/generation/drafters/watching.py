@@ -15,11 +15,11 @@ from spec_trl.generation.drafters.checkpoints import read_checkpoint
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
+from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.processors import LogitsPipeline, PrefixView
 from spec_trl.generation.engine.rows import Rows
-from spec_trl.generation.engine.verification import Proposal
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3
 

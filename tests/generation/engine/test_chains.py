@@ -12,9 +12,9 @@ from torch import Tensor
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
+from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Chain
 from tests.generation.calls import generate, outputs
 from tests.generation.races import PROMPTS, Knowing, Plans, random_plans

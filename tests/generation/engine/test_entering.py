@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.processors import PrefixView
-from spec_trl.generation.engine.rows import Progress, Request, Rows
+from spec_trl.generation.engine.rows import Request, Rows
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.engine.stopping import Stopping
@@ -99,9 +99,8 @@ def test_texts_and_heads_are_read_together(
         monkeypatch.setattr(f"spec_trl.generation.engine.runner.{name}", limit)
     runner = EagerRunner(network := make_shadow(tiny), RaggedCache.for_network(network, rows=6, columns=32))
     rows, (short, long, other, copied) = Rows(6, 32, CPU), random_rows([6, 9, 8, 9])
-    begun = [Progress(copied[:3], None, head, 10, dict) for head in (3, 0)]
     requests = [Request(0, short, 30, 0), Request(1, long, 30, 1), Request(2, long, 30, 2)]
-    requests += [Request(3 + index, other, 30, 3, progress) for index, progress in enumerate(begun)]
+    requests += [Request(3 + index, other, 30, 3, copied[:3], head=head) for index, head in enumerate((3, 0))]
     admission = rows.admit(requests)
     count, logits = runner.read_prompts(rows, admission)
     assert count == 6 + 9 + 3 + 0 and admission.begun == {0: 0, 1: 1, 4: 1} and admission.cached == [6, 9, 10, 10, 9]

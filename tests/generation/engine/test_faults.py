@@ -10,9 +10,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from spec_trl.efficient_rollout.toggle import RooflineToggle
 from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.guarded_drafters import GuardedDrafters
 from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Candidate
 from spec_trl.scheduling.ledger import Drafts, Times
 from spec_trl.scheduling.planner import Planner
@@ -35,7 +35,7 @@ def test_the_seconds_of_a_drafter_that_fails_still_count() -> None:
     drafters = GuardedDrafters([Standing([[]], None)], lambda _: None)
     with pytest.warns(UserWarning, match="Standing failed"):
         drafters.each(lambda _: 1 / 0)
-    assert not list(drafters) and drafters.stood == 2.0
+    assert not drafters.in_use and drafters.stood == 2.0
 
 
 class Standing(Knowing):

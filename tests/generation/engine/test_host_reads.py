@@ -11,8 +11,7 @@ from transformers import LlamaForCausalLM
 
 from spec_trl.generation.engine import processors
 from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
-from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.generation.engine.noise_ahead import NoiseAhead
+from spec_trl.generation.engine.noise import NoiseAhead, RoundNoise
 from spec_trl.generation.engine.pages import PagedCache
 from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.generation.engine.rows import Request, Rows
@@ -69,13 +68,13 @@ def test_a_round_reads_once_while_lookups_are_overheard(
     tiny: LlamaForCausalLM, rounds, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
     told: list[int] = []
-    overheard = Planner.overheard
+    overheard = Planner.record_unverified
 
     def noted(self: Planner, which: int, *verdicts: Any) -> None:
         told.append(which)
         overheard(self, which, *verdicts)
 
-    monkeypatch.setattr(Planner, "overheard", noted)
+    monkeypatch.setattr(Planner, "record_unverified", noted)
     found = generate(tiny, PROMPTS, strategy, max_new_tokens=60)
     assert told and found.statistics.drafter_failure is None
     assert rounds == [["cpu"]] * found.statistics.rounds

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from spec_trl.generation.engine import noise
 from spec_trl.generation.engine.noise import (
+    NoiseAhead,
     RoundNoise,
     derive,
     gumbel_noise,
@@ -19,7 +20,6 @@ from spec_trl.generation.engine.noise import (
     uniform_coins,
     widen,
 )
-from spec_trl.generation.engine.noise_ahead import NoiseAhead
 from spec_trl.generation.engine.rows import Request, Rows
 
 

@@ -22,7 +22,7 @@ from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.pages import Change, PagedCache, Pages
 from spec_trl.generation.engine.room import PoolRoom, RowNeeds
-from spec_trl.generation.engine.rows import Progress, Request, Rows
+from spec_trl.generation.engine.rows import Request, Rows
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from tests.conftest import tiny_llama
@@ -345,8 +345,7 @@ def test_rows_are_admitted_while_pages_last() -> None:
     for free, count in ((3 + 5 + 2 + 2, 3), (3 + 5 + 2 + 1, 2), (3 + 4, 0)):
         own = room([101, 21], pages=3 + free)
         assert own.fitting(waiting[:3]) == count and own.is_full == (count == 0)
-    moved = Progress(torch.arange(10), None, 209, 209, dict)
-    again = [Request(index, prompt, 500, 0, moved) for index in range(2)]
+    again = [Request(index, prompt, 500, 0, torch.arange(10), head=209) for index in range(2)]
     assert room([101, 21], pages=3 + 3 + 5 + 5).fitting(again) == 2
     assert room([101, 21], pages=3 + 3 + 5 + 4).fitting(again) == 1, "their prompts are computed again, each its own"
     assert room([], pages=3).fitting(waiting) == 1, "else nobody would ever decode"

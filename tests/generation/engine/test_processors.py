@@ -20,11 +20,11 @@ from transformers import (
 from transformers.generation import logits_process as hf
 
 from spec_trl.generation.engine import processors
+from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.filters import Filters, keep_top_p
 from spec_trl.generation.engine.noise import RoundNoise, draw, position_keys, stream_keys
 from spec_trl.generation.engine.processors import LogitsPipeline, PrefixView
-from spec_trl.generation.engine.rows import Progress, Request, Rows
-from spec_trl.generation.engine.verification import Proposal
+from spec_trl.generation.engine.rows import Request, Rows
 from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import (
     Alternate,
@@ -211,7 +211,7 @@ def ragged_rows() -> Rows:
     for index, (ids, mask) in enumerate(zip(PADDED["input_ids"], PADDED["attention_mask"].bool(), strict=True)):
         begun = None
         if index == 3:
-            begun = Progress(torch.randint(3, VOCABULARY, (2,), generator=generator), None, 0, 4, dict)
+            begun = torch.randint(3, VOCABULARY, (2,), generator=generator)
         requests.append(Request(index, ids[mask], 20, index, begun))
     rows.admit(requests)
     rows.tokens[:, max(PROMPTS_OF) + 2 :] = 63  # nobody may look here
@@ -299,12 +299,12 @@ def test_operations_of_a_round_do_not_depend_on_its_lengths(on_cuda: bool, monke
     """Nor does the host wait for the device; on a CPU, where it need not wait, it reads whether top-p is decided."""
     if on_cuda:
         pytest.importorskip("triton")
-        from spec_trl.generation.engine.kernels import top_p_floors
+        from spec_trl.generation.engine.kernels import sampling
 
         def launch(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:  # the interpreter reads, and takes long
             return torch.zeros(len(logits)), torch.zeros(len(logits), dtype=torch.int32)
 
-        monkeypatch.setattr(top_p_floors, "top_p_floors", launch)
+        monkeypatch.setattr(sampling, "top_p_floors", launch)
         monkeypatch.setattr(processors, "_is_fused", lambda logits: True)
     batch, gamma, width = 16, 5, 7
     generator = torch.Generator().manual_seed(6)

@@ -3,8 +3,7 @@
 import pytest
 from transformers import LlamaForCausalLM
 
-from spec_trl.generation.engine.request_queue import RequestQueue
-from spec_trl.generation.engine.rows import Request
+from spec_trl.generation.engine.rows import Request, RequestQueue
 from spec_trl.scheduling import admission
 from spec_trl.scheduling.admission import Patience
 from tests.generation.calls import generate, outputs, pad_left, random_rows

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.runner import EagerRunner
-from spec_trl.generation.engine.verification import Proposal
 from tests.generation.calls import Prompts, generate, outputs, pad_left
 from tests.generation.races import PROMPTS, ROWS
 

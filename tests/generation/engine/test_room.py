@@ -15,9 +15,8 @@ from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.engine import memory
 from spec_trl.generation.engine import room as room_module
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.request_queue import RequestQueue
 from spec_trl.generation.engine.room import KVRoom, RowNeeds
-from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.generation.engine.rows import Request, RequestQueue, Rows
 from tests.distributed import test_pool as pools
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ....scheduling.acceptance import MAX_DRAFT_LENGTH
+from ...engine.accept import Integers, Proposal
 from ...engine.drafter import Drafter, DraftSession
 from ...engine.noise import RoundNoise
-from ...engine.outcome import Integers
 from ...engine.rows import Admission
-from ...engine.verification import Proposal
 from .pipe import DraftPipe
 from .worker import Kind
 
@@ -90,8 +89,9 @@ class DecoupledDrafter(Drafter):
         parts = []
         for row in range(first, rows.active):
             prompt = np.frombuffer(rows.prompts[row], dtype=np.int64)  # [prompt length]
-            progress = admission.moved.get(row)
-            output = prompt[:0] if progress is None else progress.tokens.cpu().numpy()  # [n], of another rank
+            output = prompt[:0]  # [n]
+            if row in admission.moved:
+                output = rows.tokens[row, rows.generated_span(row)].cpu().numpy()
             parts += [np.array([rows.indices[row], *state[:, row].tolist(), len(prompt), len(output)]), prompt, output]
             self._lengths[row], self._limits[row] = len(prompt) + len(output), state[0, row]
             self._ahead[row] = 0

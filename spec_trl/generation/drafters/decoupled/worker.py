@@ -15,7 +15,7 @@ from torch import Tensor
 from ...engine.cache import RaggedCache
 from ...engine.drafter import Drafter, DraftSession
 from ...engine.noise import RoundNoise
-from ...engine.rows import Progress, Request
+from ...engine.rows import Request
 from .tail import TailCache
 
 
@@ -106,8 +106,8 @@ class DraftWorker:
             _require(first >= 1 and more >= 0 and length == len(text), "ADMIT", "numbers of tokens")
             _require(length <= limit < rows.columns, "ADMIT", "limit")
             self._require_tokens(text, "ADMIT")
-            progress = Progress(text[first:], None, length - 1, length - 1, dict) if more else None
-            requests.append(Request(index, text[:first], limit, stream, progress))
+            generated = text[first:] if more else None
+            requests.append(Request(index, text[:first], limit, stream, generated, head=length - 1))
             at += 5 + length
         _require(0 < len(requests) <= rows.capacity - rows.active, "ADMIT", "number of requests")
         admission = rows.admit(requests)  # they come in the verifier's order, in which nothing is left to sort

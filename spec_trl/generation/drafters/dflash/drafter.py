@@ -22,9 +22,8 @@ from .network import DFlashConfig, DFlashNetwork
 class DFlashDrafter(FeatureDrafter):
     """Drafts blocks with a DFlash checkpoint of the z-lab or the speculators format (arXiv 2602.06036).
 
-    The target's features become K/V of the drafter's layers as they are told: column i of its own ragged cache holds
-    the context at position i of the row. A block's K/V is written after the context, where the features of the tokens
-    that come to stand there overwrite it.
+    The target's features become K/V of the drafter's layers when they arrive: column i of the drafter's cache holds
+    the context at position i of the row. A block's K/V is written after the context; later features overwrite it.
     """
 
     strategy = "dflash"

@@ -48,7 +48,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(FeatureConfig):
-    """What a checkpoint's config.json says about the network.
+    """A DFlash checkpoint's config.json.
 
     Args:
         block_size: number of slots of a block, the anchor included.
@@ -85,25 +85,25 @@ class DFlashConfig(FeatureConfig):
         inner: Mapping[str, Any] = settings.get("dflash_config") or {}
         check_keys("dflash_config", inner, _ZLAB_EITHER, _FIXED)
         check_keys("config.json", settings, DECODER_KEYS | _ZLAB_EITHER, _FIXED)
-        given = {key: inner.get(key, settings.get(key)) for key in _ZLAB_EITHER}
+        values = {key: inner.get(key, settings.get(key)) for key in _ZLAB_EITHER}
         decoder = read_decoder(settings, "qwen3", model_type="qwen3", mlp_bias=False)
-        depth, ids = settings.get("num_target_layers"), given["target_layer_ids"]
+        depth, ids = settings.get("num_target_layers"), values["target_layer_ids"]
         if ids is None:
             depth = integer("num_target_layers (target_layer_ids is missing)", depth, 4)
             ids = spaced_layers(depth, decoder.num_hidden_layers)
         causal = settings.get("is_causal")
         return cls(
             decoder=decoder,
-            block_size=integer("block_size", given["block_size"], 2),
-            mask_token=integer("mask_token_id", given["mask_token_id"], 0),
+            block_size=integer("block_size", values["block_size"], 2),
+            mask_token=integer("mask_token_id", values["mask_token_id"], 0),
             # Counted from the first layer's output.
             feature_layers=tuple(index + 1 for index in layer_list("target_layer_ids", ids)),
             is_causal=tuple(kind == SLIDING if causal is None else bool(causal) for kind in decoder.layer_types),
             draft_vocabulary=decoder.vocab_size,
             num_target_layers=depth,
-            embedding_scale=float(given["input_embedding_scale"] or 1.0),
-            output_multiplier=float(given["output_multiplier"] or 1.0),
-            softcap=given["final_logit_softcapping"] or None,
+            embedding_scale=float(values["input_embedding_scale"] or 1.0),
+            output_multiplier=float(values["output_multiplier"] or 1.0),
+            softcap=values["final_logit_softcapping"] or None,
         )
 
     @classmethod
@@ -176,8 +176,8 @@ class DFlashConfig(FeatureConfig):
         return self._of_each_layer(mask)
 
     def spans(self, anchors: Tensor, table: Tensor | None) -> list[Tensor]:
-        """The same masks as the first and the last column that each query sees: a block follows its context, so they
-        lie next to each other. :func:`~spec_trl.generation.engine.attention.as_spans` makes them, of a `table` too."""
+        """The same masks as first and last column that a query sees: a block follows its context, so these columns are
+        contiguous. Made by :func:`~spec_trl.generation.engine.attention.as_spans`, with its `table`."""
         anchor = anchors[:, None]  # [B, 1]
         query = anchor + torch.arange(self.block_size, device=anchors.device)  # [B, n]
         start, end = torch.zeros_like(query), (anchor + self.block_size - 1).expand_as(query)  # [B, n] each
@@ -194,7 +194,7 @@ class DFlashConfig(FeatureConfig):
         return self._of_each_layer(span)
 
     def _of_each_layer(self, make: Callable[[bool, bool], Tensor]) -> list[Tensor]:
-        """What `make` makes for each layer, by whether it has a window, and is causal; alike layers share it."""
+        """`make(has a window, is causal)` for each layer; alike layers share a result."""
         kinds = [(t == SLIDING, causal) for t, causal in zip(self.decoder.layer_types, self.is_causal, strict=True)]
         made = {kind: make(*kind) for kind in set(kinds)}
         return [made[kind] for kind in kinds]

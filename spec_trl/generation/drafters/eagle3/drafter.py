@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ...engine.accept import Integers
 from ...engine.attention import FULL, MaskPlan, as_spans
 from ...engine.draft_loop import Forward
 from ...engine.drafter import DraftSession
-from ...engine.outcome import Integers
 from ...engine.rows import Admission
 from ...registry import register_drafter
 from ..autoregressive import CATCH_UP
@@ -30,7 +30,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     Column i of its K/V cache holds the pair of token i + 1 and the target's features at column i, and its output
     drafts token i + 2. The features of a row of n tokens end at column n - 2 (verification feeds the newest token), so
-    the pair n - 2 drafts the first token, and further pairs read the network's own output:
+    the pair n - 2 drafts the first token, and further pairs read the network's output:
 
         column        0     1     2     3 = n - 2    4           5
         token         x1    x2    x3    x4           d1          d2
@@ -130,7 +130,7 @@ class Eagle3Drafter(FeatureDrafter):
         def feed(columns: Tensor, tokens: Tensor, states: Tensor) -> Tensor:
             cache.point_at(columns)
             mask = CAUSAL.build(columns, canvas.columns, network.dtype)  # [B, 1, q, columns]
-            # The network's own dtype counts: it may be a wider copy of the one that drafts.
+            # `network` may be a copy of the drafting network in a wider dtype.
             return network(network.embed(tokens, self.embeddings), states, columns, mask, cache.update)
 
         context = canvas.context

@@ -38,7 +38,7 @@ _OF_EAGLE_CONFIG: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(FeatureConfig):
-    """What an EAGLE-3 checkpoint computes, read from either format's config.json.
+    """An EAGLE-3 checkpoint's config.json.
 
     Args:
         norm_before_residual: whether the residual stream starts from the normed state.

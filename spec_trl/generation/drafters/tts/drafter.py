@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...configuration import Distillation, SpeculativeConfig
+from ...engine.accept import Integers, Proposal
 from ...engine.cuda_graphs import CAPTURING
 from ...engine.drafter import DraftCost, Drafter, DraftSession, take_drafter
 from ...engine.noise import RoundNoise, widen
-from ...engine.outcome import Integers
 from ...engine.rows import Admission
 from ...engine.shadow import structure
 from ...engine.statistics import LearningStatistics
-from ...engine.verification import Proposal
 from ...registry import DRAFTERS, register_drafter
 from ..canvas import Canvas, TrainableDrafter
 from ..self_copy import SelfDrafter, versions
@@ -161,7 +160,7 @@ class DistilledDrafter(Drafter):
             elif self._stride is not None:
                 assert self.learner is not None
                 self.learner.move(source, destination)
-                self.learner.reset(range(rows.active, rows.capacity))  # before the next request's prompt stands there
+                self.learner.reset(range(rows.active, rows.capacity))  # before the next request's prompt comes
         self.student.move(source, destination, columns)
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
@@ -303,7 +302,7 @@ class DistilledDrafter(Drafter):
     def _learn_aside(
         self, learner: Learner, canvas: Canvas, logits: Tensor, drafted: Tensor, is_ready: torch.cuda.Event | None
     ) -> float:
-        """`_learn_from` in the second thread, on a GPU on a stream of its own."""
+        """`_learn_from` in the second thread; on a GPU on a second stream."""
         if is_ready is None or self._stream is None:
             return self._learn_from(learner, canvas, logits, drafted)
         with CAPTURING, torch.cuda.stream(self._stream):
@@ -329,8 +328,8 @@ class DistilledDrafter(Drafter):
                 drafts = student.replay(learner.network, canvas)  # [B, C, draft V]
                 if step == 0 and first is not None and self._stride is None:
                     now, then = (
-                        expected_tokens(each.detach(), logits, student.target_ids)[drafted].sum()
-                        for each in (drafts, first)
+                        expected_tokens(of_network.detach(), logits, student.target_ids)[drafted].sum()
+                        for of_network in (drafts, first)
                     )
                     self._rise = float((now / then).log())
                 weights = student.position_weights(drafts.shape[1])
@@ -353,8 +352,8 @@ class DistilledDrafter(Drafter):
 
 @torch.no_grad()
 def expected_tokens(drafts: Tensor, target: Tensor, target_ids: Tensor | None) -> Tensor:
-    """Tokens that a round is expected to commit for each row `[B]` where a draft is accepted with the probability that
-    p and q have in common, at temperature 1: 1 + Σ_k Π_{j≤k} Σ_v min(p_j, q_j). Arguments as below."""
+    """Expected tokens of a round for each row `[B]`, at temperature 1, where a draft is accepted with the overlap of p
+    and q: 1 + Σ_k Π_{j≤k} Σ_v min(p_j, q_j). Arguments as of :func:`distillation_loss`."""
     p = target[:, : drafts.shape[1]].float().softmax(-1)  # [B, C, V]
     if target_ids is not None:
         p = p[..., target_ids]  # [B, C, draft V]
@@ -386,7 +385,7 @@ def distillation_loss(drafts: Tensor, target: Tensor, target_ids: Tensor | None,
 
 
 def _identity(assistant: Any) -> Iterator[object]:
-    """Differs when the assistant has changed: its weights' storage and versions, or its files' times."""
+    """Identifies the assistant's state: its weights' storage and versions, or its files' times."""
     if isinstance(assistant, nn.Module):
         network = as_assistant("assistant_model", assistant)
         yield from (*structure(network), *versions(network))

@@ -27,14 +27,14 @@ _BETAS, _EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
 
 class Learner(ABC):
-    """What one drafter has learned so far.
+    """Trains a copy of a drafter.
 
     Attributes:
         network: the copy of the drafting network that learns.
-        initial: a network with the weights before any learning, q_0; None where nobody asks for it.
-        tensors: what is learned, each with gradient.
-        published: where drafting reads it; captured forwards too, so it is written in place.
-        rows: number of separate adapters, one per cache row; 1 = all rows share what is learned.
+        initial: a network with the weights before learning, q_0; None where it is not needed.
+        tensors: the tensors that learn, with gradient.
+        published: those of the drafting network, written in place since captured forwards read them.
+        rows: number of separate adapters, one per cache row; 1: all rows share the tensors.
         learning_rate: η of Adam.
     """
 
@@ -47,42 +47,42 @@ class Learner(ABC):
 
     @abstractmethod
     def step(self, gradients: Sequence[Tensor | None], drafted: Tensor) -> None:
-        """One step of Adam by the `gradients` of `tensors`, which come from the first rows `drafted` (`[B]` bool)."""
+        """A step of Adam by the `gradients` of `tensors`, from the first rows `drafted` (`[B]` bool)."""
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copies what has been learned into the drafting network."""
+        """Copies the tensors into the drafting network."""
         torch._foreach_copy_(self.published, self.tensors)
 
     @abstractmethod
     def reset(self, rows: Iterable[int]) -> None:
-        """Takes back what cache rows `rows` have learned, Adam's moments included."""
+        """Resets the tensors of cache rows `rows`, Adam's moments included."""
 
     @abstractmethod
     def move(self, source: list[int], destination: list[int]) -> None:
-        """Cache rows `source` are now rows `destination`."""
+        """Moves the tensors of cache rows `source` to rows `destination`."""
 
     @abstractmethod
     def release(self) -> None:
-        """Leaves the drafting network as it was before there was a learner."""
+        """Restores the drafting network."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What has been learned, moments included, for a checkpoint: the tensors themselves, not copies."""
+        """Tensors and moments for a checkpoint, not copied."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over and publishes what :meth:`state_dict` gave; raises ValueError, and changes nothing, where its
+        """Loads and publishes the result of :meth:`state_dict`. Raises ValueError, and changes nothing, where its
         tensors have other shapes."""
 
     @property
     @abstractmethod
     def bytes(self) -> int:
-        """Bytes that learning takes in addition to the drafting network, gradients included."""
+        """Memory of learning in addition to the drafting network, gradients included."""
 
 
 class WeightLearner(Learner):
-    """Learns all of a drafter's own weights (TTS §4.1), for all rows together."""
+    """Learns all weights that a drafter does not borrow (TTS §4.1), for all rows together."""
 
     rows = 1
 
@@ -209,7 +209,7 @@ class RowAdapters(RowTensors):
         def correction(name: str, down: Tensor, up: Tensor) -> Callable[..., Tensor]:
             def correct(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
                 x = args[0].to(down.dtype)  # [B, q, in]
-                own = up[0]  # [out, r]
+                up_of_row = up[0]  # [out, r]
                 if self.rows > 1:
                     if x.dim() != 3:
                         raise ValueError(
@@ -218,8 +218,8 @@ class RowAdapters(RowTensors):
                             "(max_batch_size=1)"
                         )
                     first = first_row()
-                    own = up[first : first + len(x)]  # [B, out, r]
-                return output + (x @ down.mT @ own.mT).to(output.dtype)  # [B, q, out]
+                    up_of_row = up[first : first + len(x)]  # [B, out, r]
+                return output + (x @ down.mT @ up_of_row.mT).to(output.dtype)  # [B, q, out]
 
             return correct
 
@@ -250,9 +250,9 @@ class RowAdam(RowTensors):
         counts = self._steps[which]  # [m, 1, 1]
         beta1, beta2 = _BETAS
         for tensor, mean, square, gradient in zip(self._tensors, self._means, self._squares, gradients, strict=True):
-            found = gradient[which]  # [m, ...]
-            mean[which] = new_mean = mean[which].lerp(found, 1 - beta1)
-            square[which] = new_square = square[which].lerp(found.square(), 1 - beta2)
+            learning = gradient[which]  # [m, ...]
+            mean[which] = new_mean = mean[which].lerp(learning, 1 - beta1)
+            square[which] = new_square = square[which].lerp(learning.square(), 1 - beta2)
             denominator = (new_square / (1 - beta2**counts)).sqrt().to(tensor.dtype) + _EPSILON
             tensor[which] -= self.learning_rate * (new_mean / (1 - beta1**counts)).to(tensor.dtype) / denominator
 
@@ -264,8 +264,8 @@ class RowAdam(RowTensors):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what :meth:`state_dict` gave for tensors of the same shapes."""
         saved = [*state["means"], *state["squares"], state["steps"]]
-        for own, value in zip(self._by_row, saved, strict=True):
-            own.copy_(value)
+        for tensor, value in zip(self._by_row, saved, strict=True):
+            tensor.copy_(value)
 
 
 class AdapterLearner(Learner):
@@ -284,8 +284,8 @@ class AdapterLearner(Learner):
         self._by_row = (self._drafting, self._learning, self._adam)
 
     def step(self, gradients: Sequence[Tensor | None], drafted: Tensor) -> None:
-        found = [g if g is not None else torch.zeros_like(t) for g, t in zip(gradients, self.tensors, strict=True)]
-        self._adam.step(found, drafted if self.rows > 1 else drafted.any(0, keepdim=True))
+        full = [g if g is not None else torch.zeros_like(t) for g, t in zip(gradients, self.tensors, strict=True)]
+        self._adam.step(full, drafted if self.rows > 1 else drafted.any(0, keepdim=True))
 
     @torch.no_grad()
     def reset(self, rows: Iterable[int]) -> None:
@@ -304,17 +304,17 @@ class AdapterLearner(Learner):
             handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tensors": [tensor.detach() for tensor in self._kept()], "moments": self._adam.state_dict()}
+        return {"tensors": [tensor.detach() for tensor in self._saved()], "moments": self._adam.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _copy_tensors(state["tensors"], self._kept())
+        _copy_tensors(state["tensors"], self._saved())
         for name, down in self._drafting.down.items():
             down.copy_(self._learning.down[name])
         self._adam.load_state_dict(state["moments"])
         self.publish()
 
-    def _kept(self) -> list[Tensor]:
+    def _saved(self) -> list[Tensor]:
         return [*self.tensors, *self._learning.down.values()]  # `down` has the scale of the layers at the beginning
 
     @property
@@ -331,13 +331,13 @@ def _copy_that_learns(network: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def _copy_tensors(saved: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-    """Copies `saved` into `own`; raises ValueError, and changes nothing, where numbers or shapes differ."""
-    shapes, wanted = ([tuple(tensor.shape) for tensor in tensors] for tensors in (saved, own))
+def _copy_tensors(saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copies `saved` into `targets`; raises ValueError, and changes nothing, where numbers or shapes differ."""
+    shapes, wanted = ([tuple(tensor.shape) for tensor in tensors] for tensors in (saved, targets))
     if shapes != wanted:
         odd = [shape for shape in shapes if shape not in wanted][:3]
         raise ValueError(f"it has {len(shapes)} tensors for {len(wanted)}, or of other shapes: {odd or shapes[:3]}.")
-    for tensor, value in zip(own, saved, strict=True):
+    for tensor, value in zip(targets, saved, strict=True):
         tensor.copy_(value)
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from spec_trl.generation.drafters.decoupled.pipe import NOTHING, DraftPipe, mirrored
 from spec_trl.generation.drafters.decoupled.worker import DraftWorker, Kind
+from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.generation.engine.verification import Proposal
 
 
 class InTurn(DraftPipe):

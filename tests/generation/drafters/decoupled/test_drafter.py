@@ -14,10 +14,10 @@ from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.decoupled.worker import Kind
+from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.shadow import make_shadow
-from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.affine_seconds import AffineSeconds
 from spec_trl.scheduling.control import Chain
 from spec_trl.specactor.decoupled_plan import ExecutionPlan

@@ -13,9 +13,9 @@ from spec_trl.generation import kept
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.generation.engine.verification import Proposal
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, generate, outputs
 from tests.generation.drafters.decoupled.scripted import Chance

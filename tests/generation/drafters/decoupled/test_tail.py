@@ -13,11 +13,11 @@ from spec_trl.generation.drafters.decoupled.pipe import DraftPipe, DraftThread
 from spec_trl.generation.drafters.decoupled.worker import Kind
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import memory
+from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.engine.statistics import DraftCounts
-from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Chain
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.decoupled.scripted import InTurn

@@ -21,7 +21,7 @@ from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter, distillation_loss
 from spec_trl.generation.drafters.tts.learners import CORRECTION_RATE
-from spec_trl.generation.engine.verification import Proposal
+from spec_trl.generation.engine.accept import Proposal
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.tts.learning import ALONE, BATCH, equal, weights_of

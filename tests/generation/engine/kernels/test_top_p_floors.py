@@ -14,8 +14,8 @@ from tests.generation.engine.kernels.ahead_of_time import CAPABILITIES, compile_
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from spec_trl.generation.engine.kernels import top_p_floors as kernel
-from spec_trl.generation.engine.kernels.gumbel_sampler import fused_draw
+from spec_trl.generation.engine.kernels import sampling as kernel
+from spec_trl.generation.engine.kernels.sampling import fused_draw
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -136,8 +136,8 @@ def test_of_equals_the_draw_takes_those_that_are_left() -> None:
 def test_machine_code(capability, tmp_path: Path) -> None:
     """Nothing spills; and where 16 divides the vocabulary, logits are read 16 bytes at a time."""
     calls = """
-from spec_trl.generation.engine.kernels.gumbel_sampler import fused_draw
-from spec_trl.generation.engine.kernels.top_p_floors import top_p_floors
+from spec_trl.generation.engine.kernels.sampling import fused_draw
+from spec_trl.generation.engine.kernels.sampling import top_p_floors
 for vocabulary, dtype in ((50_257, torch.bfloat16), (151_936, torch.bfloat16), (128_256, torch.float32)):
     logits = torch.zeros(4, vocabulary, dtype=dtype)
     floors, first = top_p_floors(logits, 0.9, 0.7, torch.zeros(4))

@@ -1,13 +1,18 @@
-"""What would end a run in one of its rollouts, refused before any work, or by the name of the prompt."""
+"""What SpecGRPOTrainer refuses before any work: classes of TRL and transformers that have changed, and what would end
+a run in one of its rollouts. A prompt that is drawn later is refused by its text."""
 
 import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+import trl
 from datasets import Dataset
 from torch import Tensor
 from transformers import (
@@ -17,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
+from trl.models import unwrap_model_for_generation
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.decoupling import check_device
@@ -30,11 +36,77 @@ from ..generation.engine.requirements import (
 )
 from ..generation.generate import move_stop_strings
 from ..generation.strategies import check_assistants
+from ..papers import load
 
 
+KNOWN = "trl 1.16 and transformers 5.17 to 5.24"
+_REMEDY = "Install trl>=1.16,<1.17, or a spec_trl that knows the installed version."
+OVERRIDDEN = (
+    "_calculate_rewards", "_generate", "_generate_single_turn", "_get_per_token_logps_and_entropies",
+    "_inner_training_loop",
+    "_get_train_sampler", "_load_optimizer_and_scheduler", "_prepare_inputs", "_save_rng_state", "_tool_call_loop",
+    "compute_loss", "save_model", "train", "training_step",
+)  # fmt: skip
+"""Methods that the trainer puts its own in place of, and calls."""
+_CALLED = ("_tokenize_prompts",)
+READ = (
+    "_dist", "_metrics", "_tokenizer", "accelerator", "aux_loss_enabled", "eval_dataset", "generation_config",
+    "generation_kwargs", "model", "model_wrapped", "rollout_func", "state", "tools", "train_dataset",
+)  # fmt: skip
+"""Attributes that the trainer reads."""
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _LOOKED_AT = 1024  # rows of a dataset whose texts are compared, spread over it
 _TOKENIZED = 16  # the longest texts of them
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+
+
+# ---- the classes that it extends, whose private methods change without notice --------------------------------------
+
+
+def check_methods(ours: type, theirs: type) -> None:
+    """Raises ImportError unless each method of `ours` that overrides one of `theirs` takes what callers give it: the
+    same parameters in the same order. What goes into `*args` of ours may change."""
+    for name in (*OVERRIDDEN, *_CALLED):
+        if not hasattr(theirs, name):
+            raise _unknown(f"{theirs.__name__} has no {name}")
+        if name in _CALLED:
+            continue
+        mine, given = signature(getattr(ours, name)), signature(getattr(theirs, name))
+        passes_on = any(each.kind is Parameter.VAR_POSITIONAL for each in mine.parameters.values())
+        wanted = [each.name for each in mine.parameters.values() if each.kind in _POSITIONAL]
+        found = list(given.parameters)[: len(wanted) if passes_on else None]
+        if found != wanted:
+            known, new = (", ".join(each.parameters) for each in (mine, given))
+            raise _unknown(f"{theirs.__name__}.{name} takes ({new}), where ({known}) is known")
+    keywords = {"gather_deepspeed3_params", "generation_kwargs", "gradient_checkpointing_kwargs"}
+    if unknown := sorted(keywords - {*signature(unwrap_model_for_generation).parameters}):
+        raise _unknown(f"trl.models.unwrap_model_for_generation takes no {', '.join(unknown)}")
+
+
+def check_attributes(trainer: object) -> None:
+    """Raises ImportError where the base classes have not set what `trainer` reads."""
+    if missing := [name for name in READ if not hasattr(trainer, name)]:
+        raise _unknown(f"a GRPOTrainer has no {', '.join(missing)}")
+
+
+def _unknown(difference: str) -> ImportError:
+    return ImportError(
+        f"SpecGRPOTrainer knows {KNOWN}; trl {trl.__version__} and transformers {transformers.__version__} are "
+        f"installed, and differ: {difference}. {_REMEDY}"
+    )
+
+
+# ---- rollouts -------------------------------------------------------------------------------------------------------
+
+
+def check_fsdp(version: int | None) -> None:
+    """Raises ValueError for a `version` of FSDP whose weights cannot be gathered; None: no FSDP."""
+    if version == 1:
+        raise ValueError(
+            "fsdp_version=1 is not served: it keeps a layer's weights in one flat tensor, and the drafter is made of "
+            'each weight by itself. Set fsdp_version: 2 in the file for accelerate (fsdp_config={"version": 2} in '
+            "SpecGRPOConfig)."
+        )
 
 
 def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorList:
@@ -43,6 +115,8 @@ def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorLi
     policy, args, settings = policy_in(trainer.model), trainer.args, trainer.generation_config
     processors = check_generation(policy, config, settings, trainer._tokenizer, trainer.accelerator.device)
     check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
+    if args.roofline_profile is not None and Path(args.roofline_profile).exists():
+        load("efficient_rollout.profile").Profile.load(args.roofline_profile)
     for name in ("train_dataset", "eval_dataset"):
         check_dataset(policy, settings, name, vars(trainer)[name], trainer._tokenize_prompts)
     return processors

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from spec_trl.generation import kept
-from spec_trl.trainers import kept_graphs
-from spec_trl.trainers.kept_graphs import KeptGraphs
+from spec_trl.trainers import rollout_memory
+from spec_trl.trainers.rollout_memory import KeptGraphs
 from tests.generation.engine.tape import Tape, install_tape
 from tests.trainers.harness import assert_same_training, make_run, tiny_policy, train_plainly
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The peak in each training step to come, of 1000 bytes; without one nobody counts."""
     found: list[int] = []
-    monkeypatch.setattr(kept_graphs, "peak_memory", lambda device: (found.pop(0), 1000) if found else None)
+    monkeypatch.setattr(rollout_memory, "peak_memory", lambda device: (found.pop(0), 1000) if found else None)
     return found
 
 
@@ -74,7 +74,7 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
 
 def test_a_training(tmp_path: Path, tape: Tape, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default: what the first rollout has captured is freed, the second one's serves the third."""
-    monkeypatch.setattr(kept_graphs, "peak_memory", lambda device: (2**20, 2**30))
+    monkeypatch.setattr(rollout_memory, "peak_memory", lambda device: (2**20, 2**30))
     recorded: list[int] = []
     policy = tiny_policy()
     run = make_run(tmp_path, "self", policy=policy, runner="graph")

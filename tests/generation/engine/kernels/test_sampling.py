@@ -13,8 +13,8 @@ from tests.generation.engine.kernels.ahead_of_time import CAPABILITIES, compile_
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from spec_trl.generation.engine.kernels import gumbel_sampler
-from spec_trl.generation.engine.kernels.gumbel_sampler import fused_draw
+from spec_trl.generation.engine.kernels import sampling
+from spec_trl.generation.engine.kernels.sampling import fused_draw
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,7 +56,7 @@ def compare(logits: torch.Tensor, keys: torch.Tensor | None, temperature: float 
 def test_a_draw_from_two_chunks() -> None:
     """Rows and keys any stride apart, floors, a token below its floor, NaN, and rows with one token or none left."""
     torch.manual_seed(0)
-    vocabulary = gumbel_sampler.CHUNK + 3
+    vocabulary = sampling.CHUNK + 3
     logits = random(8, 2, vocabulary + 5, dtype=torch.bfloat16)[:, 1, :vocabulary]  # [8, V]
     keys = torch.stack([keys_of(0, 8), torch.tensor([0, -1, 1, -(2**63), 2**63 - 1, 2**31, -12345, 1 << 40])], dim=1)
     keys, x = keys.to(DEVICE)[:, 1], divided(logits, 0.7)
@@ -110,7 +110,7 @@ def test_any_vocabulary(dtype: torch.dtype, vocabulary: int, seed: int, temperat
 
 
 def test_the_first_of_equals_wins() -> None:
-    logits = torch.zeros(3, 2 * gumbel_sampler.CHUNK, device=DEVICE, dtype=torch.bfloat16)
+    logits = torch.zeros(3, 2 * sampling.CHUNK, device=DEVICE, dtype=torch.bfloat16)
     logits[0, [8191, 5000, 5001]] = 2  # in the second chunk
     logits[1, [4000, 4095, 4096]] = 2  # on both sides of a border
     tokens, scores, logprobs = fused_draw(logits, None)
@@ -154,7 +154,7 @@ def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:
 def test_machine_code(capability, tmp_path) -> None:
     """What the interpreter lets pass, a compiler may not."""
     calls = """
-from spec_trl.generation.engine.kernels.gumbel_sampler import fused_draw
+from spec_trl.generation.engine.kernels.sampling import fused_draw
 keys, floors = torch.empty(2, dtype=torch.int64), torch.empty(2)
 for dtype in (torch.bfloat16, torch.float32):
     fused_draw(torch.empty(2, 152064, dtype=dtype), keys, 0.7, floors)

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from spec_trl.generation.engine import overheard
-from spec_trl.generation.engine.guarded_drafters import GuardedDrafters
-from spec_trl.generation.engine.overheard import Overheard
-from spec_trl.generation.engine.verification import Proposal
+from spec_trl.generation.engine import guarded_drafters
+from spec_trl.generation.engine.accept import Proposal
+from spec_trl.generation.engine.guarded_drafters import GuardedDrafters, LookupEvaluation
 from spec_trl.scheduling.planner import SHARE
 
 
@@ -41,37 +40,37 @@ def lookup() -> Any:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Stands still but for what the test adds."""
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(overheard, "time", clock)
+    monkeypatch.setattr(guarded_drafters, "time", clock)
     return clock
 
 
-def heard(lookup: Any) -> tuple[Listener, Overheard]:
+def heard(lookup: Any) -> tuple[Listener, LookupEvaluation]:
     listener: Any = Listener()
     network: Any = SimpleNamespace(strategy="self")
     rows: Any = SimpleNamespace(indices=[4, 7], active=2)
-    return listener, Overheard(listener, GuardedDrafters([network, lookup], lambda index: None), rows, 9)
+    return listener, LookupEvaluation(listener, GuardedDrafters([network, lookup], lambda index: None), rows, 9)
 
 
-def commit(each: Overheard, *texts: list[int]) -> None:
+def commit(each: LookupEvaluation, *texts: list[int]) -> None:
     width = max(map(len, texts))
     tokens = np.array([[*text, *[0] * (width - len(text))] for text in texts])
-    each.after([4, 7], tokens, np.array([len(text) for text in texts]))
+    each.after_round([4, 7], tokens, np.array([len(text) for text in texts]))
 
 
 def test_a_draft_is_compared_with_the_text_that_follows(lookup: Any) -> None:
     listener, each = heard(lookup)
-    each.before({})
+    each.before_round({})
     commit(each, [1], [1, 2])
     assert not listener.told
-    each.before({})  # drafts are pending: no new ones
+    each.before_round({})  # drafts are pending: no new ones
     commit(each, [2], [5])  # of request 7 the lookup knew two tokens, and no third one
     assert listener.told == [(7, 2, 3)]
-    each.before({0: [3, 3]})
+    each.before_round({0: [3, 3]})
     commit(each, [3, 9], [9])  # accepted whole
     assert listener.told == [(7, 2, 3), (4, 3, 3)] and lookup.asked == [3]
-    each.before({})  # it rests for as many rounds as a draft has tokens
+    each.before_round({})  # it rests for as many rounds as a draft has tokens
     assert lookup.asked == [3]
-    each.before({})
+    each.before_round({})
     commit(each, [8], [8])
     assert listener.told[2:] == [(4, 0, 1), (7, 0, 1)] and lookup.asked == [3, 3]
 
@@ -91,7 +90,7 @@ def test_lookups_take_a_small_share_of_the_time(lookup: Any, clock: Any, monkeyp
     lookup.propose, listener.record_unverified = take(1.0, propose), take(0.5, tell)  # type: ignore[method-assign]
     rounds = []
     for number in range(1000):
-        each.before({})
+        each.before_round({})
         if len(lookup.asked) > len(rounds):
             rounds.append(number)
         clock.now += 1.0
@@ -102,8 +101,8 @@ def test_lookups_take_a_small_share_of_the_time(lookup: Any, clock: Any, monkeyp
 
 def test_a_lookup_that_drafts_is_told_by_its_round(lookup: Any) -> None:
     listener, each = heard(lookup)
-    each.before({})
-    each.before({1: [3, 3]})
+    each.before_round({})
+    each.before_round({1: [3, 3]})
     commit(each, [5], [5])
     assert not listener.told and lookup.asked == [3]
 
@@ -112,6 +111,6 @@ def test_a_lookup_that_fails_is_dropped(lookup: Any) -> None:
     listener, each = heard(lookup)
     lookup.propose = lambda *_: 1 / 0
     with pytest.warns(UserWarning, match="failed and is not used"):
-        each.before({})
+        each.before_round({})
     commit(each, [5], [5])
     assert not listener.told

@@ -1,4 +1,9 @@
-"""Whether captured forwards outlive a rollout: where training steps leave their memory free."""
+"""What a rollout has in memory: the policy's whole weights on every rank for its length, and the forwards that it has
+captured, which outlive it where training steps leave their memory free.
+
+Ranks run different numbers of forwards in a rollout, so that no forward may wait for another rank. TRL gathers what
+DeepSpeed ZeRO-3 has sharded; under FSDP2 it leaves gathering to the hooks of each forward, so it is done here.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -7,15 +12,37 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from ..generation.engine.kept_runner import drop_runner, kept_runner
 from ..generation.engine.memory import forget_peak, peak_memory
+from ..generation.engine.requirements import policy_in
 
 
 MARGIN = 0.1
 """Share of the device's memory that is left beside the largest peak so far and what is kept: for fragments, and for
 texts that are longer than any before."""
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def whole_weights(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """Gives the policy in `model` with plain Parameters, under FSDP2 in the `param_dtype` of its mixed precision. All
+    ranks must enter and leave."""
+    policy, sharded = policy_in(model), [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        yield policy
+        return
+    try:
+        for module in sharded:
+            module.unshard()
+        policy._is_fsdp_managed_module = False  # transformers asks it whether a forward has to wait for other ranks
+        yield policy
+    finally:
+        policy._is_fsdp_managed_module = True
+        for module in sharded:
+            module.reshard()
 
 
 class KeptGraphs:

@@ -1,5 +1,6 @@
 """Verification: by hand, and by the distribution of what comes out of the engine."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from spec_trl.generation.engine.accept import Proposal, judge, verify_rejection
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.noise import RoundNoise, draw
-from spec_trl.generation.engine.outcome import judge
-from spec_trl.generation.engine.verification import Proposal, Verdict, verify_rejection
+from spec_trl.generation.engine.noise import Draw, RoundNoise, draw
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows
 
@@ -32,13 +32,12 @@ def test_exact_accepts_the_leading_agreement(target: list[list[int]], data: st.D
     room = [data.draw(st.integers(1, 5)) for _ in target]
     most = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=len(target), max_size=len(target)))
     limit = None if most is None else torch.tensor(most)
-    verdict = Verdict(drawn.tokens, drawn.scores, drawn.logprobs, limit)
-    (judged,) = judge([(proposal, verdict)], np.array(room))
+    (judged,) = judge([proposal], [replace(drawn, most=limit)], np.array(room))
     for row, (drafted, length) in enumerate(zip(drafts, lengths, strict=True)):
         assert judged.drafted[row] == min(length, room[row] - 1)
         equal = next((n for n in range(3) if drafted[n] != target[row][n]), 3)
         assert judged.accepted[row] == min(equal, judged.drafted[row], 3 if most is None else most[row])
-    assert judged.tokens.tolist() == target and judged.sound.all() and not judged.is_broken.any()
+    assert judged.tokens.tolist() == target and (judged.sound == 4).all() and not judged.is_broken.any()
     torch.testing.assert_close(drawn.logprobs, logits.log_softmax(-1).amax(-1))
 
 
@@ -47,11 +46,11 @@ def test_drafts_end_where_their_scores_are_not_sound() -> None:
     tokens = torch.tensor([[1, 2, 3, 4]] * 3)
     proposal = Proposal(tokens[:, :-1], None, None, scores)
     drawn = torch.tensor([[0.0, 0.0, -torch.inf, torch.nan]] * 3)
-    first, second = judge([(proposal, Verdict(tokens, drawn, None))] * 2, np.array([9, 9, 9]))
+    first, second = judge([proposal] * 2, [Draw(tokens, drawn, None)] * 2, np.array([9, 9, 9]))
     for own in (first, second):
         assert own.drafted.tolist() == own.accepted.tolist() == proposal.drafted().tolist() == [1, 0, 3]
         assert own.is_broken.tolist() == [False, True, False]
-        assert own.sound.tolist() == [[True, True, False, False]] * 3
+        assert own.sound.tolist() == [2, 2, 2]
 
 
 def chi_square(counts: Tensor, p: Tensor) -> tuple[float, float]:
@@ -70,18 +69,20 @@ def chi_square(counts: Tensor, p: Tensor) -> tuple[float, float]:
     return float(((observed - expected) ** 2 / expected).sum()), freedom + 5 * (2 * freedom) ** 0.5
 
 
-def reject(p: Tensor, drafts: Tensor, q_logits: Tensor, lengths: int = 1, seed: int = 0) -> tuple[Verdict, Tensor]:
-    """The verdict on drafts `[n, 1]` with q's logits `[V]`, for a target distribution p `[V]` at both positions; and
+def reject(p: Tensor, drafts: Tensor, q_logits: Tensor, lengths: int = 1, seed: int = 0) -> tuple[Draw, Tensor]:
+    """What comes of drafts `[n, 1]` with q's logits `[V]`, for a target distribution p `[V]` at both positions; and
     how many of them are accepted."""
     samples, generator = len(drafts), torch.Generator().manual_seed(seed)
     keys = torch.randint(-(2**63), 2**63 - 1, (2, samples, 2), generator=generator)
     tested = torch.full((samples,), lengths)
     proposal = Proposal(drafts, tested, q_logits.expand(samples, 1, -1))
-    return verify_rejection(p.log().expand(samples, 2, -1), proposal, tested, keys[0], keys[1], want_logprobs=False)
+    drawn = verify_rejection(p.log().expand(samples, 2, -1), proposal, tested, keys[0], keys[1], want_logprobs=False)
+    assert drawn.most is not None
+    return drawn, drawn.most
 
 
-def follows(verdict: Verdict, p: Tensor) -> bool:
-    statistic, limit = chi_square(torch.bincount(verdict.tokens[:, 0], minlength=len(p)), p)
+def follows(drawn: Draw, p: Tensor) -> bool:
+    statistic, limit = chi_square(torch.bincount(drawn.tokens[:, 0], minlength=len(p)), p)
     return statistic < limit
 
 
@@ -98,8 +99,8 @@ def test_rejection_gives_the_target_distribution(weights: list[int], drafted: li
     p, q = (torch.tensor(each).double() / sum(each) for each in (weights, drafted))
     samples = 20_000
     drafts = torch.multinomial(q, samples, replacement=True, generator=torch.Generator().manual_seed(seed))[:, None]
-    verdict, accepted = reject(p, drafts, q.log(), seed=seed)
-    assert follows(verdict, p)
+    drawn, accepted = reject(p, drafts, q.log(), seed=seed)
+    assert follows(drawn, p)
     assert float(accepted.double().mean()) == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.025)
     unlike = (reject(p, drafts, q.log(), lengths=0), reject(p, drafts, torch.full_like(q, torch.nan)))
     for other, accepted in unlike:

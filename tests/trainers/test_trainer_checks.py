@@ -10,8 +10,8 @@ from transformers import Trainer
 from trl import GRPOTrainer
 
 from spec_trl import SpecGRPOTrainer
-from spec_trl.trainers import exact_logprobs, known_signatures, rollout_checks
-from spec_trl.trainers.known_signatures import OVERRIDDEN, READ, check_attributes
+from spec_trl.trainers import exact_logprobs, trainer_checks
+from spec_trl.trainers.trainer_checks import OVERRIDDEN, READ, check_attributes
 from tests.trainers.harness import make_run
 
 
@@ -71,7 +71,7 @@ def test_what_is_passed_on_may_change(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_changed_keywords_and_attributes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match="a GRPOTrainer has no _dist. Install"):
         check_attributes(SimpleNamespace(**dict.fromkeys({*READ} - {"_dist"})))
-    monkeypatch.setattr(known_signatures, "unwrap_model_for_generation", lambda model, accelerator, **_: None)
+    monkeypatch.setattr(trainer_checks, "unwrap_model_for_generation", lambda model, accelerator, **_: None)
     with pytest.raises(ImportError, match="unwrap_model_for_generation takes no gather_deepspeed3_params, gener"):
         make_run(tmp_path)
 
@@ -81,6 +81,6 @@ def test_the_list_is_complete() -> None:
     ours = {name for name, value in vars(SpecGRPOTrainer).items() if inspect.isfunction(value)}
     assert {name for name in ours if hasattr(GRPOTrainer, name)} - {"__init__"} == {*OVERRIDDEN}
     source = inspect.getsource(SpecGRPOTrainer)
-    others = inspect.getsource(rollout_checks) + inspect.getsource(exact_logprobs)  # which are given the trainer
+    others = inspect.getsource(trainer_checks) + inspect.getsource(exact_logprobs)  # which are given the trainer
     for name in READ:
         assert f"self.{name}" in source or f"trainer.{name}" in others or f'"{name}"' in others, name

@@ -1,0 +1,267 @@
+"""Accepting drafts: as far as they equal what the target draws in their place (exact verification, the default), or by
+rejection sampling. One read of the device per round tells the host how far each row gets."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .memory import sent
+from .noise import Draw, gumbel_noise, sample, token_logprobs, uniform_coins
+
+
+Integers = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens for the rows in flight, all on their device or all on the host.
+
+    Args:
+        tokens: `[B, γ]` int64.
+        lengths: `[B]` int64, how many of them are drafts of the row; the others are padding. None: all.
+        logits: `[B, γ, vocabulary]` processed draft logits; rejection verification needs them.
+        scores: `[B, γ]`, perturbed logit of each token. A row's draft ends before one of -inf: the processors left no
+            token there. NaN: the drafter is broken. None: nothing is known of either.
+    """
+
+    tokens: Tensor
+    lengths: Tensor | None = None
+    logits: Tensor | None = None
+    scores: Tensor | None = None
+
+    def checked(self, batch: int, draft_length: int, vocabulary: int) -> "Proposal":
+        """Itself; raises ValueError where tokens are not `[batch, draft_length]` int64, lengths `[batch]` int64,
+        logits `[batch, draft_length, vocabulary]`, or scores `[batch, draft_length]`."""
+        shape = (batch, draft_length, vocabulary)
+        for name, tensor, expected in (
+            ("tokens", self.tokens, shape[:2]),
+            ("lengths", self.lengths, shape[:1]),
+            ("logits", self.logits, shape),
+            ("scores", self.scores, shape[:2]),
+        ):
+            is_wrong = tensor is not None and name in ("tokens", "lengths") and tensor.dtype != torch.int64
+            if tensor is not None and (tensor.shape != expected or is_wrong):
+                raise ValueError(
+                    f"proposed {name} of shape {tuple(tensor.shape)} ({tensor.dtype}); expected {expected}"
+                    + (" of int64" if is_wrong else "")
+                )
+        return self
+
+    def to(self, device: torch.device) -> "Proposal":
+        """The same on `device`; the host does not wait for the copies."""
+        if self.tokens.device == device:
+            return self
+        parts = (self.lengths, self.logits, self.scores)
+        return Proposal(sent(self.tokens, device), *(None if part is None else sent(part, device) for part in parts))
+
+    def drafted(self) -> Tensor:
+        """`[B]` int64: how many drafts each row has, none where its drafter is broken."""
+        batch, most = self.tokens.shape
+        lengths = self.tokens.new_full((batch,), most) if self.lengths is None else self.lengths
+        if self.scores is None:
+            return lengths
+        sound = (self.scores > -torch.inf).long().cumprod(1).sum(1)  # [B]
+        return torch.minimum(lengths, sound).masked_fill(self.scores.isnan().any(1), 0)
+
+    def within(self, vocabulary: int, room: Tensor | None) -> "Proposal":
+        """The same without tokens that do not exist: one of the `vocabulary` takes their place, and is verified as any
+        other. With `room` (`[B]`, drafts that each row may take) `lengths` end before such a token, and at the
+        room."""
+        tokens = self.tokens.clamp(0, vocabulary - 1)  # [B, γ]
+        if room is None:
+            return replace(self, tokens=tokens)
+        exist = (tokens == self.tokens).long().cumprod(1).sum(1)  # [B]
+        return replace(self, tokens=tokens, lengths=torch.minimum(self.drafted(), room).minimum(exist).relu())
+
+
+def verify_rejection(
+    logits: Tensor, proposal: Proposal, lengths: Tensor, keys: Tensor, residual_keys: Tensor, want_logprobs: bool
+) -> Draw:
+    """Accepts a draft token with min(1, p/q) and resamples max(p - q, 0) at the first rejection.
+
+    Leviathan et al. 2023, Algorithm 1; Chen et al. 2023; ER §2.1. The coins and the resampling noise are independent
+    of the noise the drafter sampled with.
+
+    Args:
+        logits: `[B, γ + 1, vocabulary]` processed target logits p.
+        proposal: the drafts, with their logits q.
+        lengths: `[B]` int64, how many of them to test in each row.
+        keys, residual_keys: `[B, γ + 1]` int64, of the coins and of the resampling noise.
+        want_logprobs: whether to compute `logprobs`.
+
+    Returns:
+        The drafts and the resampled tokens, with a score of 0 for drafts; `most`: how many drafts were accepted.
+    """
+    assert proposal.logits is not None
+    batch, drafts = torch.arange(len(logits), device=logits.device), proposal.tokens
+    p = logits.softmax(dim=-1)  # [B, γ + 1, V]
+    q = proposal.logits.softmax(dim=-1).to(p.dtype)  # [B, γ, V]
+    p_draft = p[:, :-1].gather(2, drafts[..., None]).squeeze(2)  # [B, γ]
+    q_draft = q.gather(2, drafts[..., None]).squeeze(2)  # [B, γ]
+    passed = uniform_coins(keys[:, :-1]) * q_draft < p_draft  # [B, γ]
+    passed &= torch.arange(drafts.shape[1], device=drafts.device) < lengths[:, None]
+    accepted = passed.long().cumprod(dim=1).sum(dim=1)  # [B]
+
+    p_last = p[batch, accepted]  # [B, V]: the distribution after the last accepted draft
+    residual = p_last
+    if drafts.shape[1]:
+        rejected = (accepted < lengths)[:, None]  # [B, 1]; else: bonus token, drawn from p itself
+        q_last = q[batch, accepted.clamp(max=drafts.shape[1] - 1)]  # [B, V]
+        residual = (p_last - q_last).clamp_(min=0)
+        residual = torch.where(rejected & (residual.sum(-1, keepdim=True) > 0), residual, p_last)
+    score, last = sample(residual.log(), gumbel_noise(residual_keys[batch, accepted], logits.shape[-1]))
+    tokens = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], dim=1)  # [B, γ + 1]
+    tokens[batch, accepted] = last
+    scores = score.new_zeros(tokens.shape)  # [B, γ + 1]
+    scores[batch, accepted] = score
+    return Draw(tokens, scores, token_logprobs(logits, tokens) if want_logprobs else None, accepted)
+
+
+class Judged(NamedTuple):
+    """How the proposal of a lane fared, on the host. A row's next tokens are the first `accepted + 1` of `tokens`
+    `[B, γ + 1]`, which are neither from NaN nor without any probability up to `sound` `[B]` of them. `drafted`: `[B]`
+    tokens verified. `is_broken`: `[B]`, rows whose drafter drew from NaN."""
+
+    tokens: Integers
+    sound: Integers
+    drafted: Integers
+    accepted: Integers
+    is_broken: Bools
+
+
+def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], room: Integers) -> list[Judged]:
+    """Accepts the drafts of each lane that equal the target's own tokens (design §3), for rows with `room` (`[B]`)
+    tokens left.
+
+    The target's token at a position does not depend on the draft, so the output is what `"none"` gives:
+
+        fed            x_t   d1   d2   d3        (x_t: last committed token)
+        target token    y1   y2   y3   y4        accept d1 = y1, d2 = y2, ... up to the first difference;
+        output          y1   y2   y3   y4        the y after the last accepted draft is corrected or bonus
+    """
+    parts = list[Tensor]()  # `[B, n]` each, n = 0 where there is nothing to read
+    for proposal, drawn in zip(proposals, draws, strict=True):
+        nothing = drawn.tokens[:, :0]
+        parts += [
+            drawn.tokens, drawn.scores.double(), proposal.tokens,
+            nothing if proposal.scores is None else proposal.scores.double(),
+            nothing if proposal.lengths is None else proposal.lengths[:, None],
+            nothing if drawn.most is None else drawn.most[:, None],
+        ]  # fmt: skip
+    # The round waits for the device here, and nowhere else. float64 holds any token, and any score.
+    read, at, judged = torch.cat(parts, dim=1).cpu().numpy(), 0, []
+    pieces = []
+    for part in parts:
+        pieces.append(read[:, at : at + part.shape[1]])
+        at += part.shape[1]
+    for lane in range(0, len(pieces), 6):
+        tokens, scores, drafts, draft_scores, lengths, most = pieces[lane : lane + 6]
+        drafted = np.minimum(room - 1, drafts.shape[1])  # [B], the token after the drafts needs room too
+        if lengths.shape[1]:
+            drafted = np.minimum(drafted, lengths[:, 0].astype(np.int64)).clip(min=0)
+        is_broken = np.isnan(draft_scores).any(1)  # [B]
+        if draft_scores.shape[1]:
+            drafted = np.where(is_broken, 0, np.minimum(drafted, _leading(draft_scores > -np.inf)))
+        accepted = np.minimum(drafted, _leading(drafts == tokens[:, :-1]))  # [B]
+        if most.shape[1]:
+            accepted = np.minimum(accepted, most[:, 0].astype(np.int64))
+        judged.append(Judged(tokens.astype(np.int64), _leading(scores > -np.inf), drafted, accepted, is_broken))
+    return judged
+
+
+def _leading(holds: Bools) -> Integers:
+    """`[B]`: for how many of its first places each row of `holds` `[B, n]` holds."""
+    return np.logical_and.accumulate(holds, axis=1).sum(1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round came to. In most rounds each row has one chain of draft tokens or none; the n-th chains of all rows
+    are lane n.
+
+    Args:
+        drawn: on the chain that each row goes on with, on the device.
+        tokens: `[B, n]`, its tokens on the host.
+        counts: `[B]`, how many of them each row may take.
+        sound: `[B]`, how many of them are neither from NaN nor without any probability.
+        winner: `[B]`, that chain's lane.
+        width: largest number of draft tokens verified in any row.
+        owners: N lists of B numbers, the drafter of each row's chain in each lane; -1: the row has none there.
+        drafted: `[N, B]` draft tokens of each chain; 0 where the row has none.
+        accepted: `[N, B]`, how many of them were accepted; -1: the row takes no token at all.
+        broken: drafters that drew from NaN.
+    """
+
+    drawn: Draw
+    tokens: Integers
+    counts: Integers
+    sound: Integers
+    winner: Integers
+    width: int
+    owners: Sequence[Sequence[int]]
+    drafted: Integers
+    accepted: Integers
+    broken: set[int]
+
+    @classmethod
+    def of(
+        cls,
+        proposals: Sequence[Proposal],
+        draws: Sequence[Draw],
+        owners: Sequence[Sequence[int]],
+        width: int,
+        room: Integers,
+    ) -> "Outcome":
+        """Takes for each row the chain of which most was accepted, the first among equals. `proposals`, `draws`: one
+        for each lane, at least one; `room`: `[B]`, tokens that each row has left."""
+        judged = judge(proposals, draws, room)
+        drawn, first = draws[0], judged[0]
+        tokens, sound, drafted, accepted = first.tokens, first.sound, first.drafted[None], first.accepted[None]
+        winner = np.zeros(len(room), np.int64)
+        if len(judged) > 1:
+            drafted = np.stack([lane.drafted for lane in judged])  # [N, B]
+            accepted = np.stack([lane.accepted for lane in judged])  # [N, B]
+            winner, rows = accepted.argmax(0), np.arange(len(room))  # [B] each
+            most = max([lane.tokens.shape[1] for lane in judged])
+            padded = [np.pad(lane.tokens, ((0, 0), (0, most - lane.tokens.shape[1]))) for lane in judged]
+            tokens = np.stack(padded)[winner, rows]
+            sound = np.stack([lane.sound for lane in judged])[winner, rows]
+            drawn = _of_winner(draws, winner)
+        broken = set[int]()
+        for of_rows, lane in zip(owners, judged, strict=False):  # no owners where nothing was drafted
+            broken.update(itertools.compress(of_rows, lane.is_broken))
+        counts = accepted.max(0) + 1
+        return cls(drawn, tokens, counts, sound, winner, width, owners, drafted, accepted, broken - {-1})
+
+    def of_each_drafter(self, values: Integers) -> dict[int, list[int]]:
+        """`values` `[N, B]` sorted by drafter: B values each, -1 where the row has no chain of it."""
+        by_drafter: dict[int, list[int]] = {}
+        for owners, of_lane in zip(self.owners, values.tolist(), strict=True):
+            for row, which in enumerate(owners):
+                if which >= 0:
+                    by_drafter.setdefault(which, [-1] * len(owners))[row] = of_lane[row]
+        return by_drafter
+
+
+def _of_winner(draws: Sequence[Draw], winner: Integers) -> Draw:
+    """Each row's draw in its lane `winner[b]` (`[B]`)."""
+    lane, width = sent(torch.from_numpy(winner), draws[0].tokens.device), max(draw.tokens.shape[1] for draw in draws)
+    row = torch.arange(len(winner), device=lane.device)
+
+    def pick(parts: Sequence[Tensor]) -> Tensor:  # [B, n_i] of each lane -> [B, n]
+        return torch.stack([F.pad(part, (0, width - part.shape[1])) for part in parts])[lane, row]
+
+    logprobs = [draw.logprobs for draw in draws if draw.logprobs is not None]
+    return Draw(
+        pick([draw.tokens for draw in draws]),
+        pick([draw.scores for draw in draws]),
+        pick(logprobs) if logprobs else None,
+    )

@@ -1,0 +1,227 @@
+"""Who drafts in a run's rollouts, and the control that decides when: made at the first rollout, moved along with the
+policy, saved in checkpoints. What must be measured for the control is measured on one rank, for all of them."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedModel
+
+from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
+from ..drafter_training.adaptation import Adaptable, DrafterAdaptation
+from ..generation.drafters.history import HistoryDrafter
+from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..generation.engine.drafter import Drafter
+from ..generation.engine.shadow import structure
+from ..generation.registry import CHOOSING
+from ..generation.strategies import copy_again, make_control, make_drafters, policy_copies
+from ..measuring.calibrated import find_ladder, find_profile
+from ..measuring.known_rounds import KnownRounds, find_known_rounds
+from ..measuring.machine import profile_key
+from ..papers import load
+from ..quantization.awq import ActivationStatistics
+from ..scheduling.control import Control
+from ..scheduling.planner import Planner
+from .checkpoint import DraftLengthState, RankState, RolloutState, only_for_speed
+from .spec_grpo_config import SpecGRPOConfig
+from .step_totals import Durations
+
+
+if TYPE_CHECKING:
+    from ..efficient_rollout.draft_length import DraftLengthController
+    from ..efficient_rollout.profile import Profile
+    from ..specactor.ladder import Ladder
+
+
+T = TypeVar("T")
+PROFILE_FILE = "roofline_profile.json"
+"""Copy in the run's `output_dir`; the ladder's lies next to it."""
+
+
+class RunDrafting:
+    """The drafters of a run and their control.
+
+    Args:
+        args: of the run.
+        accelerator: of the run.
+    """
+
+    def __init__(self, args: SpecGRPOConfig, accelerator: Accelerator) -> None:
+        self._args, self._accelerator = args, accelerator
+        self.config = args.speculative_config()
+        self.drafters: list[Drafter] = []
+        self.control: Control | None = None
+        self.adaptation: DrafterAdaptation | None = None
+        self.activations: ActivationStatistics | None = None  # for AWQ
+        self.profile: Profile | None = None
+        self.calibration_seconds = 0.0  # not yet logged
+        self._known: KnownRounds | None = None
+        self._draft_lengths: dict[str, DraftLengthController] = {}  # by strategy
+        self._copied: tuple[object, ...] = ()  # the structure of the policy that copies were made of; (): none yet
+        self._drafted_step = -1
+        self._saved_lengths: dict[str, DraftLengthState] = {}
+        self._saved = RankState({}, None)
+        self._resumed_from: Path | None = None
+
+    def prepare(
+        self, policy: PreTrainedModel, step: int, rows: int, width: int, durations: Durations
+    ) -> tuple[list[Drafter], Control]:
+        """Drafters and control of a turn after `step` optimizer steps, with so many `rows` in flight of prompts of
+        `width` tokens. The first one makes both, and may calibrate; `durations` count the making of drafters like a
+        refresh. All ranks must call it."""
+        structure_now = structure(policy)
+        if not self._copied:
+            started = time.perf_counter()
+            self._make_drafters(policy)
+            self._drafted_step = step
+            making = time.perf_counter() - started
+            durations.seconds += making
+            durations.refresh_seconds += making
+        elif structure_now != self._copied:  # other adapters have become active, merged or scaled
+            copy_again(self.drafters, policy, self.config)
+            self._watch_activations(policy)
+        self._copied = structure_now
+        control = self._current_control(policy, rows, width)
+        if self._drafted_step != step:  # new weights: requantize when it drafts (ER Algorithm 1, line 3)
+            for copied in policy_copies(self.drafters):
+                copied.refresh_before_drafting(self.activations)
+            self._drafted_step = step
+        return self.drafters, control
+
+    def expect_new_weights(self) -> None:
+        """The policy's weights may change while no step is counted."""
+        self._drafted_step = -1
+
+    def _make_drafters(self, policy: PreTrainedModel) -> None:
+        args, strategy = self._args, self._args.assistant_strategy
+        strategy, assistant = ("none", None) if args.sd_toggle == "never" else (strategy, args.assistant_model)
+        self.drafters = make_drafters(strategy, policy, assistant, self.config)
+        names = [drafter.strategy for drafter in self.drafters]
+        self._draft_lengths = args.draft_length_controllers(names, self._saved_lengths)
+        for drafter in self.drafters:
+            memory = self._saved.memories.pop(drafter.strategy, None)
+            if isinstance(drafter, HistoryDrafter | DistilledDrafter) and memory is not None:
+                drafter.load_state_dict(memory)
+            if isinstance(drafter, Adaptable) and args.drafter_adaptation:
+                self.adaptation = DrafterAdaptation(
+                    drafter, policy, self._accelerator, args.drafter_learning_rate, args.drafter_hidden_weight,
+                    args.drafter_token_weight, args.seed,
+                )  # fmt: skip
+                if self._resumed_from is not None:
+                    with only_for_speed(self._resumed_from / ADAPTATION_FILE):
+                        self.adaptation.load_state(self._resumed_from)
+        self._watch_activations(policy)
+
+    def _watch_activations(self, policy: PreTrainedModel) -> None:
+        for copied in policy_copies(self.drafters):
+            if names := copied.quantized.activation_aware_layers:
+                self.activations = ActivationStatistics(policy, names)
+
+    def _current_control(self, policy: PreTrainedModel, rows: int, width: int) -> Control:
+        """The control, made at the first rollout, with the γ and τ_prev now in force (ER Algorithm 1, lines 6-8)."""
+        args, is_new = self._args, self.control is None
+        rows = max(rows, args.per_device_train_batch_size * args.steps_per_generation)
+        rows = min(args.rollout_batch_size or rows, rows)  # in flight at most, in this rollout or a later one
+        if self.control is None:
+            self.control = self._make_control(policy, rows, width + args.max_completion_length)
+        if not isinstance(self.control, Planner):  # which chooses γ by itself
+            for candidate in self.control.candidates:
+                controller = self._draft_lengths[candidate.name]
+                candidate.draft_length = controller.draft_length
+                candidate.block_efficiency = controller.block_efficiency
+        if is_new and self.drafters and self._accelerator.is_main_process:
+            forecast = self.control.forecast(rows, width + args.max_completion_length / 2)
+            took = f" (calibration took {self.calibration_seconds:.0f} s)" if self.calibration_seconds >= 1 else ""
+            print(f"spec_trl rollouts: {forecast.reason}{took}")
+        return self.control
+
+    def _make_control(self, policy: PreTrainedModel, rows: int, length: int) -> Control:
+        """For at most so many `rows` in flight, of `length` tokens, prompt and completion."""
+        started, args, config, ladder = time.perf_counter(), self._args, self.config, None
+        lengths = args.choice_of_draft_lengths()
+        if self.drafters and args.sd_toggle in ("measured", "roofline"):
+            self.profile = self._find_profile(policy, rows, length)
+            if args.assistant_strategy in CHOOSING:
+                ladder = self._on_one_rank(lambda: self._find_ladder(policy, rows, lengths))
+        if not self.profile and not ladder:
+            self._known = find_known_rounds(policy, self.drafters, config, args.draft_ranks)
+        control = make_control(self.drafters, config, lengths, self.profile, ladder, self._known)
+        if isinstance(control, Planner) and self._saved.ledger is not None:
+            control.load_state_dict(self._saved.ledger)
+            if self._known is not None:  # what is known by now may be another machine's
+                self._known.saved = self._known.times.rounds
+        self.calibration_seconds += time.perf_counter() - started
+        return control
+
+    # ---- what is measured on one rank -------------------------------------------------------------------------------
+
+    def _find_profile(self, policy: PreTrainedModel, rows: int, length: int) -> "Profile | None":
+        """The roofline profile, stored or measured; None where only measured rounds can tell when to draft."""
+        copy_to = Path(self._args.output_dir) / PROFILE_FILE
+        profile = self._on_one_rank(lambda: find_profile(policy, self.config, rows, length, copy_to))
+        if profile is not None and profile.key != profile_key(policy, self.config):
+            # Another device than rank 0's: what was named is for that one.
+            profile = find_profile(policy, replace(self.config, roofline_profile=None), rows, length)
+        return profile
+
+    def _find_ladder(self, policy: PreTrainedModel, rows: int, lengths: tuple[int, ...]) -> "Ladder | None":
+        """The draft ladder, stored or profiled; None: there is none."""
+        ladder = find_ladder(policy, self.drafters, self.config, rows, lengths)
+        if ladder is not None:
+            ladder.save(load("specactor.ladder").ladder_path(Path(self._args.output_dir) / PROFILE_FILE))
+        return ladder
+
+    def _on_one_rank(self, measure: Callable[[], T]) -> T:
+        """What `measure` returns on one rank, for all: if others measured too, they would disturb its times."""
+        found: list[Any] = [None]
+        if self._accelerator.is_main_process:
+            try:
+                found[0] = measure()
+            except Exception as error:  # raised on all ranks, or the others would wait for ever
+                found[0] = error
+        broadcast_object_list(found)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    # ---- from rollout to rollout ------------------------------------------------------------------------------------
+
+    def keep_rounds(self) -> None:
+        """Stores what is known of this machine's rounds for later runs."""
+        if self._known is not None:
+            self._known.keep()
+
+    def observe(self, block_efficiencies: Mapping[str, float | None]) -> None:
+        """Lets γ and τ_prev follow a training rollout, by strategy (ER Algorithm 1, lines 14-20)."""
+        if not isinstance(self.control, Planner):
+            for name, controller in self._draft_lengths.items():
+                controller.observe(block_efficiencies[name])
+
+    def save(self, folder: str, rollouts: dict[str, int], is_shared: bool) -> None:
+        """Writes this rank's state to a checkpoint, and that of all ranks where this rank `is_shared`'s writer."""
+        if is_shared:
+            now = {name: DraftLengthState(**each.state_dict()) for name, each in self._draft_lengths.items()}
+            RolloutState(rollouts, now or self._saved_lengths).save(folder)
+            if self.adaptation is not None:
+                self.adaptation.save_state(folder)
+        learning = (each for each in self.drafters if isinstance(each, HistoryDrafter | DistilledDrafter))
+        memories = {drafter.strategy: memory for drafter in learning if (memory := drafter.state_dict())}
+        ledger = self.control.state_dict() if isinstance(self.control, Planner) else self._saved.ledger
+        RankState(memories, ledger).save(folder, self._accelerator.process_index)
+
+    def load(self, folder: str) -> dict[str, int] | None:
+        """Has all be made anew from a checkpoint at the next rollout; returns the number of rollouts by mode, None
+        where the checkpoint has none."""
+        state = RolloutState.load(folder)
+        if state is None:
+            return None
+        saved = RankState.load(folder, self._accelerator.process_index)
+        # With an empty memory "tts" warns.
+        self._saved = RankState({DistilledDrafter.strategy: {}, **saved.memories}, saved.ledger)
+        self._saved_lengths, self._resumed_from = state.draft_lengths, Path(folder)
+        self.drafters, self._copied, self.control, self.adaptation = [], (), None, None
+        return state.rollouts
