@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from ..dense_linear import warn_of_slow_dtype
-from ..measuring.calibrated import find_ladder, find_profile
+from ..measuring.known_rounds import find_ladder, find_profile
 from ..scheduling.control import Control, NeverSpeculate
 from .configuration import SpeculativeConfig, check_combination, check_strategy
 from .decoupling import check_device, decoupled, keep_acceptance

@@ -140,7 +140,7 @@ def make_control(
             length for length in draft_lengths if all(length in ladder.draft_lengths(name, 1) for name in names)
         ]
     elif profile is not None:
-        costs = load("efficient_rollout.rounds").roofline_rounds(drafters, profile)
+        costs = load("efficient_rollout.profile").roofline_rounds(drafters, profile)
     else:
         assert known is not None
         costs, times = known.seconds, known.times

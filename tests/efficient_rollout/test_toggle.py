@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from spec_trl.efficient_rollout.profile import RooflineRounds
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
-from spec_trl.efficient_rollout.rounds import RooflineRounds
 from spec_trl.efficient_rollout.toggle import RooflineToggle
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate
 from spec_trl.scheduling.model_constants import ModelConstants

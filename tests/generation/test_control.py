@@ -11,9 +11,8 @@ from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
 from spec_trl.efficient_rollout import profile_cache
-from spec_trl.efficient_rollout.profile import Profile
+from spec_trl.efficient_rollout.profile import Profile, roofline_of
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
-from spec_trl.efficient_rollout.rounds import roofline_of
 from spec_trl.efficient_rollout.toggle import RooflineToggle
 from spec_trl.generation import decoding
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
@@ -25,12 +24,11 @@ from spec_trl.generation.engine.room import model_constants
 from spec_trl.generation.strategies import KeptControl, keep_control, make_control, take_control
 from spec_trl.measuring.known_rounds import KnownRounds
 from spec_trl.scheduling.control import AlwaysSpeculate, Chain, Control, NeverSpeculate
+from spec_trl.scheduling.forward_seconds import ForwardSeconds, ProbedRounds
 from spec_trl.scheduling.ledger import Times
-from spec_trl.scheduling.model_constants import ModelConstants
+from spec_trl.scheduling.model_constants import ModelConstants, ProfileKey
 from spec_trl.scheduling.plain_decoding import PlainRounds
 from spec_trl.scheduling.planner import Planner
-from spec_trl.scheduling.profile_key import ProfileKey
-from spec_trl.scheduling.round_costs import ForwardSeconds, ProbedRounds
 from spec_trl.specactor import fill_ladder
 from spec_trl.specactor.ladder import Ladder, Rung
 from tests.conftest import tiny_llama

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from spec_trl.efficient_rollout.rounds import RooflineRounds
+from spec_trl.efficient_rollout.profile import RooflineRounds
 from spec_trl.scheduling.control import Candidate, Explanation
 from spec_trl.scheduling.ledger import Drafts, Kind, Times
 from spec_trl.scheduling.planner import Planner
