@@ -113,25 +113,6 @@ def test_with_all_known_it_is_the_papers_rule(cycle: float) -> None:
     assert bool(control.plan([0], 100.0, 0)) == (tau / cycle >= 1.05)
 
 
-def test_more_rows_than_a_kernel_serves_do_not_draft() -> None:
-    control = planner(1.1)
-    control.begin(65, ["a"] * 65)
-    may_try(control)
-    assert control.plan(range(64), 100.0, 0)
-    assert not control.plan(range(65), 100.0, 0)
-
-
-def test_a_failed_drafter_is_not_asked_again() -> None:
-    control = planner(1.1)
-    control.begin(1, ["a"])
-    may_try(control)
-    assert control.plan([0], 100.0, 0)
-    control.drop(0)
-    assert not control.plan([0], 200.0, 0)
-    control.begin(1, ["a"])
-    assert control.plan([0], 100.0, 0)
-
-
 def test_rows_that_copy_take_the_lookup_and_others_the_network() -> None:
     control = planner(1.2, names=("self", "ngram"), race=False)
     control.begin(4, ["copies", "copies", "new", "new"])
@@ -201,21 +182,6 @@ def test_what_all_rounds_share_is_the_level() -> None:
         times.observe(SELF, math.log(6.0) + 0.3)
     assert offset(times, SELF)[0] == pytest.approx(before, abs=0.05)
     assert times.seconds(PLAIN, 1.0) == pytest.approx(6.0, rel=0.1)
-
-
-def test_what_is_not_measured_is_uncertain() -> None:
-    times = Times(0.2)
-    for _ in range(20):
-        times.observe(PLAIN, 0.0)
-        times.observe(SELF, 0.0)
-    assert offset(times, SELF)[1] < 0.01 < offset(times, MODEL)[1]
-
-
-def test_noise_is_not_taken_for_jumps() -> None:
-    times, chance = Times(0.2), np.random.default_rng(0)
-    for number in range(400):
-        times.observe((PLAIN, SELF)[number % 2], chance.normal(0.0, 0.2))
-    assert abs(offset(times, SELF)[0]) < 0.1
 
 
 def test_a_ledger_goes_on_from_a_checkpoint() -> None:

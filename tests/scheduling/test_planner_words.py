@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spec_trl.efficient_rollout.profile import RooflineRounds
-from spec_trl.scheduling.control import Candidate, Explanation
+from spec_trl.scheduling.control import Candidate, Explanation, NeverSpeculate
 from spec_trl.scheduling.ledger import Drafts, Kind, Times
 from spec_trl.scheduling.planner import Planner
 from tests.efficient_rollout.test_toggle import A100
@@ -39,15 +39,6 @@ def accept(control: Planner, which: int, accepted: list[int], drafts: int = 30) 
 
 
 # ---- words ----------------------------------------------------------------------------------------------------------
-
-
-def test_before_a_rollout() -> None:
-    control = planner("self", "ngram")
-    assert control.explain().reason == "no round was planned" and control.explain().predicted_speedup is None
-    assert control.forecast(64, 100.0).reason == "rounds will tell when to draft; trials may take 1.5% of the time"
-    forecast = control.forecast(65, 100.0)
-    assert forecast.reason == "more rows (65) than the drafter's kernels serve (64)"
-    assert forecast.predicted_speedup is None
 
 
 def test_where_nothing_was_drafted_the_best_promise_is_said() -> None:
@@ -106,15 +97,6 @@ def test_who_cannot_draft_is_said() -> None:
         assert control.explain() == Explanation(None, why)
 
 
-def test_a_lookup_that_failed_serves_no_rows() -> None:
-    control = planner("self", "ngram", most=1)
-    control.candidates[1].max_rows = 10**9
-    control.begin(2, ["a", "b"])
-    control.drop(1)
-    assert not control.plan([0, 1], 100.0, 0)
-    assert control.explain().reason == "more rows (2) than the drafter's kernels serve (1)"
-
-
 def test_nothing_promises_more_than_its_tokens() -> None:
     """Where drafts seem to make a round shorter, as after a wrong measurement of autoregressive rounds."""
     control = planner("self")
@@ -150,17 +132,6 @@ def test_the_newest_draft_is_said() -> None:
     assert control.explain().reason == "no round was planned"
 
 
-def test_two_that_draft_are_both_said() -> None:
-    control = planner("self", "ngram", race=False)
-    control.begin(4, ["copies", "copies", "new", "new"])
-    known(control, Kind(("self",), (5, 0), 3), Kind(("ngram",), (5, 0), 3))
-    control.budget = 8.0
-    accept(control, 1, [5, 5, 0, 0])
-    accept(control, 0, [0, 0, 5, 5])
-    assert len(control.plan(range(4), 100.0, 0)) == 2
-    assert control.explain().reason.startswith('"self" (γ = 5) and "ngram" (γ = 5) promises ')
-
-
 # ---- a worker that helps --------------------------------------------------------------------------------------------
 
 
@@ -182,19 +153,6 @@ def test_a_helper_gets_the_best_method_that_nobody_has_and_the_slowest_rows_firs
     control = racing()
     assert control.further_method([0, 1], {}) == ("model", [1, 0])  # lookups have failed
     assert control.further_method([0, 1], {(0, "model"): 7, (1, "model"): 7}) is None
-
-
-def test_methods_are_ordered_by_their_gain() -> None:
-    control = planner("model", "self", "ngram")
-    control.begin(2, ["a", "b"])
-    for which in range(3):
-        accept(control, which, [0, 0])
-    assert not control.plan([0, 1], 100.0, 0)
-    taken: dict[tuple[int, str], int] = {}
-    for worker, wanted in enumerate(("ngram", "self", "model")):  # all draft equally well, and not equally fast
-        found = control.further_method([0, 1], taken)
-        assert found is not None and found[0] == wanted
-        taken |= {(request, wanted): worker for request in found[1]}
 
 
 def test_where_no_one_can_help() -> None:
@@ -222,3 +180,18 @@ def test_rounds_by_a_roofline(batch: int) -> None:
     drafts = 3 * A100.draft_seconds(batch, 512.0)
     raced = A100.verify_seconds(batch, 512.0, 8) + drafts
     assert rounds({"self": 3, "ngram": 5}, 8, batch, 512.0) == pytest.approx(raced)
+
+
+def test_spends_what_the_account_holds() -> None:
+    """In autoregressive rounds, which take a second here."""
+    control = planner("self")
+    control.begin(1, ["a"])
+    control.plan([0], 100.0, 0)
+    control.budget = 3.0
+    assert control.spend(2.0) and control.budget == pytest.approx(1.0)
+    assert not control.spend(1.5) and control.budget == pytest.approx(1.0)
+    assert control.spend(1.0) and control.budget == pytest.approx(0.0)
+
+
+def test_without_an_account_all_is_paid() -> None:
+    assert NeverSpeculate().spend(1e9)

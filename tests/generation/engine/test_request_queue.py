@@ -5,7 +5,7 @@ from transformers import LlamaForCausalLM
 
 from spec_trl.generation.engine.rows import Request, RequestQueue
 from spec_trl.scheduling import admission
-from spec_trl.scheduling.admission import Patience
+from spec_trl.scheduling.admission import AdmissionDelay
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
 
@@ -14,20 +14,20 @@ ENDS = dict(eos_token_id=[5, 6, 7], max_new_tokens=24)
 
 def test_rows_wait_until_they_have_cost_a_quarter_of_a_round() -> None:
     """Of 16 rows 4: one row for 3 rounds, or 1 and then 2 rows for one each."""
-    patience = Patience(16)
-    assert [patience.waits(1, "abc", "x") for _ in range(8)] == 2 * [True, True, True, False]
-    assert [patience.waits(free, "abc", "x") for free in (1, 2, 1)] == [True, True, False]
-    assert not patience.waits(4, "abc", "x")
-    assert patience.rounds(1, "abc", "x") == 3
-    assert not Patience(4).waits(1, "abc", "x"), "few rows never wait"
+    delay = AdmissionDelay(16)
+    assert [delay.waits(1, "abc", "x") for _ in range(8)] == 2 * [True, True, True, False]
+    assert [delay.waits(free, "abc", "x") for free in (1, 2, 1)] == [True, True, False]
+    assert not delay.waits(4, "abc", "x")
+    assert delay.rounds(1, "abc", "x") == 3
+    assert not AdmissionDelay(4).waits(1, "abc", "x"), "few rows never wait"
 
 
 def test_nothing_is_waited_for_where_it_saves_nothing_or_never_comes() -> None:
-    patience = Patience(100)
-    assert patience.waits(1, ["a"], "b") and patience.waits(1, ["a"], None)
-    assert not patience.waits(1, ["a", "b"], "b"), "its prompt is in flight"
-    assert patience.waits(1, ["a"], "b")
-    assert not patience.waits(1, [], "b"), "no row is in flight"
+    delay = AdmissionDelay(100)
+    assert delay.waits(1, ["a"], "b") and delay.waits(1, ["a"], None)
+    assert not delay.waits(1, ["a", "b"], "b"), "its prompt is in flight"
+    assert delay.waits(1, ["a"], "b")
+    assert not delay.waits(1, [], "b"), "no row is in flight"
 
 
 @pytest.mark.parametrize("strategy", ["none", "ngram"])
@@ -43,8 +43,8 @@ def test_several_prompts_are_read_at_once_and_no_token_changes(
 
     monkeypatch.setattr(RequestQueue, "take", counted)
     found, times = [], []
-    for patience in (admission.PATIENCE, 0.0):
-        monkeypatch.setattr(admission, "PATIENCE", patience)
+    for delay in (admission.MAX_EMPTY_ROUNDS, 0.0):
+        monkeypatch.setattr(admission, "MAX_EMPTY_ROUNDS", delay)
         admitted.clear()
         found.append(outputs(generate(fresh, prompts, strategy, {"max_batch_size": 16}, **ENDS)))
         times.append(sum(map(bool, admitted)))
