@@ -28,7 +28,7 @@ SANITIZED = {  # by tool: tests that capture nothing, a few of each kernel; the 
         ["test_pages or test_half_precision", "tests/generation/engine/kernels/test_ragged_attention.py"],
         ["test_is_right", "tests/generation/engine/kernels/test_dense_product.py"],
         ["test_norms or test_silu or test_rotates", "tests/generation/engine/kernels/test_fused_layer.py"],
-        ["test_rows_that_are_broken or test_of_equals", "tests/generation/engine/kernels/test_top_p_floors.py"],
+        ["test_rows_that_are_broken or test_of_equals", "tests/generation/engine/kernels/test_sampling.py"],
     ),
     "racecheck": (["test_division_of_the_columns", "tests/quantization/kernels/test_triton_int4.py"],),
 }

@@ -39,10 +39,10 @@ OWN_DRAFTERS = ("self", "ngram", "history")
 PROBE = 8
 """Tokens per row of the calls that tell how long a visit will take."""
 ENOUGH_TOKENS, ENOUGH_VISITS = 64, 3
-"""Tokens of the longest row, and visits that count, below which a measurement is thin: too little to go by."""
+"""Tokens of the longest row, and counted visits, below which a measurement is thin."""
 PLANNED_VISITS, MOST_VISITS = ENOUGH_VISITS + 1.5, 8
-"""A visit calls all ways once. Of several visits the first does not count: in it a GPU's forwards are captured. Half a
-visit is spare: calls do not take what they took before."""
+"""A visit calls all ways once. Of several visits the first does not count: a GPU's forwards are captured in it. Half a
+visit is spare, since durations vary."""
 NOISE_TEXTS, NOISE_LENGTH = 2, 64
 """Number of texts, and tokens of each, on which the logit noise is measured."""
 NOISE_PROMPT = 8
@@ -103,7 +103,7 @@ class Way:
     def __call__(
         self, model: PreTrainedModel, work: Work, seed: int, clock: Callable[[], float], until: float = math.inf
     ) -> Call | None:
-        """Continues the prompts once; None: this was not done by `until`, and was given up."""
+        """Continues the prompts once; None: given up at `until`."""
         inputs = pad_left(work.prompts, model.device)
         # Models come with top_k, top_p and penalties of their own: the comparison is of temperature sampling alone.
         options: dict[str, object] = dict(do_sample=False, repetition_penalty=1.0)
@@ -228,8 +228,8 @@ def measure(
 
 @dataclass
 class Identity:
-    """How the rows of a way compare with those of "none" with the same seed; `unexplained` ones differ by no
-    near-tie, and for `unexamined` ones the time was up."""
+    """Rows of a way against those of "none" with the same seed: `unexplained` rows differ by no near-tie; for
+    `unexamined` rows the time was up."""
 
     rows: int = 0
     identical: int = 0
@@ -327,14 +327,14 @@ def distance(scores: Tensor, tokens: tuple[int, int]) -> float:
 
 @dataclass(frozen=True)
 class Gain:
-    """One way at one batch size. None stands for what is not known or does not apply.
+    """One way at one batch size. None: unknown, or does not apply.
 
     Args:
         rows: of the batch.
-        tokens_per_second: median over the visits that count.
-        of_generate, of_none: medians of the speedup over these within a visit.
+        tokens_per_second: median over the counted visits.
+        of_generate, of_none: median speedups over these within a visit.
         spread: half the distance from the smallest to the largest speedup over "none".
-        visits: that count.
+        visits: number of counted visits.
         tokens: of the longest row, median.
         predicted: speedup over "none" by the roofline in the cache, at the measured block efficiency.
         drafting: share of the decoding rounds that drafted.
@@ -365,8 +365,8 @@ class Gain:
 
     @property
     def explained(self) -> float:
-        """The speedup over "none" as far as the tokens per block explain it: rounds that drafted gave τ tokens in
-        place of one. What is measured beyond is noise."""
+        """The speedup over "none" that the tokens per block explain: rounds that drafted gave τ tokens in place of
+        one. The rest is noise."""
         gained = (self.drafting or 0.0) * ((self.block_efficiency or 1.0) - 1)
         return min(self.of_none, 1 + gained)
 
@@ -375,8 +375,8 @@ def summarise(
     model: PreTrainedModel, work: Work, seed: int, calls: Mapping[Way, Sequence[Call]], profile: "Profile | None",
     until: float = math.inf,
 ) -> list[Gain]:  # fmt: skip
-    """A gain for each way. Of several visits the first counts for identity alone. Without a call of GENERATE and
-    "none" there is nothing to compare with, and no gain."""
+    """The gains of all ways; none without calls of GENERATE and "none". Of several visits the first counts for
+    identity alone."""
     references = [next((made for way, made in calls.items() if way.strategy == name), None) for name in BASELINES]
     generate, none = references
     if generate is None or none is None:

@@ -22,7 +22,7 @@ from .engine import requirements
 from .engine.cache import PAGE_COLUMNS
 from .engine.captured import GraphRunner
 from .engine.drafter import Drafter, keep_drafters
-from .engine.in_step import RolloutInStep, must_run_in_step
+from .engine.in_step import RolloutInStep
 from .engine.kept_runner import (
     captures,
     exactness,
@@ -44,7 +44,7 @@ from .engine.room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
 from .engine.rows import Request, RequestQueue, Rows
 from .engine.runner import EagerRunner
 from .engine.statistics import SpeculationStatistics
-from .engine.stopping import Stopping, length_limit
+from .engine.stopping import Stopping, length_limit, must_run_in_step
 from .registry import CHOOSING
 from .strategies import as_drafters, keep_control, make_drafters, take_control
 

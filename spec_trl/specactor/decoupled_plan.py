@@ -1,8 +1,7 @@
 """SA Algorithm 1: which GPUs draft, which verify, and how far a drafter may run ahead.
 
 A group of g_d GPUs that draft and g_v GPUs that verify serves its share of the requests; the cluster is as many groups
-as fit. The paper searches decoupled execution alone. `execution_plan` also compares coupled execution and plain
-decoding on the same GPUs, so that a plan never speculates where that is predicted to lose.
+as fit. The paper searches decoupled execution alone; here coupled execution and plain decoding are compared too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -136,47 +135,32 @@ def _plans(
             window, tgs = 0, 1.0 / verify(g_v, 1)(batch)
         else:
             drafter, verifier = draft(g_d or 1), partial(verify, g_v)
-            if mode == "coupled":
-                window, tgs = best_coupled_window(acceptance, batch, drafter, verifier)
-            else:
-                window, tgs = best_decoupled_window(acceptance, batch, drafter, verifier)
+            speed, bonus = (coupled_speed, 1) if mode == "coupled" else (decoupled_speed, 0)
+            window, tgs = best_window(acceptance, batch, drafter, verifier, speed, bonus)
         yield ExecutionPlan(mode, g_d, g_v, window, batch, tgs)
 
 
-def best_decoupled_window(
+def best_window(
     acceptance: float,
     batch: int,
     draft: AffineSeconds,
     verify: Callable[[int], AffineSeconds],
-    speed: SpeedModel = decoupled_speed,
+    speed: SpeedModel,
+    bonus: int = 0,
 ) -> tuple[int, float]:
-    """w from 1 to 64 and its TGS, the highest. `verify` is V of positions per request: w of them.
+    """w from 1 to 64 and its TGS, the highest. `verify` is V of positions per request, of which a verification has w,
+    and one more where it adds a `bonus` token: in coupled execution.
 
     The paper searches up to w_max = max(⌈V'/D'⌉, ⌈β/α⌉), in which V depends on w itself. Here the search ends where
     no longer window can win: TGS ≤ N / (w D), and that falls as w grows.
     """
-    return _best_window(speed, acceptance, draft(batch), lambda w: verify(w)(batch))
-
-
-def best_coupled_window(
-    acceptance: float,
-    batch: int,
-    draft: AffineSeconds,
-    verify: Callable[[int], AffineSeconds],
-    speed: SpeedModel = coupled_speed,
-) -> tuple[int, float]:
-    """w from 1 to 64 and its TGS_c, the highest. `verify` is V of positions per request: w + 1 of them."""
-    return _best_window(speed, acceptance, draft(batch), lambda w: verify(w + 1)(batch))
-
-
-def _best_window(
-    speed: SpeedModel, acceptance: float, draft_seconds: float, verify_seconds: Callable[[int], float]
-) -> tuple[int, float]:
-    best_window, best = 0, 0.0
+    draft_seconds = draft(batch)
+    best, most = 0, 0.0
     for window in range(1, MAX_DRAFT_LENGTH + 1):
-        tokens = 1 + committed_tokens(acceptance, window)  # coupled execution adds a bonus token
-        if draft_seconds and tokens / (window * draft_seconds) <= best:
+        tokens = 1 + committed_tokens(acceptance, window)  # a bonus token counted
+        if draft_seconds and tokens / (window * draft_seconds) <= most:
             break
-        if (tgs := speed(acceptance, window, draft_seconds, verify_seconds(window))) > best:
-            best_window, best = window, tgs
-    return best_window, best
+        tgs = speed(acceptance, window, draft_seconds, verify(window + bonus)(batch))
+        if tgs > most:
+            best, most = window, tgs
+    return best, most

@@ -58,15 +58,11 @@ def build_ladder(
     weights matter. A drafter that learns does not learn here, and one that remembers is timed with an empty memory.
 
     Args:
-        model: the target, on the device it will decode on.
         drafters: of different strategies.
-        batches: numbers of rows, each at least 1; a drafter that serves fewer is timed at as many as it serves.
+        batches: numbers of rows; a drafter that serves fewer is timed at as many as it serves.
         draft_lengths: γ, ascending.
-        rounds: most timed rounds per cell, at least 1.
         budget_seconds: for all cells; each is timed at least once, after its warm-up.
-        progress: show a progress bar where it takes longer than `QUIET` seconds.
-        config: names the runner, and what the quantized copy is packed with.
-        kept_in: folder in which the caller keeps the ladder; the progress bar says so.
+        kept_in: folder that the progress bar names.
 
     Raises:
         RuntimeError: a drafter failed.

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 from ..efficient_rollout.profile import Profile, roofline_of
 from ..efficient_rollout.roofline import Roofline
 from ..scheduling.forward_seconds import AffineSeconds, fit_affine
-from .decoupled_plan import (
-    ExecutionPlan,
-    Mode,
-    SpeedModel,
-    best_coupled_window,
-    best_decoupled_window,
-    plan_of_machine,
-)
+from .decoupled_plan import ExecutionPlan, Mode, SpeedModel, best_window, plan_of_machine
 from .token_speed import (
     DraftSeconds,
     VerifySeconds,
@@ -72,10 +65,10 @@ def reconfigured(
     def fastest(p: float) -> RequestPlan:
         choices: list[tuple[float, Mode, int]] = [(1.0 / verifier(1)(batch), "plain", 0)]
         if plan.mode == "decoupled":
-            window, tgs = best_decoupled_window(p, batch, drafter, verifier, speed)
+            window, tgs = best_window(p, batch, drafter, verifier, speed)
             choices.append((tgs, "decoupled", window))
         model = waits if plan.mode == "decoupled" else coupled_speed
-        window, tgs = best_coupled_window(p, batch, drafter, verifier, model)
+        window, tgs = best_window(p, batch, drafter, verifier, model, bonus=1)
         choices.append((tgs, "coupled", window))
         return RequestPlan(*max(choices)[1:])
 

@@ -1,8 +1,7 @@
-"""A cluster's rollout as discrete events: modelled workers, planned by the scheduling classes themselves (SA §4, §5).
+"""A cluster's rollout as discrete events: modelled workers, planned by Algorithms 1 to 3 themselves (SA §4, §5).
 
-A worker executes its requests in periods. A period's seconds are affine in the requests (SA §4.1) and in the cached
-tokens of each. Between two events (a request ends, helpers come or go) the requests of a worker advance at constant
-rates, so that the simulation takes time for each event, not for each token.
+A worker executes its requests in periods, whose seconds are affine in the requests (SA §4.1) and in their cached
+tokens. Between two events (a request ends, helpers come or go) requests advance at constant rates.
 """
 
 import heapq
@@ -19,9 +18,9 @@ from typing import Literal
 from ..scheduling.forward_seconds import AffineSeconds
 from .assignment import greedy_assignments
 from .cluster import Cluster, DrafterModel
-from .decoupled_plan import ExecutionPlan, Mode, best_coupled_window, execution_plan, group_batch
+from .decoupled_plan import ExecutionPlan, Mode, best_window, execution_plan, group_batch
 from .reconfiguration import RECONFIGURATION_TOKENS, RequestPlan, reconfigured
-from .token_speed import DraftSeconds, committed_tokens, replicated, window_tokens
+from .token_speed import DraftSeconds, committed_tokens, coupled_speed, replicated, window_tokens
 
 
 HORIZON = 250
@@ -218,7 +217,9 @@ class _Simulation:
 
     def _coupled_window(self, drafter: DrafterModel, acceptance: float, batch: int) -> tuple[int, float]:
         """The best window of coupled execution, and its tokens per second."""
-        return best_coupled_window(acceptance, batch, self._draft(drafter)(1), partial(self._verify, 1))
+        return best_window(
+            acceptance, batch, self._draft(drafter)(1), partial(self._verify, 1), coupled_speed, bonus=1
+        )
 
     def _plan(self, gpus: int) -> ExecutionPlan:
         execution = self.method.execution

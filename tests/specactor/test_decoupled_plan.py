@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spec_trl.scheduling.acceptance import MAX_DRAFT_LENGTH
 from spec_trl.scheduling.forward_seconds import AffineSeconds
-from spec_trl.specactor.decoupled_plan import best_decoupled_window, execution_plan, plan_of_machine
+from spec_trl.specactor.decoupled_plan import best_window, execution_plan, plan_of_machine
 from spec_trl.specactor.token_speed import (
     DraftSeconds,
     VerifySeconds,
@@ -75,7 +75,8 @@ def test_the_printed_bound_of_windows_leaves_the_best_one_out() -> None:
     """w_max = max(⌈V'/D'⌉, ⌈β/α⌉) of Algorithm 1, line 5, is 4 by V of one position; V grows with w, and the best
     window with it."""
     draft = AffineSeconds(1e-3, 1e-3)
-    window, _ = best_decoupled_window(0.99, 8, draft, lambda w: AffineSeconds(4e-3 * (1 + 0.1 * (w - 1)), 4e-3))
+    verify = lambda w: AffineSeconds(4e-3 * (1 + 0.1 * (w - 1)), 4e-3)  # noqa: E731
+    window, _ = best_window(0.99, 8, draft, verify, decoupled_speed)
     assert window > 4
 
 

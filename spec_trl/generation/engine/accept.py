@@ -138,7 +138,7 @@ class Judged(NamedTuple):
 
 
 def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], room: Integers) -> list[Judged]:
-    """Accepts the drafts of each lane that equal the target's own tokens (design §3), for rows with `room` (`[B]`)
+    """Accepts the drafts of each lane that equal the target's tokens (design §3), for rows with `room` (`[B]`)
     tokens left.
 
     The target's token at a position does not depend on the draft, so the output is what `"none"` gives:

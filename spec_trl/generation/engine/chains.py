@@ -1,8 +1,9 @@
-"""Rounds of several drafters: each row verifies the chains it was given, and goes on with the longest (SA §4.2).
+"""Rounds of several drafters: a row verifies the chains that the plan names for it, and goes on with the longest
+(SA §4.2).
 
-The paper races whole requests, each drafter with a verifier of its own. Here a row's chains share a target forward,
-and the race is decided anew in each round. All are verified with the noise of the row's positions, so they can only
-agree: the winner decides how far a round gets, and never a token.
+The paper races whole requests, one verifier per drafter. Here a row's chains share a target forward, and every round
+is a race. All chains are verified with the noise of the row's positions, so they can only agree: the winner decides
+how far a round gets, and never a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ class ChainLayout:
         position  L-1  |  L   L+1  L+2 |  L   L+1 |  L   L+1  L+2     for RoPE, windows and chunks
         b2 sees    x   |  .    .    .  |  x    x  |  .    .    .      and all committed columns
 
-    Of the columns after L - 1 a query sees those up to its own that lie at positions from L on, by the distance
+    Of the columns after L - 1 a query sees those up to its column that lie at positions from L on, by the distance
     between the query's column and position. Rows with less than W slots repeat their last token as a chain that nobody
     reads.
 
@@ -66,10 +67,10 @@ class ChainLayout:
         starts = ends - widths[..., None]  # [N, B, 1]
         shifts = ends[-1].expand(-1, width)  # [B, W - 1], column - position; first of the padding
         for start, end, proposal in zip(starts, ends, proposals, strict=True):
-            own = (slot > start) & (slot <= end)  # [B, W - 1]
+            is_its = (slot > start) & (slot <= end)  # [B, W - 1]
             step = (slot - 1 - start).clamp(0, proposal.tokens.shape[1] - 1)  # [B, W - 1]
-            tokens = proposal.tokens.gather(1, step).where(own, tokens)
-            shifts = start.where(own, shifts)
+            tokens = proposal.tokens.gather(1, step).where(is_its, tokens)
+            shifts = start.where(is_its, shifts)
         steps = torch.arange(1 + max(proposal.tokens.shape[1] for proposal in proposals), device=columns.device)
         slots = (steps + starts).clamp(max=width).masked_fill(steps == 0, 0)  # [N, B, γ + 1]
         return cls(torch.cat([rows.window(-1, 1), tokens], dim=1), columns, columns - F.pad(shifts, (1, 0)), slots)
@@ -150,16 +151,16 @@ def _merge(members: Mapping[int, Proposal], drafters: Tensor, widths: Tensor, to
     `widths` tokens of the one in `drafters` (`[B]` int64 each), and `tokens` `[B, γ]` where that is -1."""
     lengths, logits, scores = torch.zeros_like(widths), None, None  # [B]
     for which, proposal in members.items():
-        own = drafters == which  # [B]
+        is_its = drafters == which  # [B]
         count = min(tokens.shape[1], proposal.tokens.shape[1])
         missing = tokens.shape[1] - count
-        mine = F.pad(own[:, None].expand(-1, count), (0, missing))  # [B, γ]
+        mine = F.pad(is_its[:, None].expand(-1, count), (0, missing))  # [B, γ]
         tokens = F.pad(proposal.tokens[:, :count], (0, missing)).where(mine, tokens)
-        lengths = (count if proposal.lengths is None else proposal.lengths) * own + lengths.masked_fill(own, 0)
+        lengths = (count if proposal.lengths is None else proposal.lengths) * is_its + lengths.masked_fill(is_its, 0)
         if proposal.scores is not None:
             scores = torch.zeros_like(tokens, dtype=proposal.scores.dtype) if scores is None else scores  # [B, γ]
             scores = F.pad(proposal.scores[:, :count], (0, missing)).where(mine, scores)
         if proposal.logits is not None:
             q = F.pad(proposal.logits[:, :count], (0, 0, 0, missing))  # [B, γ, V]
-            logits = q if logits is None else q.where(own[:, None, None], logits)
+            logits = q if logits is None else q.where(is_its[:, None, None], logits)
     return Proposal(tokens, torch.minimum(lengths, widths), logits, scores)

@@ -37,9 +37,9 @@ def keep_top_p(warper: hf.TopPLogitsWarper, scores: Tensor, count: int = _FIRST,
     if scores.device.type != "cpu" or count * _MORE > vocabulary or not usual:
         return warper(None, scores)
     parts = [_likeliest(part, count) for part in scores.split(max(1, _CHUNK // vocabulary))]
-    values, tokens, own = map(torch.cat, zip(*parts, strict=True))  # [n, count] each
+    values, tokens, p = map(torch.cat, zip(*parts, strict=True))  # [n, count] each
     # transformers removes what has, with all that is less likely, 1 - top_p or less.
-    left = warper.top_p - (own.cumsum(1) - own)  # [n, count], of the mass, before each token
+    left = warper.top_p - (p.cumsum(1) - p)  # [n, count], of the mass, before each token
     kept = left > 0
     tied = kept[:, :-1] & ~kept[:, 1:] & (values[:, :-1] == values[:, 1:])
     decided = (left.abs() > _CLOSE).all(1) & ~kept[:, -1] & ~tied.any(1)  # [n]; not where scores are NaN
@@ -85,23 +85,23 @@ class Filters:
     def of(cls, processors: Sequence[LogitsProcessor]) -> "Filters | None":
         """The filters that `processors` are; None where there are others, or these in another order."""
         filters = cls()
-        for each in processors:
+        for processor in processors:
             # bars: filtered tokens get -inf. alone: no min_tokens_to_keep.
-            bars = isinstance(each, _FILTERS) and each.filter_value == -math.inf
-            alone = bars and each.min_tokens_to_keep == 1
-            if type(each) is hf.TemperatureLogitsWarper and filters == cls():
-                filters = replace(filters, temperature=each.temperature)
-            elif type(each) is hf.TopKLogitsWarper and filters == cls(filters.temperature) and bars:
-                filters = replace(filters, top_k=each.top_k)
+            bars = isinstance(processor, _FILTERS) and processor.filter_value == -math.inf
+            alone = bars and processor.min_tokens_to_keep == 1
+            if type(processor) is hf.TemperatureLogitsWarper and filters == cls():
+                filters = replace(filters, temperature=processor.temperature)
+            elif type(processor) is hf.TopKLogitsWarper and filters == cls(filters.temperature) and bars:
+                filters = replace(filters, top_k=processor.top_k)
             elif (
-                type(each) is hf.TopPLogitsWarper
+                type(processor) is hf.TopPLogitsWarper
                 and filters.top_p is filters.min_p is None
                 and alone
-                and 0 < each.top_p < 1
+                and 0 < processor.top_p < 1
             ):
-                filters = replace(filters, top_p=each.top_p)
-            elif type(each) is hf.MinPLogitsWarper and filters.min_p is None and alone:
-                filters = replace(filters, min_p=each.min_p or None)
+                filters = replace(filters, top_p=processor.top_p)
+            elif type(processor) is hf.MinPLogitsWarper and filters.min_p is None and alone:
+                filters = replace(filters, min_p=processor.min_p or None)
             else:
                 return None
         return filters

@@ -26,7 +26,7 @@ class GuardedDrafters:
 
     Args:
         drafters: of the rollout.
-        dropped: called with the index of each drafter that fails.
+        dropped: called with the index of a drafter that fails.
 
     Attributes:
         in_use: those that have not failed.
@@ -45,7 +45,7 @@ class GuardedDrafters:
         """Seconds in which decoding stood still because a drafter, also one that has failed, learned or was packed."""
         return sum([drafter.stood for drafter in self._all])
 
-    def each(self, action: Callable[[Drafter], None]) -> None:
+    def ask_all(self, action: Callable[[Drafter], None]) -> None:
         """Runs `action` on all drafters."""
         for which in list(self.in_use):
             self.ask(which, action)

@@ -1,17 +1,13 @@
 """Rollouts for processors and criteria that may look at the whole batch or keep state from step to step."""
 
-import warnings
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
 
 from .accept import Outcome
 from .memory import sent
-from .processors import needs_batch
 from .rollout import Rollout
 
 
@@ -43,30 +39,3 @@ class RolloutInStep(Rollout):
             self._complete(finished)
         if all(completion is not None for completion in self.record.completions):
             self._free(list(range(self.rows.active)))
-
-
-def must_run_in_step(
-    parts: Iterable[LogitsProcessor | StoppingCriteria], batch: int, capacity: int, drafts: bool
-) -> bool:
-    """Whether some of these processors and criteria need a :class:`RolloutInStep`; says so where that costs `drafts`.
-
-    Raises:
-        ValueError: they do, and there are fewer rows (`capacity`) than requests (`batch`).
-    """
-    found = [getattr(part, "__qualname__", type(part).__qualname__) for part in parts if needs_batch(part)]
-    if not found:
-        return False
-    names = ", ".join(dict.fromkeys(found))
-    remedy = "set prefix_only = True on it if its result for a row depends on that row's tokens and scores alone"
-    if capacity < batch:
-        raise ValueError(
-            f"{names} may look at other rows or keep state, and so has to be shown all rows at each step, but "
-            f"max_batch_size={capacity} is less than the {batch} rows of the batch: raise it to {batch}, or {remedy}."
-        )
-    if drafts:
-        warnings.warn(
-            f"{names} may look at other rows or keep state, and so is shown all rows once per step, as in generate: "
-            f"this generation drafts nothing, and is no faster than generate. To have drafts, {remedy}.",
-            stacklevel=4,
-        )
-    return True

@@ -6,8 +6,8 @@ that have generated different numbers of tokens:
 * Processors that look at the scores alone, at the number of tokens before a position, or at which tokens these are,
   run once over all positions.
 * Others whose result for a row depends on that row's prefix and scores alone run on the prefixes that `generate` would
-  have shown them, grouped by length: some of transformers' own, and any class with the attribute `prefix_only = True`.
-* Users' own of this kind may refuse a prefix that they forbid: they are shown a row's drafts step by step, only as far
+  show them, grouped by length: some of transformers', and any class with the attribute `prefix_only = True`.
+* A user's class of this kind may refuse a prefix that it forbids: it is shown a row's drafts step by step, only as far
   as the target takes them.
 * All others may look at other rows or keep state. They need rows that run in step (`in_step.py`), and are called once
   per step with all rows in the caller's order, as in `generate`.
@@ -69,11 +69,11 @@ _BY_PREFIX = (
 )
 # Those of them that look at the length of a prefix alone: which lengths they act on, all of these alike.
 _ACTS_ON: dict[type, Callable[[Any, int], bool]] = {
-    hf.MinLengthLogitsProcessor: lambda own, width: width < own.min_length,
-    hf.MinNewTokensLengthLogitsProcessor: lambda own, width: width - own.prompt_length_to_skip < own.min_new_tokens,
-    hf.ForcedBOSTokenLogitsProcessor: lambda own, width: width == 1,
-    hf.ForcedEOSTokenLogitsProcessor: lambda own, width: width == own.max_length - 1,
-    hf.SuppressTokensAtBeginLogitsProcessor: lambda own, width: width == own.begin_index,
+    hf.MinLengthLogitsProcessor: lambda rule, width: width < rule.min_length,
+    hf.MinNewTokensLengthLogitsProcessor: lambda rule, width: width - rule.prompt_length_to_skip < rule.min_new_tokens,
+    hf.ForcedBOSTokenLogitsProcessor: lambda rule, width: width == 1,
+    hf.ForcedEOSTokenLogitsProcessor: lambda rule, width: width == rule.max_length - 1,
+    hf.SuppressTokensAtBeginLogitsProcessor: lambda rule, width: width == rule.begin_index,
 }
 _FORBID_EOS = hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor
 _NO_FILTERS = Filters()
@@ -82,7 +82,7 @@ _KNOWN = {*_SCORES_ONLY, *_ROW_BOUND, *_BY_PREFIX, *_CRITERIA}
 
 
 def is_known(part: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether it is one of transformers' own that act on each row alone; a subclass may do anything."""
+    """Whether it is a class of transformers that acts on each row alone; a subclass may do anything."""
     return type(part) in _KNOWN
 
 
@@ -106,13 +106,15 @@ class PrefixView:
     def widths(self, row: Sequence[int], step: Sequence[int]) -> list[int]:
         """Widths of the prefixes before the positions `step` tokens after the committed ones of `row`, n each."""
         spans = map(self.rows.generated_span, row)
-        return [self._input_ids.shape[1] + own.stop - own.start + more for own, more in zip(spans, step, strict=True)]
+        return [
+            self._input_ids.shape[1] + span.stop - span.start + more for span, more in zip(spans, step, strict=True)
+        ]
 
     def groups(self, row: Sequence[int], widths: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
         """Groups places in `row` by the `widths` of the prefixes before them, n each; yields m indices into both, and
         prefixes `[m, width]`."""
         for width in sorted(set(widths)):
-            member = [i for i, own in enumerate(widths) if own == width]
+            member = [i for i, other in enumerate(widths) if other == width]
             yield member, self.prefixes(self.on_device([row[i] for i in member]), width)
 
     def batch(self, step: int) -> Tensor:
@@ -151,14 +153,15 @@ class LogitsPipeline:
     def __init__(self, processors: LogitsProcessorList, prefixes: PrefixView, batch_size: int) -> None:
         self._processors = processors
         # Where one kernel draws, it applies the last of them, as many as it can.
-        suffixes = ((start, Filters.of(processors[start:])) for start in range(len(processors) + 1))
-        first, self._filters = next((start, own) for start, own in suffixes if own is not None)
-        self._before_filters = processors[:first]
+        first = 0
+        while (filters := Filters.of(processors[first:])) is None:
+            first += 1
+        self._filters, self._before_filters = filters, processors[:first]
         self._prefixes = prefixes
         self._batch_size = batch_size
         self._eos: dict[LogitsProcessor, Tensor] = {}  # [vocabulary] bool
-        self._looks_at_prefixes = any(type(processor) not in _SCORES_ONLY for processor in processors)
-        self.may_refuse = any(type(p) is hf.PrefixConstrainedLogitsProcessor or not is_known(p) for p in processors)
+        self._looks_at_prefixes = not set(map(type, processors)) <= {*_SCORES_ONLY}
+        self.may_refuse = not set(map(type, processors)) <= _KNOWN - {hf.PrefixConstrainedLogitsProcessor}
 
     @property
     def only_filters(self) -> Filters | None:
@@ -166,23 +169,25 @@ class LogitsPipeline:
         return None if self._before_filters else self._filters
 
     def over(self, rows: Rows) -> "LogitsPipeline":
-        """The same over other `rows` of the same requests, for another thread: copies of transformers' own processors,
+        """The same over other `rows` of the same requests, for another thread: copies of transformers' processors,
         without those that run a user's function or draw random numbers."""
-        own = [p for p in self._processors if type(p) in (*_SCORES_ONLY, *_BY_PREFIX)]
-        own = [copy.deepcopy(p) for p in own if type(p) is not hf.WatermarkLogitsProcessor]
-        return LogitsPipeline(LogitsProcessorList(own), self._prefixes.over(rows), self._batch_size)
+        usable = {*_SCORES_ONLY, *_BY_PREFIX} - {hf.WatermarkLogitsProcessor}
+        copies = [copy.deepcopy(processor) for processor in self._processors if type(processor) in usable]
+        return LogitsPipeline(LogitsProcessorList(copies), self._prefixes.over(rows), self._batch_size)
 
     def warpers(self) -> list[float]:
         """Temperature, top-k, top-p and min-p; NaN: unset."""
-        found = {type(p): p for p in self._processors}
-        return [float(vars(found[kind])[name]) if kind in found else math.nan for kind, name in _WARPERS]
+        by_type = {type(processor): processor for processor in self._processors}
+        return [float(vars(by_type[kind])[name]) if kind in by_type else math.nan for kind, name in _WARPERS]
 
     @classmethod
     def of_warpers(cls, values: Sequence[float], rows: Rows) -> "LogitsPipeline":
         """A pipeline over `rows` of what :meth:`warpers` gave, in `generate`'s order."""
-        given = [(kind, value) for (kind, _), value in zip(_WARPERS, values, strict=True) if not math.isnan(value)]
-        own = [kind(int(value) if kind is hf.TopKLogitsWarper else value) for kind, value in given]
-        return cls(LogitsProcessorList(own), PrefixView(rows, rows.tokens[:, :0]), rows.capacity)
+        warpers = LogitsProcessorList()
+        for (kind, _), value in zip(_WARPERS, values, strict=True):
+            if not math.isnan(value):
+                warpers.append(kind(int(value) if kind is hf.TopKLogitsWarper else value))
+        return cls(warpers, PrefixView(rows, rows.tokens[:, :0]), rows.capacity)
 
     def __call__(
         self,
@@ -235,9 +240,9 @@ class LogitsPipeline:
     ) -> tuple[Tensor, Tensor]:
         """Processes the positions of a round, one after the other where a processor may refuse a prefix.
 
-        What raises on a row's own text raises here as in `generate`. A prefix that ends with drafts may be refused, as
-        one that goes on after EOS may be: then no token can be drawn after these drafts, and the last of them is the
-        row's last token of this round.
+        What raises on a row's committed text raises here as in `generate`. A prefix that ends with drafts may be
+        refused, as one that goes on after EOS may be: then no token can be drawn after these drafts, and the last of
+        them is the row's last token of this round.
 
         Args:
             logits: `[B, γ + 1, vocabulary]`.
@@ -300,10 +305,10 @@ class LogitsPipeline:
     ) -> Tensor:
         """Processes scores `[n, vocabulary]` at places `step` after the committed tokens of `row`, n each."""
         widths = self._prefixes.widths(row, step) if self._looks_at_prefixes else []
-        given = scores  # the model's, which others may read: not to be written to
+        logits = scores  # the model's, which others may read: not to be written to
         for processor in processors:
             if type(processor) is hf.TopPLogitsWarper:
-                scores = keep_top_p(processor, scores, out=None if scores is given else scores)
+                scores = keep_top_p(processor, scores, out=None if scores is logits else scores)
             elif type(processor) in _SCORES_ONLY:
                 scores = processor(None, scores)
             elif needs_batch(processor):
@@ -347,8 +352,8 @@ class LogitsPipeline:
         tokens = view.prefixes(view.on_device(row), max(widths))  # [n, width]
         at = tokens + vocabulary * torch.arange(count, device=scores.device)[:, None]
         at = at.where(seen & (tokens < vocabulary), count * vocabulary).flatten()  # [n * width]
-        own = flat[at]
-        flat[at] = torch.where(own < 0, own * processor.penalty, own / processor.penalty)
+        score = flat[at]
+        flat[at] = torch.where(score < 0, score * processor.penalty, score / processor.penalty)
         return processed
 
     def _process_by_prefix(
@@ -373,7 +378,7 @@ class LogitsPipeline:
         if not isinstance(padding, Tensor):
             return processor
         bound, copies = copy.copy(processor), self._batch_size // len(padding)  # num_return_sequences
-        at = self._prefixes.on_device([requests[own] // copies for own in row])  # [n]
+        at = self._prefixes.on_device([requests[place] // copies for place in row])  # [n]
         bound.prompt_ignore_length = padding.to(at.device)[at]  # [n]
         return bound
 
@@ -424,8 +429,8 @@ def _decay(processor: hf.ExponentialDecayLengthPenalty, scores: Tensor, widths: 
     late = [max(width - processor.regulation_start, 0) for width in widths]
     if not any(late):
         return scores
-    factors = torch.tensor([processor.regulation_factor**own - 1 for own in late], dtype=scores.dtype)
+    factors = torch.tensor([processor.regulation_factor**steps - 1 for steps in late], dtype=scores.dtype)
     processor.eos_token_id = ids = processor.eos_token_id.to(scores.device)  # [ids]
-    own = scores[:, ids]  # [n, ids]
-    more = own.abs() * sent(factors, scores.device)[:, None]
-    return scores.index_copy(1, ids, own + more.masked_fill(~own.isfinite(), 0.0))
+    eos = scores[:, ids]  # [n, ids]
+    more = eos.abs() * sent(factors, scores.device)[:, None]
+    return scores.index_copy(1, ids, eos + more.masked_fill(~eos.isfinite(), 0.0))

@@ -34,7 +34,8 @@ from .statistics import (
 
 LENGTH_BIN = 128
 """Rounds whose mean lengths fall into the same bin of this width are one :class:`RoundPoint`."""
-_AT_ONCE = 1024  # rounds whose drafts are counted together: a bound on memory
+ROUNDS_AT_ONCE = 1024
+"""Rounds whose drafts are counted together: a bound on memory."""
 
 
 @dataclass(frozen=True)
@@ -302,8 +303,8 @@ def count_drafts(
         if round_.chains is not None:
             by_lanes.setdefault(len(round_.chains.owners), []).append(round_)
     for lanes, like in by_lanes.items():
-        for start in range(0, len(like), _AT_ONCE):
-            some = like[start : start + _AT_ONCE]
+        for start in range(0, len(like), ROUNDS_AT_ONCE):
+            some = like[start : start + ROUNDS_AT_ONCE]
             parts = [vars(round_.chains) for round_ in some]
             # M rows of several rounds at once. owners, drafted, accepted: [N, M]; depths, committed, winner: [M]
             depths, owners, drafted, accepted, committed, winner = (

@@ -28,15 +28,15 @@ from .stopping import Stopping
 
 
 class Rollout:
-    """One batched generation of the requests that `queue` gives out.
+    """One batched generation of the requests of `queue`.
 
     The candidates of `control` are the `drafters` in their order; the capacity of `rows` bounds the batch. `rejection`
-    verifies by rejection sampling where it samples. `on_tokens` is called with `[n]` new tokens in each round, at
-    batch 1 only (a streamer). Where `room` says that memory ends, rows leave and wait; None: there is enough.
+    verifies by rejection sampling if it samples. A streamer's `on_tokens` is called with `[n]` new tokens per round,
+    at batch 1 only. Where `room` says that memory ends, rows leave and wait; None: there is enough.
 
     Attributes:
-        queue, target, rows, want_logprobs: as given.
-        drafters: the drafters, of which one that fails is dropped.
+        queue, target, rows, want_logprobs: the arguments.
+        drafters: one that fails is dropped.
         control: decides what drafts now.
         record: rounds, phases and completions so far.
     """
@@ -90,12 +90,12 @@ class Rollout:
             control.begin(self.rows.capacity, self.record.prompt_keys)
         options = self._pipeline, self._do_sample, self.target, self._rejection
         session = DraftSession(self.rows, *options, control.most_drafted, control.spend)
-        self.drafters.each(methodcaller("begin", session))
+        self.drafters.ask_all(methodcaller("begin", session))
         self._lookups = LookupEvaluation(control, self.drafters, self.rows, self._vocabulary)
 
     def end(self) -> None:
         """Lets drafters go of the rows and caches, which would otherwise outlive the generation."""
-        self.drafters.each(methodcaller("end"))
+        self.drafters.ask_all(methodcaller("end"))
 
     # ---- rows that enter --------------------------------------------------------------------------------------------
 
@@ -107,14 +107,13 @@ class Rollout:
                 admission = rows.admit(taken)
                 count, logits = self.target.read_prompts(rows, admission)
                 self.record.tokens_read += count
-                methods = [request.method for request in taken if request.method is not None]
-                self.control = self._whole_control
-                if methods:  # this rank races for these rows
-                    self.control = self._whole_control.helper(self.drafters.names.index(methods[0]))
+                method, self.control = taken[0].method, self._whole_control
+                if method is not None:  # this rank races for rows that another one decodes too
+                    self.control = self.control.helper(self.drafters.names.index(method))
                 for row, request in admission.moved.items():
                     self.target.cache.import_row(row, request.head, request.tail())
             with phase("draft"):
-                self.drafters.each(methodcaller("admit", admission))
+                self.drafters.ask_all(methodcaller("admit", admission))
             if logits is not None:
                 with phase("accept"):
                     finished, _ = self._commit(self._first_tokens(admission, logits))
@@ -128,8 +127,7 @@ class Rollout:
         """Requests that get rows now, as the admission delay and memory allow."""
         queue, rows, room, keys = self.queue, self.rows, self._kv_room, self.record.prompt_keys
         free = 0 if room is not None and room.is_full else rows.capacity - rows.active
-        upcoming = queue.upcoming
-        next_key = None if upcoming is None else keys[upcoming.index]
+        next_key = None if (upcoming := queue.upcoming) is None else keys[upcoming.index]
         if not free or self._delay.waits(free, {keys[index] for index in rows.indices}, next_key):
             return []
         taken = queue.take(free, rows.active) if queue.waiting or not rows.active else []
@@ -158,14 +156,11 @@ class Rollout:
     def _plan(self) -> list[Chain]:
         """The chains that the control wants, no longer than the row with most room could use."""
         rows = self.rows
+        most = int(rows.room.max()) - 1
         with self.record.phase("control"):
             plan = self.control.plan(list(rows.indices), rows.mean_length, self.queue.waiting)
-            most = int(rows.room.max()) - 1
-            return [
-                replace(chain, draft_length=min(chain.draft_length, most))
-                for chain in plan
-                if min(chain.draft_length, most) > 0 and chain.which in self.drafters.in_use
-            ]
+        plan = [chain for chain in plan if chain.draft_length > 0 and chain.which in self.drafters.in_use]
+        return [replace(chain, draft_length=min(chain.draft_length, most)) for chain in plan] if most > 0 else []
 
     def decode_round(self, plan: Sequence[Chain]) -> None:
         """One round: drafters draft the chains of `plan`, one target forward verifies them, and each row goes on with
@@ -191,8 +186,9 @@ class Rollout:
                     rows.write(0, proposal.tokens)  # where the drafter looks for them
                     self.drafters.ask(which, methodcaller("learn", *lanes.verified(which, logits)))
         with phase("accept"):
-            draws = [self._draw(each, lanes.logits(lane, logits), noise) for lane, each in enumerate(lanes.proposals)]
-            outcome = Outcome.of(lanes.proposals, draws, lanes.owners, lanes.width, rows.room)
+            proposals = lanes.proposals
+            draws = [self._draw(lane, lanes.logits(n, logits), noise) for n, lane in enumerate(proposals)]
+            outcome = Outcome.of(proposals, draws, lanes.owners, lanes.width, rows.room)
             if lanes.layout is not None:  # the K/V and hidden states of the winners stay
                 winner = sent(torch.from_numpy(outcome.winner), logits.device)  # [B]
                 target.keep_chains(lanes.layout.slots_of(winner))
@@ -235,8 +231,8 @@ class Rollout:
         logits, could = self._pipeline.process_verified(logits, proposal)  # [B, γ + 1, V], [B]
         steps = rows.generated[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, γ + 1]
         coins, residual = (position_keys(derive(rows.streams, purpose), steps) for purpose in (1, 2))
-        # A draft after which no token can be drawn must pass its own test all the same, else what ends a text would
-        # come too seldom: once accepted it stands in the place of that token.
+        # A draft after which no token can be drawn is tested like any other, else what ends a text would come too
+        # seldom: once accepted it takes the place of that token.
         tested = torch.minimum(lengths, could + 1)  # [B]
         drawn = verify_rejection(logits, proposal, tested, coins, residual, self.want_logprobs)
         return replace(drawn, most=could if drawn.most is None else drawn.most.minimum(could))
@@ -247,7 +243,7 @@ class Rollout:
         rows.write(0, drawn.tokens)
         counts, ends = self._stopping.first_stop(outcome.tokens, outcome.counts, rows.room)  # [B] each
         if (outcome.sound < counts).any():
-            done = sum(each.tokens > 0 for each in self.record.rounds)
+            done = sum(past.tokens > 0 for past in self.record.rounds)
             raise broken_logits(self.target, rows, outcome.sound, counts, outcome.width, done)
         if self._on_tokens is not None:
             self._on_tokens(drawn.tokens[0, : counts[0]])
@@ -263,13 +259,13 @@ class Rollout:
         self._lookups.after_round(rows.indices, outcome.tokens, counts)
         for which in outcome.broken:
             self.drafters.ask(which, report_broken)
-        self.drafters.each(methodcaller("observe", outcome.tokens, counts))
+        self.drafters.ask_all(methodcaller("observe", outcome.tokens, counts))
         return ends.nonzero()[0].tolist(), int(counts.sum())
 
     # ---- rows that leave --------------------------------------------------------------------------------------------
 
     def _retire(self, finished: list[int]) -> None:
-        """Keeps what `finished` rows have generated, and takes them out of flight."""
+        """Stores what `finished` rows have generated, and takes them out of flight."""
         if finished:
             self._complete(finished)
             self._free(finished)
@@ -285,7 +281,7 @@ class Rollout:
         source, destination = self.rows.drop(leaving)
         columns = self.rows.host_lengths[destination].tolist()
         self.target.cache.move_rows(source, destination, columns, self.rows.active)
-        self.drafters.each(methodcaller("move", source, destination, columns))
+        self.drafters.ask_all(methodcaller("move", source, destination, columns))
 
     def drop(self, leaving: Sequence[int]) -> None:
         """Takes the rows `leaving` out of flight, with which another rank goes on, or has ended first."""

@@ -73,7 +73,7 @@ class RequestQueue:
 
     @property
     def upcoming(self) -> Request | None:
-        """The request that is given out next, where that is known."""
+        """The next request, where that is known."""
         return self._dealt[0] if self._dealt else None
 
     def take(self, free: int, active: int) -> list[Request]:
@@ -84,7 +84,7 @@ class RequestQueue:
         return taken
 
     def put_back(self, requests: list[Request]) -> None:
-        """Takes back `requests` that were taken, to be given out first; some were begun meanwhile."""
+        """Takes back `requests` that were taken, which come first; some were begun meanwhile."""
         self._dealt = requests + self._dealt
         self.waiting += len(requests)
 
@@ -98,7 +98,7 @@ class RequestQueue:
 
 @dataclass(frozen=True)
 class Admission:
-    """Requests that have just been given rows.
+    """Requests that have just entered rows.
 
     Rows `first..first + leaders` hold texts that have to be prefilled; row `followers[i]` has the same prompt as
     row `sources[i]` (prefix sharing: the G copies of a GRPO prompt are prefilled once). `moved`: the requests of the

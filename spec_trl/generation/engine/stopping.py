@@ -1,8 +1,12 @@
-"""When a row ends: `generate`'s stopping criteria, applied to rows of different lengths."""
+"""When a row ends: `generate`'s stopping criteria, applied to rows of different lengths; and whether criteria and
+processors have to be shown all rows at each step."""
+
+import warnings
+from collections.abc import Iterable
 
 import numpy as np
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from .accept import Bools, Integers
@@ -75,3 +79,31 @@ class Stopping:
 def length_limit(criteria: StoppingCriteriaList) -> int:
     """Largest padded total length that `criteria` allow."""
     return min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
+
+
+def must_run_in_step(
+    parts: Iterable[LogitsProcessor | StoppingCriteria], batch: int, capacity: int, drafts: bool
+) -> bool:
+    """Whether some of these processors and criteria need a
+    :class:`~spec_trl.generation.engine.in_step.RolloutInStep`; warns where that costs `drafts`.
+
+    Raises:
+        ValueError: they do, and there are fewer rows (`capacity`) than requests (`batch`).
+    """
+    names = [getattr(part, "__qualname__", type(part).__qualname__) for part in parts if needs_batch(part)]
+    if not names:
+        return False
+    named = ", ".join(dict.fromkeys(names))
+    remedy = "set prefix_only = True on it if its result for a row depends on that row's tokens and scores alone"
+    if capacity < batch:
+        raise ValueError(
+            f"{named} may look at other rows or keep state, and so has to be shown all rows at each step, but "
+            f"max_batch_size={capacity} is less than the {batch} rows of the batch: raise it to {batch}, or {remedy}."
+        )
+    if drafts:
+        warnings.warn(
+            f"{named} may look at other rows or keep state, and so is shown all rows once per step, as in generate: "
+            f"this generation drafts nothing, and is no faster than generate. To have drafts, {remedy}.",
+            stacklevel=4,
+        )
+    return True

@@ -34,7 +34,7 @@ def test_the_seconds_of_a_drafter_that_fails_still_count() -> None:
     """Or the round in which it fails would seem to take longer by all that it ever learned."""
     drafters = GuardedDrafters([Standing([[]], None)], lambda _: None)
     with pytest.warns(UserWarning, match="Standing failed"):
-        drafters.each(lambda _: 1 / 0)
+        drafters.ask_all(lambda _: 1 / 0)
     assert not drafters.in_use and drafters.stood == 2.0
 
 

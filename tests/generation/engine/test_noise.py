@@ -118,7 +118,7 @@ def test_round_noise_is_the_noise_of_its_positions() -> None:
     block, later = RoundNoise(keys[:, :4].clone(), 50), RoundNoise(keys[:, 2:4].clone(), 50)
     assert torch.equal(block.at(2), later.at(0)) and torch.equal(block.at(2, 2), later.at(0, 2))
     large = RoundNoise(keys, 30_000)  # too large to keep: drawn step by step
-    assert block.is_kept and not large.is_kept
+    assert block.block is not None and large.block is None
     assert all(torch.equal(large.at(step)[..., :50], block.at(step)) for step in range(4))
 
 

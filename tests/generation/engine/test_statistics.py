@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import memory
+from spec_trl.generation.engine import memory, record
 from spec_trl.generation.engine.record import (
     LENGTH_BIN,
     DraftedChains,
@@ -107,7 +108,8 @@ def test_drafts_are_counted_by_request_depth_and_drafter(rounds: list[dict[str, 
                         racing.winners_by_depth.setdefault(edge, dict(nobody))[name] += won
     racing.winners_by_depth = {edge: won for edge, won in racing.winners_by_depth.items() if any(won.values())}
     found = SpeculationStatistics("best_of_n")
-    count_drafts(found, recorded, REQUESTS, NAMES)
+    with patch.object(record, "ROUNDS_AT_ONCE", 2):
+        count_drafts(found, recorded, REQUESTS, NAMES)
     assert found.per_request == per_request and found.total == sum(per_request, DraftCounts())
     assert found.per_depth == per_depth and list(found.per_depth) == sorted(per_depth)
     assert found.per_drafter == per_drafter

@@ -133,14 +133,10 @@ def test_a_drafter_that_fails_lets_go_of_the_targets_cache(tiny) -> None:
     assert not hasattr(drafter, "session") and not hasattr(drafter, "cache")
 
 
-def test_a_generation_that_is_over_before_its_drafter_has_begun(tiny, texts) -> None:
-    class Slow(SelfDrafter):
-        def begin(self, session: DraftSession) -> None:
-            time.sleep(0.5)
-            super().begin(session)
-
-    ahead = DecoupledDrafter(DraftThread(Slow(tiny, kernel="reference")))
+def test_a_generation_that_is_over_before_a_window_is_drafted(tiny, texts, drafters) -> None:
+    ahead = DecoupledDrafter(DraftThread(*drafters("self")))
     assert outputs(generate(tiny, PROMPTS, drafter=ahead, max_new_tokens=1, **EOS)) == [text[:1] for text in texts]
+    assert drafting_threads() == 0
 
 
 def test_a_network_of_nan(tiny, texts, drafters) -> None:

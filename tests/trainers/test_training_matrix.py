@@ -1,5 +1,5 @@
-"""Whole trainings compared with one without drafts, to the last bit: more steps, drafters, policies and schedules than
-test_training.py has time for."""
+"""Whole trainings compared with one without drafts, to the last bit: more steps, drafters, policies, schedules and
+trainers than test_training.py has. Most are slow; of those that are not, CUDA graphs are a tape."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,20 +10,33 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
+import spec_trl
+from examples.demo.task import build_tokenizer
+from spec_trl import SpecGRPOTrainer
 from spec_trl.generation import kept
 from spec_trl.generation.drafters.tts import drafter
 from spec_trl.generation.engine import kept_runner
+from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.generation.engine.shadow import unwrapped
 from tests.conftest import STORY_MODEL
 from tests.generation.drafters.watching import make_checkpoint
-from tests.generation.engine.tape import Tape
+from tests.generation.engine.tape import Tape, install_tape
 from tests.trainers.conftest import Asked
-from tests.trainers.harness import Run, assert_same_training, tiny_dataset, tiny_policy, train, train_plainly
+from tests.trainers.harness import (
+    Run,
+    assert_same_training,
+    make_run,
+    roll_out,
+    tiny_dataset,
+    tiny_policy,
+    train,
+    train_plainly,
+)
 
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 Options = dict[str, Any]
 FAST = dict(tts_learning_rate=1e-3, draft_lengths=[3], tts_stride="1")
 ASYNC = dict(tts_asynchronous=True, tts_stride="2")
@@ -109,6 +122,7 @@ CASES: list[tuple[str, Options, Callable[[], Options]]] = [
 ]  # fmt: skip
 
 
+@slow
 @pytest.mark.parametrize(("strategy", "how", "training"), CASES)
 def test_the_policy_trains_as_without(
     strategy: str, how: Options, training: Callable[[], Options], tmp_path: Path, named: Named
@@ -133,6 +147,7 @@ def test_the_policy_trains_as_without(
     assert (tmp_path / "final/drafter").exists() is bool(run.metric("drafter/loss")) is is_adapted
 
 
+@slow
 @pytest.mark.parametrize("keep_graphs", [True, False])
 def test_captured_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_graphs: bool) -> None:
     """A tape stands in for CUDA graphs: it replays on the same memory while the optimizer updates the weights."""
@@ -147,6 +162,7 @@ def test_captured_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep
     assert min(run.metric("rollout/acceptance_rate")) > 0.25
 
 
+@slow
 def test_rollouts_that_choose_when_to_draft(tmp_path: Path, profiles: dict[str, str], level_ladder: Asked) -> None:
     """By a profile; by a ladder and what rounds really take, whatever that is; and by these rounds alone."""
     options: Options = dict(max_steps=6, max_completion_length=48, trainer={"train_dataset": tiny_dataset(8)})
@@ -159,11 +175,13 @@ def test_rollouts_that_choose_when_to_draft(tmp_path: Path, profiles: dict[str, 
     assert len(level_ladder) == 1
 
 
+@slow
 def test_rollouts_see_no_dropout_and_training_does(tmp_path: Path) -> None:
     drafted, still = (train(tmp_path, **dropping(dropout)) for dropout in (0.3, 0.0))
     assert drafted.completions[0] == still.completions[0] and drafted.losses != still.losses
 
 
+@slow
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["autocast", "bf16-weights"])
 @pytest.mark.parametrize("bf16", [True, False])
 def test_half_precision_and_single(tmp_path: Path, weights: torch.dtype, bf16: bool) -> None:
@@ -179,6 +197,7 @@ def test_half_precision_and_single(tmp_path: Path, weights: torch.dtype, bf16: b
     assert_same_training(drafted, none)
 
 
+@slow
 def test_best_model_at_the_end(tmp_path: Path) -> None:
     """Its weights are drafted for, not those of the last step."""
     run = train(
@@ -193,6 +212,7 @@ def test_best_model_at_the_end(tmp_path: Path) -> None:
     assert any(not torch.equal(one, other) for one, other in zip(before, copy.network.buffers(), strict=True))
 
 
+@slow
 @pytest.mark.parametrize("adapter", [None, LoraConfig(target_modules=["q_proj"])], ids=["whole", "LoRA"])
 def test_a_compiled_policy_is_drafted_for(
     tmp_path: Path, adapter: LoraConfig | None, monkeypatch: pytest.MonkeyPatch
@@ -214,6 +234,7 @@ def test_a_compiled_policy_is_drafted_for(
 # ---- Test-Time Speculation ----------------------------------------------------------------------------------------
 
 
+@slow
 @pytest.mark.parametrize("kind", ["self", "dflash"])
 def test_it_learns(kind: str, tmp_path: Path, named: Named) -> None:
     """On a policy that stays: more of what it drafts is accepted than of what it would have drafted untaught."""
@@ -225,6 +246,7 @@ def test_it_learns(kind: str, tmp_path: Path, named: Named) -> None:
     assert accepted > before * (1.02 if kind == "self" else 1.3)
 
 
+@slow
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -251,6 +273,7 @@ def test_resumed_run_goes_on_bit_for_bit(kind: str, how: Options, tmp_path: Path
         assert whole.metric(f"rollout/{name}")[2:] == rest.metric(f"rollout/{name}"), name
 
 
+@slow
 def test_a_resumed_run_takes_its_own_learning_rate(tmp_path: Path, named: Named) -> None:
     """A tenth of the old one: one update of Adam does not move as far as that."""
     options = FAST | dict(tts_stride="1000") | named("eagle3")
@@ -262,9 +285,79 @@ def test_a_resumed_run_takes_its_own_learning_rate(tmp_path: Path, named: Named)
     assert 0 < max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True)) < 2e-4
 
 
+@slow
 def test_a_failure_ends_no_training(tmp_path: Path, named: Named, monkeypatch: pytest.MonkeyPatch) -> None:
     none = train_plainly()
     monkeypatch.setattr(drafter, "distillation_loss", lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match="ZeroDivisionError"):
         run = train(tmp_path, "tts", save_strategy="steps", save_steps=3, **FAST, **named("dflash"))
     assert_same_training(none, run)
+
+
+# ---- Rollouts and trainers of another kind ------------------------------------------------------------------------
+
+
+Rows = list[list[int]]
+
+
+def mostly_equal(one: Rows, other: Rows) -> bool:
+    """A near-tie of bfloat16 logits may fall otherwise in a forward of another shape, which changes a row's rest."""
+    return len(one) == len(other) and sum(map(list.__eq__, one, other)) >= 0.75 * len(one)
+
+
+@pytest.mark.parametrize("keep_graphs", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_rollouts_are_captured_and_follow_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_graphs: bool
+) -> None:
+    """A float32 policy under `bf16=True`, which is what a model's name becomes."""
+    greedy: dict[str, Any] = dict(bf16=True, generation_kwargs={"do_sample": False}, max_completion_length=24)
+    captured: dict[str, Any] = dict(runner="graph", keep_graphs=keep_graphs)
+    captured |= dict(draft_kernel="reference", draft_lengths=[3])
+    tape, policy = install_tape(monkeypatch), tiny_policy(num_hidden_layers=1).float()
+    run = make_run(tmp_path, policy=policy, bf16=True, max_steps=2, learning_rate=0.02, **captured).train()
+    assert tape.replayed > 8 and min(run.metric("rollout/acceptance_rate")) > 0.25
+    assert (kept.look(policy, "runner") is not None) == keep_graphs
+    found = {}
+    for kind in (GRPOTrainer, SpecGRPOTrainer):  # with a policy that has learned in between
+        found[kind] = roll_out(tmp_path, policy=policy, kind=kind, **greedy | captured).rewarded[0][1]
+    untrained = tiny_policy(num_hidden_layers=1).float()
+    before = roll_out(tmp_path, policy=untrained, kind=GRPOTrainer, **greedy).rewarded[0][1]
+    assert mostly_equal(*found.values()) and not mostly_equal(found[SpecGRPOTrainer], before)
+
+
+def test_rloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows nothing of spec_trl, and drafts with one line in `generation_kwargs`: completions and weights stay."""
+    drafted: list[int] = []
+    run = Rollout.run
+
+    def watched(rollout: Rollout) -> Any:
+        completions, statistics = run(rollout)
+        drafted.append(statistics.total.drafted)
+        return completions, statistics
+
+    monkeypatch.setattr(Rollout, "run", watched)
+
+    def train(strategy: str) -> tuple[list[Any], list[torch.Tensor]]:
+        seen: list[Any] = []
+
+        def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+            seen.append(completion_ids)
+            return [float(len(set(ids))) for ids in completion_ids]
+
+        options = {"seed": 5, "sd_toggle": "always", "draft_kernel": "reference"}
+        given = {"assistant_strategy": strategy, "speculative_config": options}
+        config = RLOOConfig(
+            output_dir=str(tmp_path), generation_kwargs=given, beta=0.0,
+            max_steps=2, per_device_train_batch_size=4, num_generations=2, max_completion_length=8, report_to="none",
+            save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, seed=3, learning_rate=1e-2,
+        )  # fmt: skip
+        config.to_json_string()
+        policy = tiny_policy()
+        trainer = RLOOTrainer(policy, reward, config, tiny_dataset(8), processing_class=build_tokenizer())
+        trainer.train()
+        spec_trl.release(policy)
+        return seen, [parameter.detach() for parameter in policy.parameters()]
+
+    (plain, weights), (speculative, same) = train("none"), train("self")
+    assert plain == speculative and all(map(torch.equal, weights, same))
+    assert drafted[:2] == [0, 0] and all(drafted[2:]) and len(drafted) == 4
