@@ -299,7 +299,8 @@ class _Bench(RoundBench):
             if len(drafting) >= FEWEST_ROUNDS and time.perf_counter() > deadline:
                 break
             rows = self._rows
-            rows.active, rows.indices = batch, list(range(batch))
+            rows.set_active(batch)
+            rows.indices = list(range(batch))
             rows.commit(np.full(batch, length), None)
             before = self._rollout.record.phase_seconds().get("draft", 0.0)
             whole = self.round([Chain(0 if drafts else 1, gamma)] if gamma else [])
