@@ -34,7 +34,7 @@ class AdmissionDelay:
         """Whether `free` rows stay empty for the next round, which then counts."""
         if not self.rounds(free, in_flight, upcoming):
             return False
-        self._empty += free
+        self.wait(free, 1)
         return True
 
     def wait(self, free: int, rounds: int) -> None:
