@@ -28,7 +28,7 @@ typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Shorts __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-constexpr int64_t AHEAD = 8192;           // bytes that are fetched ahead: some CPUs fetch too little by themselves
+constexpr int64_t AHEAD = 8192;           // bytes that are prefetched: some CPUs prefetch too little by themselves
 constexpr int64_t ROWS_AHEAD = 8;         // the same, of weights that lie transposed
 constexpr int64_t PER_THREAD = 1 << 17;   // weights: with fewer, a second thread saves less than waking it takes
 constexpr int64_t BLOCK_BYTES = 1 << 14;  // of weights, which stay in the L1 cache for the next rows
@@ -147,13 +147,13 @@ static Vector vector_at(const int8_t* from) {
 // The last `count` numbers of a row, and zeros.
 template <typename NUMBER>
 static Vector rest(const NUMBER* from, int64_t count) {
-  Vector found = {};
-  for (int64_t l = 0; l < count; ++l) found[l] = from[l];
-  return found;
+  Vector padded = {};
+  for (int64_t l = 0; l < count; ++l) padded[l] = from[l];
+  return padded;
 }
 
-// `total` and the last `count` products, by fma: for some numbers of rows the compiler would round them. A function of
-// its own, for inline it would send the sums of the caller's loop to memory.
+// Adds the last `count` products to `total`, by fma: for some numbers of rows the compiler would round them. Not
+// inline, for that would spill the sums of the caller's loop to memory.
 template <typename NUMBER>
 __attribute__((noinline)) static Vector with_rest(Vector total, const NUMBER* weights, const float* x, int64_t count) {
   for (int64_t l = 0; l < count; ++l) total[l] = __builtin_fmaf(weights[l], x[l], total[l]);
@@ -167,13 +167,13 @@ static void by_row(const Matrix& w, const float* x, int64_t x_stride, int64_t fi
   Vector totals[OUT][ROWS] = {};  // in registers, as what `sums` points to would not be
   int64_t k = 0;
   for (; k + LANES <= w.in; k += LANES) {
-    Vector given[ROWS];
-    for (int m = 0; m < ROWS; ++m) given[m] = vector_at(x + m * x_stride + k);
+    Vector inputs[ROWS];
+    for (int m = 0; m < ROWS; ++m) inputs[m] = vector_at(x + m * x_stride + k);
     for (int o = 0; o < OUT; ++o) {
       const NUMBER* at = weights + o * w.in + k;
       __builtin_prefetch((const char*)at + AHEAD);
       const Vector weight = vector_at(at);
-      for (int m = 0; m < ROWS; ++m) totals[o][m] += weight * given[m];
+      for (int m = 0; m < ROWS; ++m) totals[o][m] += weight * inputs[m];
     }
   }
   for (int o = 0; o < OUT; ++o)
@@ -212,7 +212,7 @@ static Vector values_of(Integers codes) {
 template <int ROWS, int OUT>
 static void by_group(const Matrix& w, const float* x, int64_t x_stride, const float* x_sums, int64_t first,
                      Vector (*sums)[ROWS]) {
-  float zeros[OUT][ROWS] = {};  // what they take away
+  float zeros[OUT][ROWS] = {};  // sums of x * scale * zero, which are subtracted
   const int64_t groups = w.in / w.group;
   const uint16_t* codes = (const uint16_t*)w.weights + first * w.in / 4;
   for (int64_t g = 0; g < groups; ++g) {
@@ -226,11 +226,11 @@ static void by_group(const Matrix& w, const float* x, int64_t x_stride, const fl
           words[o] = words_at(at);
         }
         for (int j = 0; j < 4; ++j) {
-          Vector given[ROWS];
-          for (int m = 0; m < ROWS; ++m) given[m] = vector_at(x + m * x_stride + k + 16 * j + half);
+          Vector inputs[ROWS];
+          for (int m = 0; m < ROWS; ++m) inputs[m] = vector_at(x + m * x_stride + k + 16 * j + half);
           for (int o = 0; o < OUT; ++o) {
             const Vector weight = values_of(words[o] >> (4 * j));
-            for (int m = 0; m < ROWS; ++m) part[o][m] += weight * given[m];
+            for (int m = 0; m < ROWS; ++m) part[o][m] += weight * inputs[m];
           }
         }
       }
@@ -319,7 +319,7 @@ static void by_tile(const Matrix& w, const Bfloat16* packed, int64_t count, cons
   if (OUT > 1) _tile_zero(2);
   if (OUT > 1 && ROWS > 1) _tile_zero(3);
   for (int64_t k = 0; k < w.in; k += 32) {
-    // The next outputs' weights, as they lie: to fetch ahead in these rows, so many at once, would be too late.
+    // Prefetches the next outputs' weights: those of these rows, so many at once, would come too late.
     const char* next = (const char*)(weights + OUT * group) + k * OUT * TILE * 2;
     for (int line = 0; fetches && line < 16 * OUT; ++line) __builtin_prefetch(next + 64 * line);
     _tile_loadd(4, weights + k, stride);
@@ -366,7 +366,7 @@ static void by_tiles(const Matrix& w, const Bfloat16* packed, int64_t count, con
     }
 }
 
-// x [rows, in], rows a stride apart, as [rows / TILE, in / 2, TILE, 2]; in the last group anything after the rows.
+// x [rows, in], rows a stride apart, as [rows / TILE, in / 2, TILE, 2]; the last group is padded with any numbers.
 // Threads share the work, and wait for each other.
 static void pack(const Bfloat16* x, int64_t stride, int64_t rows, int64_t in, uint32_t* to) {
 #pragma omp for schedule(static)
@@ -392,18 +392,18 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
   tiles = is_narrow && in % 32 == 0 && has_tiles();
   for (int64_t n = 0; n < number; ++n) tiles = tiles && matrices[n].bits == 16 && !matrices[n].is_transposed;
 #endif
-  bool widens = is_narrow;  // x, for what no tile computes
+  bool widens = is_narrow;  // x, for outputs that no tile computes
   if (tiles) widens = std::any_of(matrices, matrices + number, [](const Matrix& w) { return w.out % TILE; });
   std::vector<float> wide(widens ? count * in : 0);
   for (int64_t m = 0; widens && m < count; ++m)
     for (int64_t k = 0; k < in; ++k) wide[m * in + k] = ((const Bfloat16*)x)[m * x_stride + k];
-  const float* given = is_narrow ? wide.data() : (const float*)x;
-  const int64_t given_stride = is_narrow ? in : x_stride;
+  const float* inputs = is_narrow ? wide.data() : (const float*)x;
+  const int64_t input_stride = is_narrow ? in : x_stride;
   int64_t weights = 0;
   std::vector<std::vector<float>> x_sums;
   for (int64_t n = 0; n < number; ++n) {
     weights += matrices[n].out * in;
-    x_sums.push_back(group_sums(matrices[n], given, given_stride, count));
+    x_sums.push_back(group_sums(matrices[n], inputs, input_stride, count));
   }
   const int64_t threads = std::min(most_threads, 1 + weights / PER_THREAD);
   // Rows of x at once: more of them, packed, would leave the L2 cache.
@@ -439,10 +439,10 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
       for (int64_t first = tiles ? w.out / TILE * TILE : 0; first < w.out; first += block) {
         const int64_t end = std::min(w.out, first + block);
         for (int64_t m = 0; m < count; m += 4) {
-          const float *from = given + m * given_stride, *sums = x_sums[n].data() + m * groups;
+          const float *from = inputs + m * input_stride, *sums = x_sums[n].data() + m * groups;
           const Output to = Output{y, y_stride, (bool)is_narrow}.after(m, column);
           constexpr decltype(&rows<1>) of[] = {rows<1>, rows<2>, rows<3>, rows<4>};
-          of[std::min<int64_t>(4, count - m) - 1](w, from, given_stride, sums, to, first, end);
+          of[std::min<int64_t>(4, count - m) - 1](w, from, input_stride, sums, to, first, end);
         }
       }
     }

@@ -24,7 +24,7 @@ MOST_ROWS = 16
 """Rows up to which a packed weight takes no longer than oneDNN over the dense one, but for a few shapes
 (benchmarks/dense_linear.py)."""
 DTYPES = {torch.float32: 32, torch.bfloat16: 16}
-"""Of x and y, and of dense weights: bits of each."""
+"""Dtypes of x, y and dense weights, and their bits."""
 
 
 class Matrix(ctypes.Structure):
@@ -62,8 +62,8 @@ _phase = _Phase()
 
 @contextmanager
 def reading_prompts() -> Iterator[None]:
-    """Within it, in this thread, :func:`serves` says no, but in bfloat16 on AMX: prompts have many rows, for which
-    torch's products are faster. No step ever computes a token of a prompt, so that its sums may have another order."""
+    """Within it, in this thread, :func:`serves` is False, but in bfloat16 on AMX: prompts have many rows, for which
+    torch's products are faster. Steps never compute tokens of a prompt, so that its sums may have another order."""
     before, _phase.reads_prompts = _phase.reads_prompts, True
     try:
         yield
@@ -73,8 +73,10 @@ def reading_prompts() -> Iterator[None]:
 
 def serves(dtype: torch.dtype) -> bool:
     """Whether products in `dtype` are served on this machine, in this phase."""
-    found = library()
-    return found is not None and (not _phase.reads_prompts or (dtype == torch.bfloat16 and found.tiles_run() == 1))
+    functions = library()
+    return functions is not None and (
+        not _phase.reads_prompts or (dtype == torch.bfloat16 and functions.tiles_run() == 1)
+    )
 
 
 def multiply(matrix: Matrix, x: Tensor) -> Tensor:
@@ -92,17 +94,17 @@ def multiply(matrix: Matrix, x: Tensor) -> Tensor:
 
 
 def address(function: Any) -> int:
-    """Where a compiled function lies, for C++ that calls it."""
+    """Address of a compiled function, for C++ that calls it."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @functools.cache
 def library() -> Any:
     """The compiled functions; None where nothing compiles them."""
-    found = load(Path(__file__).with_suffix(".cpp"), reorders_sums=False)
-    if found is not None:
+    functions = load(Path(__file__).with_suffix(".cpp"), reorders_sums=False)
+    if functions is not None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        given = pointer, integer, integer, pointer, integer, integer, integer
-        found.multiply.argtypes = [ctypes.POINTER(Matrix), integer, *given]
-        found.multiply.restype = None
-    return found
+        x_and_y = pointer, integer, integer, pointer, integer
+        functions.multiply.argtypes = [ctypes.POINTER(Matrix), integer, *x_and_y, integer, integer]
+        functions.multiply.restype = None
+    return functions

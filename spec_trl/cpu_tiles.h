@@ -13,7 +13,7 @@
 #include <unistd.h>
 #endif
 
-// Of two vectors in groups of 2 * HALF lanes: the first (SECOND: the second) half of each group of `a`, then of `b`.
+// Of two vectors in groups of 2 * HALF lanes: the first (SECOND: the second) halves of the groups of `a`, then of `b`.
 template <int64_t HALF, bool SECOND, typename V, std::size_t... LANE>
 static V halves(V a, V b, std::index_sequence<LANE...>) {
   constexpr auto from = [](int64_t l) {
@@ -25,7 +25,7 @@ static V halves(V a, V b, std::index_sequence<LANE...>) {
 #ifdef __AVX512BF16__
 typedef uint32_t Words __attribute__((vector_size(64), aligned(2), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
-typedef Words Tile[16];  // of pairs: a row holds numbers 2 k and 2 k + 1 of each of 16 sums
+typedef Words Tile[16];  // of pairs: row k holds numbers 2 k and 2 k + 1 of 16 sums
 
 #ifdef __AMX_BF16__
 // Asks the system for the tile registers, which a process must do once.
@@ -35,11 +35,11 @@ static bool has_tiles() {
 }
 
 struct Tiles {  // rows and bytes of eight registers while this lives: `rows` of those for sums and a of `multiply`
-  alignas(64) uint8_t before[64], own[64] = {1};
+  alignas(64) uint8_t before[64], shapes[64] = {1};
   const bool used = has_tiles();
   explicit Tiles(int64_t rows) {
-    for (int i = 0; i < 8; ++i) own[16 + 2 * i] = 64, own[48 + i] = i < 5 ? std::min<int64_t>(rows, 16) : 16;
-    if (used) _tile_storeconfig(before), _tile_loadconfig(own);
+    for (int i = 0; i < 8; ++i) shapes[16 + 2 * i] = 64, shapes[48 + i] = i < 5 ? std::min<int64_t>(rows, 16) : 16;
+    if (used) _tile_storeconfig(before), _tile_loadconfig(shapes);
   }
   ~Tiles() {
     if (used) _tile_loadconfig(before);

@@ -54,8 +54,8 @@ _ACTIVATIONS = frozenset(kind[0] if isinstance(kind, tuple) else kind for kind i
 
 @functools.cache
 def activation_class(kind: Any) -> Any:
-    """The class that a shadow should have on a CPU for a module of class `kind` without parameters: `kind` itself, or
-    for an activation of transformers' one by :func:`by_registers`."""
+    """The class in a shadow on a CPU of a module of class `kind` without parameters: for an activation of transformers
+    one by :func:`by_registers`, else `kind`."""
     return type(f"Exact{kind.__name__}", (ByRegisters, kind), {}) if kind in _ACTIVATIONS else kind
 
 
@@ -79,8 +79,8 @@ class DenseConv1D(Conv1D):
 
 
 class _DenseExperts(nn.Module):
-    """A mixture's stacked experts one by one, each on the tokens that chose it. A token adds its experts in their
-    order."""
+    """A mixture's stacked experts one by one, each expert on the tokens that chose it. A token adds the results in the
+    order of experts."""
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """x [tokens, hidden], chosen and shares [tokens, top_k] → [tokens, hidden]"""
@@ -142,15 +142,15 @@ def _mixed(mixin: type, kind: type) -> type:
 
 
 def dense_class(kind: type, module: nn.Module) -> type:
-    """The class that a shadow should have for `module`, of class `kind`: one of these on a CPU, or `kind`."""
-    weight = next((own for own in module._parameters.values() if own is not None), None)
+    """The class in a shadow of `module`, of class `kind`: one of the above on a CPU, or `kind`."""
+    weight = next((weight for weight in module._parameters.values() if weight is not None), None)
     if weight is None or weight.device.type != "cpu":
         return kind
     if "is_transposed" in vars(module) and "down_proj" in module._parameters:  # transformers' experts interface
         return kind if vars(module).get("has_post_expert_norm") else _mixed(_DenseExperts, kind)
     if kind in (nn.Linear, Conv1D):
         return DenseLinear if kind is nn.Linear else DenseConv1D
-    has_matrix = any(own is not None and own.dim() in (2, 3) for own in module._parameters.values())
+    has_matrix = any(weight is not None and weight.dim() in (2, 3) for weight in module._parameters.values())
     is_ours = has_matrix and kind.__module__.startswith("transformers.") and not isinstance(module, nn.Embedding)
     return _mixed(_WithProducts, kind) if is_ours else kind
 
@@ -174,7 +174,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> bool:
-    """Whether nothing but a product without gradient is asked for, of plain numbers in one of the dtypes of
+    """Whether :func:`multiply` computes the product: without gradient, of plain numbers in a dtype of
     :mod:`cpu_products`: x [..., in], `weight` [..., out, in] or transposed, bias [..., out]. Autocast may cast x."""
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return (
@@ -201,7 +201,7 @@ MIN_WEIGHTS = 1 << 18  # of the layer: with fewer the call itself takes the time
 MIN_GAIN = 1.2  # below it nobody should reload a model
 
 warned: set[torch.dtype] = set()
-"""What this process has looked at."""
+"""The dtypes that this process has measured."""
 
 
 def warn_of_slow_dtype(model: PreTrainedModel) -> None:
@@ -226,8 +226,7 @@ def warn_of_slow_dtype(model: PreTrainedModel) -> None:
 
 
 def has_instructions(dtype: torch.dtype) -> bool:
-    """Whether the CPU multiplies in `dtype` by instructions of its own, as far as torch says; float32 and wider
-    always."""
+    """Whether torch reports instructions of the CPU that multiply in `dtype`; True for float32 and wider."""
     if dtype == torch.bfloat16 and platform.machine() in ("x86_64", "AMD64"):
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     if dtype == torch.bfloat16:
@@ -236,7 +235,7 @@ def has_instructions(dtype: torch.dtype) -> bool:
 
 
 def float32_gain(weight: Tensor) -> float:
-    """How many times as fast a product with `weight` [out, in] is in float32."""
+    """By what factor a product with `weight` [out, in] is faster in float32."""
     x = torch.ones(ROWS, weight.shape[1], dtype=weight.dtype)  # [m, in]; no random numbers: they are the caller's
     wide_x, wide = x.float(), weight.float()  # [m, in], [out, in]
     multiply_wide = partial(multiply_by_onednn, bias=None) if HAS_ONEDNN else F.linear
@@ -245,7 +244,7 @@ def float32_gain(weight: Tensor) -> float:
 
 @torch.no_grad()
 def seconds(multiply: Callable[[], Tensor]) -> float:
-    """The least of three calls, after one that warms up."""
+    """Seconds of the fastest of three calls, after one that warms up."""
     taken = []
     for _ in range(4):
         started = time.perf_counter()

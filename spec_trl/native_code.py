@@ -1,4 +1,4 @@
-"""C++ of ours, compiled on the machine where it runs, where there is a compiler, and kept in the user's cache."""
+"""Compiles our C++ on the machine where it runs, where there is a compiler, and caches it in the user's cache."""
 
 import ctypes
 import hashlib
@@ -15,22 +15,25 @@ from .user_cache import cache_directory
 
 logger = logging.getLogger(__name__)
 
-# -ffast-math, which lets sums be taken in vectors, is for compiling alone: a linker that is told of it adds code that
-# has the whole process round tiny numbers to zero.
+# -ffast-math, which allows sums in vectors, is for compiling alone: with it the linker adds code that makes the whole
+# process round tiny numbers to zero.
 _COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
 _LINK = ("-shared", "-fopenmp")
-_SECONDS = 60  # after which a compiler is given up
+_SECONDS = 60  # after which a compiler is stopped
 
 
 @cache
 def compiler() -> str | None:
-    """The C++ compiler of this machine."""
+    """Path of the C++ compiler of this machine; None: there is none."""
     return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
 def load(source: Path, reorders_sums: bool = True, **defined: object) -> ctypes.CDLL | None:
-    """`source`, compiled now or by an earlier process with these macros `defined`; None where that fails.
-    `reorders_sums`: whether the compiler may add numbers in another order than the source says."""
+    """The library of `source`, compiled now or by an earlier process, with macros `defined`; None where that fails.
+
+    Args:
+        reorders_sums: whether the compiler may add numbers in another order than the source has.
+    """
     program = compiler()
     if program is None:
         return None
@@ -46,7 +49,7 @@ def load(source: Path, reorders_sums: bool = True, **defined: object) -> ctypes.
         included = b"".join(path.read_bytes() for path in sorted(headers))
         facts = call(*options, "-dM", "-E", "-x", "c++", "/dev/null") + source.read_bytes() + included
         path = cache_directory() / f"{source.stem}_{hashlib.sha256(facts).hexdigest()[:16]}.so"
-        with tempfile.TemporaryDirectory() as folder:  # what is loaded stays when it goes
+        with tempfile.TemporaryDirectory() as folder:  # a library that is loaded stays when its file goes
             if not path.exists():
                 compiled, linked = Path(folder, "code.o"), Path(folder, path.name)
                 call(*options, "-c", str(source), "-o", str(compiled))
@@ -58,6 +61,6 @@ def load(source: Path, reorders_sums: bool = True, **defined: object) -> ctypes.
                     path = linked
             return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or b""
-        logger.info("%s is done by torch, which is slower on a CPU: %s %s", source.stem, error, said.decode())
+        output = getattr(error, "stderr", None) or b""
+        logger.info("torch does the work of %s, which is slower on a CPU: %s %s", source.stem, error, output.decode())
         return None

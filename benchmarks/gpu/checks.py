@@ -20,7 +20,7 @@ from .part import Part
 
 GROUPS = ("cuda", "kernels", "sanitizer")
 KERNELS = ("tests/generation/engine/kernels", "tests/quantization/kernels")
-SMOKE = "tests/quantization/kernels/test_kernel_table.py"  # takes a second
+SMOKE = "tests/quantization/kernels/test_kernel_times.py"  # takes a second
 PROCESSES = 10  # at most, of the kernels' tests: each compiles on a core, and takes half a GB of the GPU
 SANITIZED = {  # by tool: tests that capture nothing, a few of each kernel; the sanitizer is 10 to 50 times slower
     "memcheck": (

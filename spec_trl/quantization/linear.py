@@ -17,11 +17,8 @@ from .source_weight import is_adapter, read_projection, under_adapters
 class PackedLayer(nn.Module, ABC):
     """Multiplies with packed weights where rows are few, and runs the layer that it replaces where they are many.
 
-    The replaced layer is kept outside the module tree: `.to()`, `.train()` or `.requires_grad_()` on the drafter must
-    not reach the policy's weights through it.
-
-    Args:
-        dense: the layer to replace.
+    The replaced layer lies outside the module tree: `.to()`, `.train()` or `.requires_grad_()` on the drafter must not
+    reach the policy's weights through it.
 
     Attributes:
         called: whether the layer ran since the last refresh (a replayed CUDA graph does not count).
@@ -67,7 +64,7 @@ class PackedLayer(nn.Module, ABC):
 class QuantizedLinear(PackedLayer):
     """y = (x * inverse_scales) @ packedᵀ + bias, for few rows of x; the replaced layer itself, unscaled, for many.
 
-    With `passes_gradient` gradients reach x as they would through the replaced layer: kernels have none of their own.
+    With `passes_gradient` gradients reach x as they would through the replaced layer: kernels compute none.
 
     Args:
         dense: the layer to replace.
@@ -84,7 +81,7 @@ class QuantizedLinear(PackedLayer):
         super().__init__(dense)
         self.packed = packed
         self.in_features, self.out_features = packed.layer.in_features, packed.layer.out_features
-        # Adapters may train a bias of their own: then the merged bias is a copy, made with the merged weight.
+        # Adapters may train a bias too: then the merged bias is a copy, made with the merged weight.
         self.has_adapter = is_adapter(dense)
         bias = under_adapters(dense).bias
         merged_bias = bias.detach().clone() if self.has_adapter and bias is not None else None  # [out]
@@ -150,7 +147,7 @@ class QuantizedLinear(PackedLayer):
 
 
 class JoinedWeight(NamedTuple):
-    """The weights of several projections of the same input next to each other: theirs are slices of it."""
+    """A weight of which those of several projections of the same input are slices."""
 
     packed: PackedWeight
     bias: Tensor | None  # [out of all]

@@ -82,7 +82,10 @@ class QuantizedNetwork:
         Raises:
             RuntimeError: some did not: a drafter over the policy's own layers would be slow.
         """
-        idle = [name for name, layer in self.layers.items() if not layer.called and name not in aside]
+        idle = []
+        for name, layer in self.layers.items():
+            if not layer.called and name not in aside:
+                idle.append(name)
         if idle:
             raise RuntimeError(
                 f"{len(idle)} of {len(self.layers)} quantized layers did not run in the draft forward, so the drafter "

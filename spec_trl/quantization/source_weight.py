@@ -33,7 +33,14 @@ class SourceSpec:
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of `model` by the names that they would have without wrappers, which yield to what they wrap."""
-    return {".".join(part for part in name.split(".") if part not in WRAPPED): m for name, m in model.named_modules()}
+    modules = {}
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        for wrapper in WRAPPED:
+            while wrapper in parts:
+                parts.remove(wrapper)
+        modules[".".join(parts)] = module
+    return modules
 
 
 def is_adapter(module: nn.Module) -> bool:

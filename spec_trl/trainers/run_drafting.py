@@ -176,16 +176,16 @@ class RunDrafting:
 
     def _on_one_rank(self, measure: Callable[[], T]) -> T:
         """What `measure` returns on one rank, for all: if others measured too, they would disturb its times."""
-        found: list[Any] = [None]
+        result: list[Any] = [None]
         if self._accelerator.is_main_process:
             try:
-                found[0] = measure()
+                result[0] = measure()
             except Exception as error:  # raised on all ranks, or the others would wait for ever
-                found[0] = error
-        broadcast_object_list(found)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0]
+                result[0] = error
+        broadcast_object_list(result)
+        if isinstance(result[0], Exception):
+            raise result[0]
+        return result[0]
 
     # ---- from rollout to rollout ------------------------------------------------------------------------------------
 
@@ -203,11 +203,11 @@ class RunDrafting:
     def save(self, folder: str, rollouts: dict[str, int], is_shared: bool) -> None:
         """Writes this rank's state to a checkpoint, and that of all ranks where this rank `is_shared`'s writer."""
         if is_shared:
-            now = {name: DraftLengthState(**each.state_dict()) for name, each in self._draft_lengths.items()}
+            now = {name: DraftLengthState(**one.state_dict()) for name, one in self._draft_lengths.items()}
             RolloutState(rollouts, now or self._saved_lengths).save(folder)
             if self.adaptation is not None:
                 self.adaptation.save_state(folder)
-        learning = (each for each in self.drafters if isinstance(each, HistoryDrafter | DistilledDrafter))
+        learning = (one for one in self.drafters if isinstance(one, HistoryDrafter | DistilledDrafter))
         memories = {drafter.strategy: memory for drafter in learning if (memory := drafter.state_dict())}
         ledger = self.control.state_dict() if isinstance(self.control, Planner) else self._saved.ledger
         RankState(memories, ledger).save(folder, self._accelerator.process_index)

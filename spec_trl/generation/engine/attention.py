@@ -25,11 +25,11 @@ RAGGED_ATTENTION = "spec_trl_ragged"
 EXACT_ATTENTION = "spec_trl_exact"
 
 FULL, SLIDING, CHUNKED, DUMMY = "full_attention", "sliding_attention", "chunked_attention", "dummy"
-# Layers without attention of their own: they get no mask and store no K/V.
+# Layers without attention: they get no mask and store no K/V.
 _NO_ATTENTION = {"moe", "mlp", DUMMY}
 # Layers of hybrid families that keep nothing but K/V.
 STATELESS = {FULL, *_NO_ATTENTION}
-# GPT-Neo has names of its own.
+# How GPT-Neo names them.
 GPT_NEO_LAYERS = {"global": FULL, "local": SLIDING}
 
 
@@ -153,7 +153,7 @@ class MaskPlan:
 
 
 def as_spans(first: Tensor, last: Tensor, table: Tensor | None) -> Tensor:
-    """The mask `[B, 1, q, 2]` of queries that see columns `first` to `last` (`[B, q]` int64 each), or with the `table`
+    """The mask `[B, 1, q, 2]` of queries that see columns `first` to `last` (both `[B, q]` int64), or with the `table`
     of :meth:`MaskPlan.spans` after it, `[B, 1, q + pages / 2, 2]`."""
     spans = torch.stack([first, last], dim=-1)  # [B, q, 2]
     if table is not None:
@@ -272,7 +272,7 @@ def ragged_attention(
         from .kernels.ragged_attention import ragged_decode_attention  # imports Triton
 
         length = query.shape[2]
-        first, last = attention_mask[:, 0, :length].unbind(-1)  # [B, q] each
+        first, last = attention_mask[:, 0, :length].unbind(-1)  # [B, q], [B, q]
         table = attention_mask[:, 0, length:].flatten(1) if attention_mask.shape[2] > length else None  # [B, pages]
         output = ragged_decode_attention(
             query.to(key.dtype), key, value, first, last, scale, softcap, s_aux, table, exact
@@ -303,11 +303,11 @@ def ragged_attention(
 
 
 def _mask_of(spans: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """The additive mask `[B, 1, q, columns]` that `spans` `[B, 1, q, 2 or 4]` stand for."""
+    """The additive mask `[B, 1, q, columns]` of `spans` `[B, 1, q, 2 or 4]`."""
     at = column = torch.arange(columns, device=spans.device)
     masked = torch.zeros((), dtype=torch.bool, device=spans.device)
     if spans.shape[3] == 4:
-        split, shift = spans[..., 2:3], spans[..., 3:]  # [B, 1, q, 1] each
+        split, shift = spans[..., 2:3], spans[..., 3:]  # [B, 1, q, 1]
         at = torch.where(column < split, column, column - shift)  # [B, 1, q, columns], position of every key
         masked = (column >= split) & (at < split)
     masked = masked | (at < spans[..., :1]) | (at > spans[..., 1:2])  # [B, 1, q, columns]

@@ -79,7 +79,7 @@ class GraphRunner(EagerRunner):
         self._graphs: dict[ForwardKey, CapturedForward] = {}
         self._loops = CapturedLoops()
         self._asked: Counter[ForwardKey] = Counter()
-        # Each stays until another takes its place in a later call.
+        # A runner stays until another takes its place in a later call.
         self._of_drafters: list[GraphRunner | CapturedFeatures] = []
         self.in_use = False
         self._failed: set[ForwardKey] = set()
@@ -91,11 +91,12 @@ class GraphRunner(EagerRunner):
         made_for = (*made_of, *addresses(network), *hooks)
 
         def make() -> GraphRunner:
-            return GraphRunner(network, self._cache_for(network, shares_cache), self.budget, self._mode, made_for)
+            cache = self.cache if shares_cache else self.cache.like(network)
+            return GraphRunner(network, cache, self.budget, self._mode, made_for)
 
-        found: GraphRunner = self._of_drafter(made_for, shares_cache, make)
-        found.begin()
-        return found
+        runner: GraphRunner = self._of_drafter(made_for, shares_cache, make)
+        runner.begin()
+        return runner
 
     def for_features(self, network: nn.Module, layers: int, more: int) -> FeatureRunner:
         hooks = (hook for module in network.modules() for hook in module._forward_hooks.values())
@@ -104,31 +105,31 @@ class GraphRunner(EagerRunner):
         def make() -> CapturedFeatures:
             return CapturedFeatures(network, self.cache.beside(layers, more), self.budget, CAPTURE_AFTER, made_for)
 
-        found: CapturedFeatures = self._of_drafter(made_for, False, make)
-        return found
+        runner: CapturedFeatures = self._of_drafter(made_for, False, make)
+        return runner
 
     def _of_drafter(self, made_for: tuple[object, ...], shares_cache: bool, make: Callable[[], Any]) -> Any:
         """The runner that was made for the same, or a new one."""
-        same_kind = [each for each in self._of_drafters if (each.cache is self.cache) == shares_cache]
-        found = next((each for each in same_kind if each.made_for == made_for), None)
-        if found is None:
-            for idle in [each for each in same_kind if not each.in_use]:  # drafters come and go
+        same_kind = [runner for runner in self._of_drafters if (runner.cache is self.cache) == shares_cache]
+        runner = next((runner for runner in same_kind if runner.made_for == made_for), None)
+        if runner is None:
+            for idle in [runner for runner in same_kind if not runner.in_use]:  # drafters come and go
                 idle.drop_graphs()
                 self._of_drafters.remove(idle)
-            found = make()
-            self._of_drafters.append(found)
+            runner = make()
+            self._of_drafters.append(runner)
         elif not shares_cache:
-            found.cache.wipe()
-        found.in_use = True
-        return found
+            runner.cache.wipe()
+        runner.in_use = True
+        return runner
 
     def begin(self) -> None:
         """A generation begins."""
         self.forwards = self.eager_forwards = 0
-        self.cache.clear()  # of what a drafter that failed has left, as of listeners
+        self.cache.clear()  # a drafter that failed has left K/V and listeners
         self._listeners.clear()
-        for each in self._of_drafters:
-            each.in_use = False
+        for runner in self._of_drafters:
+            runner.in_use = False
 
     @property
     def captured(self) -> tuple[int, int]:
@@ -141,7 +142,7 @@ class GraphRunner(EagerRunner):
     @property
     def held_bytes(self) -> int:
         """Bytes of captured forwards, of the caches, its drafters' included, and of copies of weights."""
-        caches = {id(each.cache): each.cache for each in (self, *self._of_drafters)}
+        caches = {id(runner.cache): runner.cache for runner in (self, *self._of_drafters)}
         return self.budget.bytes + sum(cache.held_bytes for cache in caches.values()) + copied_bytes(self.network)
 
     def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
@@ -172,7 +173,7 @@ class GraphRunner(EagerRunner):
         if loop is not None:
             self.forwards += draft.draft_length
             return loop.replay(draft)
-        if not has_room or (asked := self._loops.ask(draft, shape)) > CAPTURE_AFTER:  # step by step, each captured
+        if not has_room or (asked := self._loops.ask(draft, shape)) > CAPTURE_AFTER:  # by captured steps
             return super().draft(draft, columns)
         proposal = draft.run(partial(self._step_padded, columns))
         if asked == CAPTURE_AFTER:
@@ -187,16 +188,16 @@ class GraphRunner(EagerRunner):
         return proposal
 
     def _step_padded(self, columns: int, tokens: Tensor, positions: Tensor, step: int) -> Tensor:
-        """A step of a loop that is not captured yet. Nothing is captured for it: the loop will not need that."""
+        """A step of a loop that is not captured yet. No forward is captured for it: the loop will not need that."""
         key = self._key(tokens, columns + step)
         self.budget.preparations += 1
         return self._forward_padded(key, tokens, positions, columns + step)
 
     def _forward_padded(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
-        """Computes eagerly what a captured forward of `key` would. Attention under spans, or over more rows, rounds
-        differently; so a seed samples the same tokens whether or not a shape is captured yet."""
+        """Computes eagerly what a captured forward of `key` would, over as many rows, and under spans where that does:
+        both change rounding, and a seed must sample the same tokens before and after a capture."""
         rows = len(tokens)
-        padded, places = pad(tokens, key.rows), pad(positions, key.rows)  # [key.rows, q] each
+        padded, places = pad(tokens, key.rows), pad(positions, key.rows)  # [key.rows, q]
         try:
             logits, features = self._run(padded, places, key.columns, spans=self._uses_spans)
         except Exception as error:
@@ -249,7 +250,7 @@ class GraphRunner(EagerRunner):
     def _capture(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> CapturedForward | None:
         """Captures the forward of `key`; None, with a warning, where that fails."""
         # Filled with this very call: warming up writes the K/V that the call writes anyway.
-        buffers = pad(tokens, key.rows), pad(positions, key.rows)  # [rows, q] each
+        buffers = pad(tokens, key.rows), pad(positions, key.rows)  # [rows, q]
         try:
             expected, _ = self._run(tokens, positions, columns)
             runner = self._compiled_runner if self._mode == "compiled" else self
@@ -346,8 +347,8 @@ class GraphRunner(EagerRunner):
 class _LayerCache:
     """The cache as one layer sees it.
 
-    `RaggedCache.update` finds its layer by an index, for each of which torch.compile would compile the layer anew.
-    Here every layer gets an object of the same shape, and the index is never looked at.
+    `RaggedCache.update` takes its layer's index, for each value of which torch.compile would compile the layer anew.
+    Here every layer gets an object of the same shape, and the index is ignored.
     """
 
     def __init__(self, cache: RaggedCache, index: int) -> None:
@@ -369,7 +370,7 @@ def compiled_twin(network: PreTrainedModel, cache: RaggedCache) -> PreTrainedMod
     """
     twin = make_shadow(network)
     layers = decoder_layers(twin)
-    # A code object of its own: recompilations are counted, and limited, per code object.
+    # A new code object, since torch counts and limits recompilations per code object.
     code = _run_layer.__code__.replace(co_name=f"run_{type(layers[0]).__name__}")
     compiled = torch.compile(FunctionType(code, _run_layer.__globals__), fullgraph=True)
     for index, layer in enumerate(layers):

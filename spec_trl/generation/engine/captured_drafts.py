@@ -34,8 +34,7 @@ from .runner import FeatureRunner, Over, TakeIn
 
 
 Record = Callable[[Callable[[], Outputs], Callable[[Recording], tuple[Tensor, Tensor]], str], tuple[Recording, int]]
-"""Captures work whose scores, compared with those that are expected, are about the same; also says how many bytes it
-took."""
+"""Captures work, whose scores are checked against expected ones; also returns the bytes that it took."""
 
 
 class _Key(NamedTuple):
@@ -54,15 +53,15 @@ class _Key(NamedTuple):
 class CapturedLoop:
     """A loop over static buffers, of a bucket of rows. It keeps nothing else of the draft it was captured with.
 
-    What it returns lies in the buffers too: other captured work, which is replayed before anybody reads it, writes to
-    whatever a capture took.
+    Its results lie in the buffers too: other captured work is replayed before they are read, and writes to all other
+    memory that a capture took.
     """
 
     tokens: Tensor  # [rows, known + γ]
     columns: Tensor  # [rows, known + γ - 1]
     keys: Tensor | None  # [rows, γ], of the noise
     scores: Tensor  # [rows, γ]
-    filled: int  # rows of the buffers that a call has filled; the others stand at column 0
+    filled: int  # rows of the buffers that a call has filled; the others have column 0
     recording: Recording | None = None
     bytes: int = 0  # that it took
 
@@ -115,7 +114,7 @@ class CapturedLoops:
         return self._loops[min(fitting, key=lambda key: key.shape)] if fitting else None
 
     def ask(self, draft: NetworkDraft, shape: ForwardKey) -> int:
-        """How many times such a draft has been asked for, now included."""
+        """How many times such a draft has been asked for, this time included."""
         key = _Key.of(draft, shape)
         self._asked[key] += 1
         return self._asked[key]
@@ -140,7 +139,7 @@ class CapturedLoops:
             self._loops[_Key.of(draft, shape)] = loop
 
     def drop(self) -> list[int]:
-        """Forgets all; returns the bytes that each took."""
+        """Forgets all loops; returns the bytes that each of them took."""
         taken = [loop.bytes for loop in self._loops.values()]
         self._loops.clear()
         self._asked.clear()
@@ -267,7 +266,7 @@ class CapturedFeatures(FeatureRunner):
         return self.cache.keys_at(-1, positions).flatten(2)
 
     def _is_due(self, asked: int) -> bool:
-        """Whether what was asked for so often is captured now."""
+        """Whether a shape that was asked for `asked` times is captured now."""
         if asked > self._capture_after:  # that failed
             return False
         self.budget.preparations += 1

@@ -1,8 +1,8 @@
 // Attention over a ragged K/V cache. Compiled for one element type SCALAR and one HEAD_SIZE.
 //
 // A query is summed in one order, whatever other queries, rows and columns a call has: its columns ascend, in blocks
-// that begin at multiples of BLOCK, and each block continues the sums of those before it. What a query does not see is
-// never added to it, or in bfloat16 added 0 times. The compiler must not reorder (no -ffast-math).
+// that begin at multiples of BLOCK, and a block continues the sums of the blocks before it. Columns that a query does
+// not see are not added, or in bfloat16 added 0 times. The compiler must not reorder (no -ffast-math).
 
 #include <algorithm>
 #include <cstdint>
@@ -31,7 +31,7 @@ constexpr int64_t WIDEST = 16;
 // Or the largest power of two that divides a head.
 constexpr int64_t LANES = std::min<int64_t>(WIDEST / sizeof(Real), HEAD_SIZE & -HEAD_SIZE);
 constexpr int64_t VECTORS = HEAD_SIZE / LANES;
-// Whether products are of pairs of numbers in bfloat16, in tiles of 16 x 64.
+// Whether products multiply pairs of bfloat16 numbers, in tiles of 16 x 64.
 #ifdef __AVX512BF16__
 constexpr bool PAIRS = std::is_same_v<SCALAR, Bfloat16> && HEAD_SIZE % 64 == 0;
 #else
@@ -89,7 +89,7 @@ static void store(T* to, Vector value) {
 // exp(x) - 1 = power - 1 + power * rest, with rest = exp(r) - 1 for the remainder r of x by log(2)
 static void split_exp(Vector x, Vector& power, Vector& rest) {
   constexpr bool is_wide = sizeof(Real) == 8;
-  constexpr Real ROUND = is_wide ? 6755399441055744. : 12582912.f;  // 1.5 * 2^bits: what is added to it is rounded
+  constexpr Real ROUND = is_wide ? 6755399441055744. : 12582912.f;  // 1.5 * 2^bits: a number that is added to it is rounded
   constexpr Real HIGH = is_wide ? 0x1.62e42fee00000p-1 : 0x1.62e4p-1f;  // of log(2): times n without rounding
   constexpr Real LOW = is_wide ? 0x1.a39ef35793c76p-33 : 0x1.7f7d1cp-20f;
   constexpr int TERMS = is_wide ? 13 : 7;  // of the series; the next one is below the last bit
@@ -104,7 +104,7 @@ static void split_exp(Vector x, Vector& power, Vector& rest) {
   power = (Vector)((exponent + (is_wide ? 1023 : 127)) << (is_wide ? 52 : 23));
 }
 
-constexpr Real LEAST = sizeof(Real) == 8 ? -708 : -87;  // exp of less is not a normal number, and taken for 0
+constexpr Real LEAST = sizeof(Real) == 8 ? -708 : -87;  // exp of less is not a normal number, and 0 here
 
 static Vector exponential(Vector x) {
   Vector power, rest;
@@ -121,7 +121,7 @@ static Vector tanh_of(Vector x) {
   return e / (e + 2);
 }
 
-// The sum of each of LANES vectors, added in halves.
+// The sums of LANES vectors, added in halves.
 template <int64_t HALF = LANES / 2>
 static inline __attribute__((always_inline)) Vector sums(Vector* parts) {
   if constexpr (HALF == 0) {
@@ -149,7 +149,7 @@ static Real highest_of(Vector v) {
 // Scores of LANES columns.
 template <typename T>
 static Vector scores(const Vector* query, const T* keys, int64_t stride) {
-  Vector products[LANES] = {};  // zeros: of two bare products the compiler would choose which one to round
+  Vector products[LANES] = {};  // zeros: of two products alone the compiler would choose which one to round
 #pragma GCC unroll 16
   for (int64_t i = 0; i < LANES; ++i)
 #pragma GCC unroll 16
@@ -287,8 +287,8 @@ static void attend_pairs(Query* queries, int64_t number, Key key, Value value, i
               [&](int64_t c) { return *(const Vector*)(weights[i] + c) * scale; });
       for (int64_t c = 0; c < 64; c += 16) {
         const bool is_seen = c + 16 > from[i] && c < to[i];
-        const __m512 own = is_seen ? _mm512_load_ps((float*)weights[i] + c) : _mm512_setzero_ps();
-        rounded[i][c / 16] = (Halves)_mm512_cvtneps_pbh(own);
+        const __m512 seen = is_seen ? _mm512_load_ps((float*)weights[i] + c) : _mm512_setzero_ps();
+        rounded[i][c / 16] = (Halves)_mm512_cvtneps_pbh(seen);
       }
     }
     for (int64_t j = 0; j < SLICES; ++j)
@@ -339,17 +339,17 @@ static void attend_run(Query* queries, int64_t number, const SCALAR* keys, const
 }
 
 // queries [rows, kv_heads * groups, count, HEAD_SIZE], keys and values [rows, kv_heads, columns, HEAD_SIZE]; spans
-// [rows, count, span_width]: first and last column of each query, and where there are four numbers, from which column
-// on they lie how many columns further; sinks [kv_heads * groups], or null; softcap: 0 for none; output
+// [rows, count, span_width]: first and last column of a query; of four numbers the third is a column from which on
+// columns lie as many further as the fourth says; sinks [kv_heads * groups], or null; softcap: 0 for none; output
 // [rows, count, kv_heads * groups, HEAD_SIZE]
 extern "C" void attend(const SCALAR* queries, const SCALAR* keys, const SCALAR* values, const int64_t* spans,
                        const Real* sinks, SCALAR* output, const Sizes* sizes, double scale, double softcap) {
   const Sizes s = *sizes;
-  const int64_t each = std::max<int64_t>(1, QUERIES / s.groups), parts = (s.count + each - 1) / each;
+  const int64_t share = std::max<int64_t>(1, QUERIES / s.groups), parts = (s.count + share - 1) / share;
 #pragma omp parallel for num_threads(s.threads) schedule(dynamic) if (s.threads > 1)
   for (int64_t task = 0; task < s.rows * s.kv_heads * parts; ++task) {
     const int64_t row = task / parts / s.kv_heads, kv_head = task / parts % s.kv_heads;
-    const int64_t first = (parts - 1 - task % parts) * each, end = std::min(first + each, s.count);  // longest first
+    const int64_t first = (parts - 1 - task % parts) * share, end = std::min(first + share, s.count);  // longest first
     const int64_t at = row * s.key_strides[0] + kv_head * s.key_strides[1];
     const auto span = [&](int64_t i, int64_t k) { return spans[(row * s.count + i) * s.span_width + k]; };
     const auto moved = [&](int64_t i, int64_t k) { return s.span_width < 4 ? 0 : span(i, k); };

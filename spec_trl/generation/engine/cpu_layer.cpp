@@ -1,5 +1,4 @@
-// What a decoder layer does between its matrix products, in float32. Rows are `[rows, size]`, their elements next to
-// each other.
+// The operations of a decoder layer between its matrix products, in float32. Rows are `[rows, size]`, and contiguous.
 
 #include <algorithm>
 #include <cmath>
@@ -120,7 +119,7 @@ struct Layer {
   double scale;  // of attention
 };
 
-// What a layer reads and writes: `hidden` in place, [tokens, hidden]; `keys` and `values` are the whole buffers, of
+// Tensors of one call: `hidden`, [tokens, hidden], is updated in place; `keys` and `values` are the whole buffers, of
 // which attention reads the rows from `first_row` on; spans as in cpu_attention.cpp
 struct Call {
   float* hidden;

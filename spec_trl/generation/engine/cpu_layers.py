@@ -23,20 +23,15 @@ from torch.nn.modules import module as module_hooks
 from ... import cpu_products
 from ...cpu_products import Matrix
 from ...dense_linear import DenseLinear
-from ...native_code import compiler, load
+from ...native_code import load
 from ...quantization.kernels.native import Native
 from ...quantization.linear import QuantizedLinear
 from .cache import RaggedLayer
 
 
-_SCALARS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "Bfloat16", torch.float16: "_Float16"}
+SCALARS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "Bfloat16", torch.float16: "_Float16"}
 _SOURCE = Path(__file__).with_name("cpu_attention.cpp")
 _Numbers = ctypes.c_int64 * 12  # struct Sizes
-
-
-def runs_attention(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether attention of queries in `dtype` can take spans (:meth:`MaskPlan.spans`) for masks on `device`."""
-    return device.type == "cpu" and dtype in _SCALARS and compiler() is not None
 
 
 def attend(
@@ -65,8 +60,8 @@ def attend(
         return None
     # Heads of two sizes are filled with zeros. Such K/V is computed for each call (DeepSeek), which takes longer.
     query, key, value = (
-        each if each.shape[3] == head_size else F.pad(each, (0, head_size - each.shape[3]))
-        for each in (query, key, value)
+        states if states.shape[3] == head_size else F.pad(states, (0, head_size - states.shape[3]))
+        for states in (query, key, value)
     )
     if key.stride() != value.stride() or key.stride(3) != 1:
         key, value = key.contiguous(), value.contiguous()
@@ -81,15 +76,15 @@ def attend(
         batch, kv_heads, heads // kv_heads, count, *query.stride()[:3], *key.stride()[:3], spans.shape[3],
         torch.get_num_threads(),
     )  # fmt: skip
-    given = (None if tensor is None else tensor.data_ptr() for tensor in (query, key, value, spans, sinks, output))
-    function(*given, sizes, scale, softcap or 0.0)
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in (query, key, value, spans, sinks, output)]
+    function(*pointers, sizes, scale, softcap or 0.0)
     return output[..., :value_size].contiguous()
 
 
 @functools.cache
 def attention_function(dtype: torch.dtype, head_size: int) -> Callable[..., None] | None:
-    """The function for these; None where it cannot be compiled."""
-    scalar = _SCALARS.get(dtype)
+    """The C++ function for these; None where it cannot be compiled."""
+    scalar = SCALARS.get(dtype)
     library = None if scalar is None else load(_SOURCE, reorders_sums=False, SCALAR=scalar, HEAD_SIZE=head_size)
     if library is None:
         return None
@@ -105,29 +100,30 @@ _Strides = ctypes.c_int64 * 2
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the functions take `x`: float32, in inference mode, in forwards of the compiled runner that is, and not
-    under autocast. float64 is for exactness: families' norms compute in float32 all the same, and would round
-    differently here."""
+    """Whether the functions take `x`: float32, in inference mode (in forwards of the compiled runner), and not under
+    autocast. In float64 families' norms compute in float32 all the same, and would round differently here."""
     fits = x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     return fits and torch.is_inference_mode_enabled() and library() is not None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`[..., hidden]` contiguous, normed over its last dimension and times `weight` `[hidden]`."""
-    out = torch.empty_like(x)
-    _norm(x, None, weight, None, out, eps)
+    out, size = torch.empty_like(x), x.shape[-1]
+    rows, threads = x.numel() // size, _threads(out)
+    library().rms_norm(x.data_ptr(), None, weight.data_ptr(), None, out.data_ptr(), rows, size, eps, threads)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + residual, both `[..., hidden]` contiguous, and :func:`rms_norm` of that."""
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    _norm(x, residual, weight, total, out, eps)
+    total, out, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
+    pointers = [tensor.data_ptr() for tensor in (x, residual, weight, total, out)]
+    library().rms_norm(*pointers, x.numel() // size, size, eps, _threads(out))
     return total, out
 
 
 def silu_multiply(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of `[..., n]` each, rows any stride apart, as `[..., n]` contiguous."""
+    """silu(gate) * up, both `[..., n]` with any stride of rows, as `[..., n]` contiguous."""
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     size = gate.shape[-1]
     gate, up = gate.reshape(-1, size), up.reshape(-1, size)
@@ -167,12 +163,6 @@ def rotate_and_write(
     return out
 
 
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, total: Tensor | None, out: Tensor, eps: float) -> None:
-    size = x.shape[-1]
-    pointers = (None if each is None else each.data_ptr() for each in (x, residual, weight, total, out))
-    library().rms_norm(*pointers, x.numel() // size, size, eps, _threads(out))
-
-
 def _threads(out: Tensor) -> int:
     return min(torch.get_num_threads(), 1 + out.numel() // _PER_THREAD)
 
@@ -180,16 +170,16 @@ def _threads(out: Tensor) -> int:
 @functools.cache
 def library() -> Any:
     """The compiled functions; None where nothing compiles them."""
-    found = load(Path(__file__).with_name("cpu_layer.cpp"))
-    if found is not None:
+    functions = load(Path(__file__).with_name("cpu_layer.cpp"))
+    if functions is not None:
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-        found.decoder_layer.argtypes = [pointer, pointer]
-        found.rms_norm.argtypes = [pointer] * 5 + [integer, integer, real, integer]
-        found.silu_multiply.argtypes = [pointer] * 3 + [integer, integer, _Strides, integer]
-        found.rotate_and_write.argtypes = [pointer] * 12 + [_Heads, real]
-        for function in (found.rms_norm, found.silu_multiply, found.rotate_and_write, found.decoder_layer):
-            function.restype = None
-    return found
+        functions.decoder_layer.argtypes = [pointer, pointer]
+        functions.rms_norm.argtypes = [pointer] * 5 + [integer, integer, real, integer]
+        functions.silu_multiply.argtypes = [pointer] * 3 + [integer, integer, _Strides, integer]
+        functions.rotate_and_write.argtypes = [pointer] * 12 + [_Heads, real]
+        for name in ("rms_norm", "silu_multiply", "rotate_and_write", "decoder_layer"):
+            getattr(functions, name).restype = None
+    return functions
 
 
 class _Norm(ctypes.Structure):
@@ -204,7 +194,7 @@ _Call = ctypes.c_int64 * 29  # struct Call: pointers, sizes and strides, all eig
 
 
 class OneCall:
-    """What a decoder layer computes, as C++ takes it.
+    """A decoder layer as one C++ call.
 
     Args:
         layer: a fused decoder layer. Its modules stay; hooks on them may come and go, and weights may move.
@@ -225,7 +215,7 @@ class OneCall:
         if not all(map(_is_served, modules)):
             return
         watched = [attention, mlp, mlp.act_fn, *modules, *(norm for norm in norms if norm is not None)]
-        self._hooks = [hooks for each in watched for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+        self._hooks = [hooks for part in watched for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._hooks += [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
         self._quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
         self._flags = [vars(module) for module in self._quantized]
@@ -239,7 +229,7 @@ class OneCall:
         self._tensors = [(where, name) for where, name in tensors if where.get(name) is not None]
         self._projections, self._norms, self._scale = modules, norms, attention.scaling
         self._head_dim = attention.head_dim
-        self._pointers: tuple[int, ...] = ()
+        self._pointers: list[int] = []
         self._attend = attention_function(torch.float32, self._head_dim)
         self._heads = modules[0].out_features // self._head_dim
         self._kv_heads = modules[1].out_features // self._head_dim
@@ -253,13 +243,15 @@ class OneCall:
         """The layer's output for `hidden_states` [B, q, hidden] float32; None where it is not served, or watched.
 
         Args:
-            cosine, sine: [B, q, head_dim] float32 each.
+            cosine, sine: [B, q, head_dim] float32.
             spans: of attention, `[B, 1, q, 2 or 4]` int64.
-            cache: where it writes and reads.
+            cache: of the layer's K/V.
         """
         if not self._served or any(self._hooks) or spans.is_floating_point() or not cpu_products.serves(torch.float32):
             return None
-        pointers = tuple(_place_of(where[name]) for where, name in self._tensors)
+        tensors: list[Any] = [where[name] for where, name in self._tensors]
+        # 0 where numbers do not lie next to each other, as those of a transposed weight at the same address.
+        pointers = [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in tensors]
         if pointers != self._pointers:
             self._describe(pointers)
         batch, count, _ = hidden_states.shape
@@ -283,10 +275,10 @@ class OneCall:
             flags["called"] = True
         return hidden
 
-    def _describe(self, pointers: tuple[int, ...]) -> None:
+    def _describe(self, pointers: list[int]) -> None:
         matrices = [_matrix_of(module) for module in self._projections]
         self._most_rows = min([cpu_products.MOST_ROWS, *(module.max_rows for module in self._quantized)])
-        weights = [_Norm(None, 0.0) if each is None else _norm_of(each) for each in self._norms]
+        weights = [_Norm(None, 0.0) if norm is None else _norm_of(norm) for norm in self._norms]
         self._pointers = pointers
         if None in matrices or None in weights:
             self._most_rows = 0
@@ -296,12 +288,7 @@ class OneCall:
 
 
 calls: WeakKeyDictionary[nn.Module, OneCall] = WeakKeyDictionary()
-"""What was made of layers that live."""
-
-
-def _place_of(tensor: Any) -> int:
-    """Where its numbers lie next to each other; 0: they do not, as those of a transposed weight in the same place."""
-    return tensor.data_ptr() if tensor.is_contiguous() else 0
+"""By decoder layer."""
 
 
 def _is_served(module: nn.Module) -> bool:

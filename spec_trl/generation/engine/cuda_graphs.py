@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 CAPTURING = threading.Lock()
-"""Held while a forward is captured: whatever else waits for the device meanwhile would fail, in any thread."""
+"""Held while a forward is captured: other work that waits for the device meanwhile would fail, in any thread."""
 _TIMED_REPLAYS = 20
 
 Outputs = tuple[Tensor, Tensor | None]
@@ -74,7 +74,7 @@ class CudaRecorder:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 result = work()
         except BaseException:
-            torch.cuda.set_stream(before)  # a capture that fails to end leaves its own stream set
+            torch.cuda.set_stream(before)  # a capture that fails to end leaves its stream set
             raise
         finally:
             if collects:
@@ -101,7 +101,7 @@ class CudaRecorder:
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures on `device`: libraries keep a workspace for each stream that they have seen."""
+    """One stream for all captures on `device`: libraries keep a workspace for each stream that they have seen."""
     return torch.cuda.Stream(device)
 
 
@@ -120,7 +120,7 @@ class GraphBudget:
     _logits: Tensor | None = field(default=None, repr=False)  # [bytes] uint8
 
     def has_room(self) -> bool:
-        """Whether one more may be captured; says so once when not."""
+        """Whether one more may be captured; warns once when not."""
         if self.bytes < self.limit:
             return True
         if not self._warned:
@@ -191,7 +191,7 @@ def _agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     tolerance = {2: 0.15, 4: 1e-2, 8: 1e-6}[narrowest.itemsize]
     wide = expected.double()
     close = (logits.double() - wide).norm(dim=-1) <= tolerance * wide.norm(dim=-1)  # [B, q]
-    close = close[wide.isfinite().all(dim=-1)]  # broken weights are not the capture's fault, and found elsewhere
+    close = close[wide.isfinite().all(dim=-1)]  # NaN of broken weights, which is reported elsewhere
     return not len(close) or bool(close.double().mean() >= 0.5)
 
 
@@ -221,7 +221,7 @@ class CapturedForward:
     positions: Tensor  # [rows, q], static
     recording: Recording
     bytes: int  # that it took
-    filled: int  # rows of the buffers that a call has filled; the others stand at position 0
+    filled: int  # rows of the buffers that a call has filled; the others have position 0
     replays: int = 0
 
     def fill(self, tokens: Tensor, positions: Tensor) -> None:
@@ -256,9 +256,8 @@ def cache_rows(rows: int) -> int:
 def row_bucket(rows: int, limit: int) -> int:
     """Rows that a batch of `rows` is padded to: 8, 16, 32, 64 or a multiple of 32, at most the `limit` of the cache.
 
-    They are few, since each is captured for itself while a rollout's rows finish, which takes about four forwards, and
-    since padding costs little: up to some hundred tokens a forward waits for its weights, and a free row reads one
-    column of K/V.
+    There are few buckets, since a capture takes about four forwards, while a rollout's rows finish, and since padding
+    costs little: up to some hundred tokens a forward waits for its weights, and a free row reads one column of K/V.
     """
     bucket = max(8, 1 << (rows - 1).bit_length()) if rows <= 64 else -(-rows // 32) * 32
     return min(bucket, limit)

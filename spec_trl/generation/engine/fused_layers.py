@@ -1,9 +1,9 @@
 """Decoder layers of a shadow: fused kernels where transformers' modules launch one for each small operation.
 
-On a GPU they are Triton's; on a CPU they are C++, in forwards of the compiled runner. Classes are told by their names
-and modules, and each family's code was read: any other class, subclasses included, keeps its own code, and so does a
-class whose forward was replaced. So do calls that the kernels cannot take: with gradient, without a ragged cache, in
-several dtypes.
+On a GPU they are Triton's; on a CPU they are C++, in forwards of the compiled runner. They replace the forwards of
+classes of known families, recognised by their names and modules. Any other class, subclasses included, and a class
+whose forward was replaced, run as they are. So do calls that the kernels cannot take: with gradient, without a ragged
+cache, in several dtypes.
 """
 
 import dis
@@ -44,7 +44,9 @@ class _Fused(nn.Module):
     def _fit(self, x: Tensor, *others: Tensor) -> bool:
         """Whether the kernels, which have no gradient, take these together, in one dtype."""
         served = cpu_layers.serves(x) if self._kernels is cpu_layers else x.dtype in _DTYPES
-        return served and not torch.is_grad_enabled() and all(other.dtype == x.dtype for other in others)
+        for other in others:
+            served = served and other.dtype == x.dtype
+        return served and not torch.is_grad_enabled()
 
 
 class _Norm(_Fused):
@@ -100,7 +102,6 @@ class _Attention(_Fused):
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
-        given = position_embeddings, attention_mask
         layer = _layer_of(kwargs.get(self._cache_name), self.layer_idx)
         norms = [getattr(self, name) for name in self._norms]
         if (
@@ -110,14 +111,14 @@ class _Attention(_Fused):
             or not self._fit(hidden_states)
             or not self._fit(*position_embeddings, *(norm.weight for norm in norms))
         ):
-            return super().forward(hidden_states, *given, **kwargs)
+            return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (states.view(shape) for states in projected)  # [B, q, heads or kv_heads, d]
         # Under autocast products are narrower than angles and norms.
         narrow = autocast_dtype(query.device) or hidden_states.dtype
         if {query.dtype, key.dtype, value.dtype} != {narrow} or not _goes_with(query, position_embeddings[0]):
-            return super().forward(hidden_states, *given, **kwargs)
+            return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         write = self._kernels.rotate_and_write
         query, keys, values = layer.rotate_and_update(write, query, key, value, *position_embeddings, norms)
         attend = ATTENTIONS[self.config._attn_implementation]
@@ -215,7 +216,7 @@ def with_fused_kernels(kind: type, module: nn.Module) -> type:
 
 @functools.cache
 def launches(device: torch.device) -> bool:
-    """Whether Triton can compile a kernel and launch it; says so once where it cannot (it needs a C compiler)."""
+    """Whether Triton can compile a kernel and launch it; warns once where it cannot (it needs a C compiler)."""
     try:
         from .kernels import fused_layer  # registers the operators
 
@@ -256,7 +257,7 @@ def _has_its_forward(kind: Any) -> bool:
 
 
 def _is_of_source(function: Any, name: str, module: ModuleType) -> bool:
-    """Whether `function`, and what it calls in `module`, is what stands there under its name."""
+    """Whether `function`, and what it calls in `module`, are those that the source of `module` defines."""
     code = getattr(function, "__code__", None)
     if code is None or (code.co_filename, code.co_qualname) != (module.__file__, name):
         return False
@@ -267,11 +268,11 @@ def _is_of_source(function: Any, name: str, module: ModuleType) -> bool:
 
 @functools.cache
 def _globals_of(code: CodeType) -> frozenset[str]:
-    return frozenset(each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
 
 
 def has_fused_sums(norm: nn.Module) -> bool:
-    """Whether the rows of `norm` are added by our kernel, in an order that the number of rows does not change."""
+    """Whether our kernel sums the rows of `norm`, in an order that does not depend on their number."""
     return isinstance(norm, _Norm)
 
 
@@ -285,8 +286,8 @@ def _is_unwatched(module: nn.Module) -> bool:
 
 
 def _only_multiplies(module: nn.Module) -> bool:
-    """Whether attention or an MLP does nothing with its input but multiply it with weights, for which autocast casts
-    it: then it may be given cast."""
+    """Whether attention or an MLP only multiplies its input with weights, for which autocast casts it: then the input
+    may be cast before."""
     if not isinstance(module, _Attention | _Mlp):
         return False
     names = SIBLINGS[0] if isinstance(module, _Attention) else SIBLINGS[1]
@@ -301,7 +302,7 @@ def _goes_with(x: Tensor, wide: Tensor) -> bool:
 
 
 def _layer_of(cache: Any, index: int) -> Any:
-    """Where a forward over `cache` writes; None: not into columns of a ragged cache alone."""
+    """The layer `index` of a ragged cache, which a forward writes to; None: it does not write to one alone."""
     if cache is None or (isinstance(cache, Cache) and not isinstance(cache, RaggedCache)):
         return None
     layer = cache.layer_at(index)

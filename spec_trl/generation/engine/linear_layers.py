@@ -30,8 +30,8 @@ class ExactLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → y [..., out]"""
-        own = multiply_exactly(x, self.weight, self.bias)
-        return super().forward(x) if own is None else own
+        product = multiply_exactly(x, self.weight, self.bias)
+        return super().forward(x) if product is None else product
 
 
 class ExactConv1D(Conv1D):
@@ -39,8 +39,8 @@ class ExactConv1D(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → y [..., out]"""
-        own = multiply_exactly(x, self.weight.t(), self.bias)
-        result: Tensor = super().forward(x) if own is None else own
+        product = multiply_exactly(x, self.weight.t(), self.bias)
+        result: Tensor = super().forward(x) if product is None else product
         return result
 
 
@@ -64,7 +64,7 @@ def multiply_exactly(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
 
 
 warned: set[type] = set()
-"""Classes of models of which this process has said that most of their weights have no copies."""
+"""Classes of models for which this process has warned that most of their weights have no copies."""
 
 
 class Copies(NamedTuple):
@@ -81,46 +81,34 @@ class NarrowProduct(nn.Module):
     weight: Tensor
     bias: Tensor | None
     copies: Copies | None = None
+    _is_transposed: bool
+    _is_exact: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → y [..., out]"""
         copies = self.copies
         if copies is None or torch.is_grad_enabled() or autocast_dtype(x.device) != copies.weight.dtype:
-            own: Tensor = super().forward(x)
-            return own
-        return self._multiply(x, copies)
-
-    def _multiply(self, x: Tensor, copies: Copies) -> Tensor:
-        return multiply(x, *copies) if is_plain(x, *copies) else F.linear(x, *copies)
-
-
-class _NarrowConv1D(NarrowProduct):
-    def _multiply(self, x: Tensor, copies: Copies) -> Tensor:
+            product: Tensor = super().forward(x)
+            return product
+        weight = copies.weight.T if self._is_transposed else copies.weight  # [out, in]
+        if self._is_exact and (exact := multiply_exactly(x, weight, copies.bias)) is not None:
+            return exact
+        if is_plain(x, *copies, transposed=self._is_transposed):
+            return multiply(x, weight, copies.bias)
+        if not self._is_transposed:
+            return F.linear(x, *copies)
         assert copies.bias is not None
-        if is_plain(x, *copies, transposed=True):
-            return multiply(x, copies.weight.T, copies.bias)
         rows = torch.addmm(copies.bias, x.reshape(-1, x.shape[-1]), copies.weight)  # [m, out]
         return rows.view(*x.shape[:-1], -1)
 
 
-class _NarrowExact(NarrowProduct):
-    def _multiply(self, x: Tensor, copies: Copies) -> Tensor:
-        own = multiply_exactly(x, copies.weight, copies.bias)
-        return super()._multiply(x, copies) if own is None else own
-
-
-class _NarrowExactConv1D(_NarrowConv1D):
-    def _multiply(self, x: Tensor, copies: Copies) -> Tensor:
-        own = multiply_exactly(x, copies.weight.t(), copies.bias)
-        return super()._multiply(x, copies) if own is None else own
-
-
-# By the forward of a class: one of its own may do something else with the weight.
-_MIXINS = {
-    nn.Linear.forward: NarrowProduct, DenseLinear.forward: NarrowProduct, ExactLinear.forward: _NarrowExact,
-    Conv1D.forward: _NarrowConv1D, DenseConv1D.forward: _NarrowConv1D, ExactConv1D.forward: _NarrowExactConv1D,
+# Whether the weight is transposed, and the layer exact. By the forward of a class: another forward may do something
+# else with the weight.
+_LAYERS = {
+    nn.Linear.forward: (False, False), DenseLinear.forward: (False, False), ExactLinear.forward: (False, True),
+    Conv1D.forward: (True, False), DenseConv1D.forward: (True, False), ExactConv1D.forward: (True, True),
 }  # fmt: skip
-_classes: dict[type, type] = {}  # of linear layers, and what became of them
+_classes: dict[type, type] = {}  # with copies, by those without
 _Key: TypeAlias = tuple[int, int]
 
 
@@ -142,10 +130,8 @@ def make_copies(shadow: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def refresh_copies(shadow: PreTrainedModel) -> None:
-    """Writes the present weights into the copies of `shadow`.
-
-    It does so in each generation, as autocast would: version counters do not see writes through `.data`.
-    """
+    """Writes the present weights into the copies of `shadow`. Every generation does so, as autocast would: version
+    counters do not see writes through `.data`."""
     for layer in _with_copies(shadow).values():
         assert layer.copies is not None
         layer.copies.weight.copy_(layer.weight)
@@ -185,8 +171,8 @@ def bytes_of_copies(model: PreTrainedModel) -> int:
 
 def copied_bytes(shadow: PreTrainedModel) -> int:
     """Bytes of the copies that `shadow` has."""
-    found = [tensor for layer in _with_copies(shadow).values() for tensor in layer.copies or ()]
-    return sum(tensor.nbytes for tensor in found if tensor is not None)
+    copies = [tensor for layer in _with_copies(shadow).values() for tensor in layer.copies or ()]
+    return sum(tensor.nbytes for tensor in copies if tensor is not None)
 
 
 def bytes_in_use(shadow: PreTrainedModel) -> int:
@@ -204,8 +190,10 @@ def _give(layer: Any, copies: Copies | None) -> None:
     kind = type(layer)
     if not isinstance(layer, NarrowProduct):
         if kind not in _classes:
-            _classes[kind] = type(f"Narrow{kind.__name__}", (_MIXINS[kind.forward], kind), {})
-        layer.__class__ = _classes[kind]  # a shadow's modules are its own
+            is_transposed, is_exact = _LAYERS[kind.forward]
+            members = {"_is_transposed": is_transposed, "_is_exact": is_exact}
+            _classes[kind] = type(f"Narrow{kind.__name__}", (NarrowProduct, kind), members)
+        layer.__class__ = _classes[kind]  # no other tree has the modules of a shadow
     layer.copies = copies
 
 
@@ -224,7 +212,7 @@ def _is_cast(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _linear_layers(network: PreTrainedModel) -> Iterator[Any]:
-    """Those of the text decoder and the head that compute as their classes do."""
+    """Linear layers of the text decoder and the head that compute as their classes do."""
     for part in _parts(network):
         yield from _below(part)
 
@@ -239,8 +227,8 @@ def _below(module: nn.Module) -> Iterator[nn.Module]:
         module = module.dense
     if isinstance(module, PreTrainedModel) and "text" not in module.input_modalities:
         return  # a vision tower, which does not run
-    is_known = isinstance(module, NarrowProduct) or type(module).forward in _MIXINS
-    # Pruning and parametrizations compute the weight in each forward.
+    is_known = isinstance(module, NarrowProduct) or type(module).forward in _LAYERS
+    # Pruning and parametrizations compute the weight in every forward.
     is_known = is_known and {"weight", "bias"} <= module._parameters.keys()
     if is_known and patched_forward(module) is None:
         yield module

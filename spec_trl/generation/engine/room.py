@@ -222,7 +222,7 @@ class KVRoom:
         if (columns - self._columns_then) * needs.column < self._slack / 2:
             return []
         per_row = PAGE_COLUMNS * needs.column + needs.row
-        slack = self._free() - rows.active * per_row
+        slack = self._left(np.full_like(rows.host_lengths, PAGE_COLUMNS))
         leaving: list[int] = []
         for row in rows.host_lengths.argsort(kind="stable")[: rows.active - 1].tolist():  # the last one stays
             if slack >= 0:
@@ -238,15 +238,13 @@ class KVRoom:
     def _left(self, growth: Integers) -> float:
         """Bytes that are left when rows have become longer by `growth` `[active]` columns."""
         rows, needs = self._rows, self._needs
-        return self._free() - rows.active * needs.row - int(growth.sum()) * needs.column
+        free = free_memory(rows.tokens.device) - needs.fixed
+        return free - rows.active * needs.row - int(growth.sum()) * needs.column
 
     def _needed(self, requests: Sequence[Request]) -> Iterator[float]:
         """Bytes that `requests` will need, one after the other."""
         for request in requests:
             yield _expected(request) * self._needs.column + self._needs.row
-
-    def _free(self) -> float:
-        return free_memory(self._rows.tokens.device) - self._needs.fixed
 
 
 class PoolRoom(KVRoom):
@@ -292,6 +290,6 @@ class PoolRoom(KVRoom):
 
 
 def _expected(request: Request) -> int:
-    """Columns that a request will probably take: as many more as it has generated, and a page at least."""
+    """Columns that a request will probably take: as many more as it has generated, or a page."""
     length = request.length
     return min(length + max(length - len(request.prompt), PAGE_COLUMNS), request.limit)

@@ -13,12 +13,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...cpu_products import reading_prompts
+from ...native_code import compiler
 from .. import kept
 from .accept import Proposal
-from .attention import MaskPlan, attends_exactly, calls_attention, reads_spans
+from .attention import EXACT_ATTENTION, MaskPlan, calls_attention, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
-from .cpu_layers import runs_attention
+from .cpu_layers import SCALARS
 from .draft_loop import Forward, NetworkDraft
 from .family_hooks import cache_argument
 from .memory import sent
@@ -48,33 +49,28 @@ Over = Callable[[int], Forward]
 
 
 def _facts_of(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool]:
-    """Masks and limit of positions of `network`, the name of its cache, and whether it can compute the last logits
-    alone: read once, for who makes a shadow, or its quantized twin, leaves these as they are."""
-    found: tuple[MaskPlan, int | None, str, bool] | None = kept.look(network, _READ)
-    if found is None:
-        found = (
+    """Masks and limit of positions of `network`, the name of its cache argument, and whether it can compute the last
+    logits alone. They are read once per network: shadows and their quantized twins do not change them."""
+    facts: tuple[MaskPlan, int | None, str, bool] | None = kept.look(network, _READ)
+    if facts is None:
+        facts = (
             MaskPlan.for_network(network), position_limit(network), cache_argument(network),
             network._supports_logits_to_keep(),
         )  # fmt: skip
-        kept.keep(network, _READ, found)
-    return found
+        kept.keep(network, _READ, facts)
+    return facts
 
 
 def _is_short(rows: Rows, row: int) -> bool:
     return rows.tokens.device.type == "cpu" and int(rows.host_prompt_lengths[row]) <= SHORT_PROMPT
 
 
-def _pieces(start: int, end: int, most: int) -> list[tuple[int, int]]:
-    """The columns from `start` to `end` that one forward after the other reads, `most` each."""
-    return [(at, min(at + most, end)) for at in range(start, end, most)]
-
-
 class FeatureRunner:
-    """Runs it eagerly.
+    """Runs the network of a drafter that reads its target's hidden states, eagerly.
 
     Args:
         network: of the drafter.
-        cache: its own, with what it keeps of the features.
+        cache: of the network, with what it stores of the features.
     """
 
     uses_spans = False
@@ -84,13 +80,13 @@ class FeatureRunner:
         self.network, self.cache = network, cache
 
     def take_in(self, features: Tensor, positions: Tensor, first_row: int, keep: TakeIn) -> None:
-        """Has `keep` write what a forward of the target over the rows from `first_row` on has shown."""
+        """Has `keep` store the features of a forward of the target over the rows from `first_row` on."""
         self.cache.point_at(positions, 0, first_row)
         self.cache.table_to_read(len(positions))  # nothing is read: no pages need to be gathered
         keep(features, positions)
 
     def take_in_round(self, features: Tensor, positions: Tensor, keep: TakeIn) -> None:
-        """The same for a round, in which all rows in flight are verified."""
+        """The same for a round, which verifies all rows in flight."""
         self.take_in(features, positions, 0, keep)
 
     def draft(self, draft: NetworkDraft, over: Over, columns: int) -> Proposal:
@@ -103,7 +99,7 @@ class EagerRunner:
 
     Args:
         network: a shadow (:func:`~spec_trl.generation.engine.shadow.make_shadow`) or its quantized twin.
-        cache: where it reads and writes K/V; a self-drafter shares its target's.
+        cache: of its K/V; a self-drafter shares its target's.
 
     Attributes:
         forwards: since the generation began.
@@ -117,9 +113,10 @@ class EagerRunner:
         self.eager_forwards = 0
         self._masks, self._position_limit, self._cache_argument, self._keeps_last_logits = _facts_of(network)
         self._uses_spans = reads_spans(network)
-        self._is_exact = attends_exactly(network)  # then prompts attend under spans too
+        # Then prompts attend under spans too.
+        self._is_exact = self._uses_spans and network.config._attn_implementation == EXACT_ATTENTION
         self._states: dict[int, Tensor] = {}
-        self._kept: tuple[int, ...] = ()  # hidden states that hooks keep
+        self._kept: tuple[int, ...] = ()  # layers whose hidden states hooks keep
         self._listeners: list[tuple[tuple[int, ...], Heard]] = []
         self._hooks: list[RemovableHandle] = []
 
@@ -140,8 +137,8 @@ class EagerRunner:
     def forward_chains(self, layout: ChainLayout, columns: int) -> Tensor:
         """Runs several chains of each row at once over columns `0..columns`; returns logits `[B, W, vocab]`.
 
-        Listeners hear nothing until :meth:`keep_chains`. Any runner runs it eagerly: races are a rollout's last
-        rounds, and have many shapes.
+        Listeners are called by :meth:`keep_chains`. Every runner runs this eagerly: races are a rollout's last rounds,
+        and have many shapes.
         """
         self.forwards += 1
         logits, features = self._run(layout.tokens, layout.positions, columns, places=layout.columns)
@@ -149,8 +146,8 @@ class EagerRunner:
         return logits
 
     def keep_chains(self, slots: Tensor) -> None:
-        """Keeps one chain per row of those that just ran, in `slots` (`[B, n]` int64) of the layout, as if it alone
-        had run: its K/V moves to the columns of its positions, and listeners are told its hidden states."""
+        """Keeps one chain per row of those that just ran, in `slots` (`[B, n]` int64) of the layout, as if no other
+        had run: moves its K/V to the columns of its positions, and calls listeners with its hidden states."""
         layout, features = self._raced
         del self._raced
         first = layout.columns[:, :1]  # [B, 1]
@@ -175,18 +172,17 @@ class EagerRunner:
             _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # few, where not none
             self._tell(features, positions, first_row)
             return None
-        first = min(at for _, at in places)
-        from_end = [(row, at - tokens.shape[1]) for row, at in places]  # the same before and after `logits_to_keep`
-        at, thread = sent(torch.tensor(from_end), tokens.device).unbind(1), get_ident()  # [n] each
+        from_end = torch.tensor(places) - torch.tensor([0, tokens.shape[1]])  # the same after `logits_to_keep`
+        kept_logits = -int(from_end[:, 1].min())
+        at, thread = sent(from_end, tokens.device).unbind(1), get_ident()  # [n], [n]
 
         def narrow(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
-            # A drafter that learns in another thread borrows the head.
+            # A drafter that learns in another thread uses the head too.
             return (inputs[0][at][:, None],) if get_ident() == thread else None  # [n, 1, hidden]
 
         head = self.network.get_output_embeddings()
         hook = None if head is None else head.register_forward_pre_hook(narrow)
         try:
-            kept_logits = tokens.shape[1] - first
             logits, features = self._run(tokens, positions, columns, first_row, logits_to_keep=kept_logits)
         finally:
             if hook is not None:
@@ -196,8 +192,8 @@ class EagerRunner:
         return logits if is_narrow else logits[at][:, None]
 
     def read_prompts(self, rows: Rows, admission: Admission) -> tuple[int, Tensor | None]:
-        """Writes the K/V of newly admitted texts, each distinct prompt once, and of those that another rank has begun
-        the head: prompts whole, other texts without their last token, which the first round feeds.
+        """Writes the K/V of newly admitted texts, of equal prompts once, and of texts that another rank has begun the
+        head: prompts whole, other texts without their last token, which the first round feeds.
 
         Returns:
             The number of tokens read, and logits `[n, 1, vocab]` after the prompts, of the n rows that
@@ -206,17 +202,17 @@ class EagerRunner:
         lengths = admission.cached
         for row, request in admission.moved.items():
             lengths[row - admission.first] = request.head
-        logits = [self._read(rows, admission, lengths, set(admission.begun)), self._read_ends(rows, admission)]
-        found = [own for own in logits if own is not None]
-        return sum(lengths[: admission.leaders]), torch.cat(found) if found else None
-
-    def _read_ends(self, rows: Rows, admission: Admission) -> Tensor | None:
-        """Reads the last prompt tokens of copies of rows that were in flight before, for the logits `[n, 1, vocab]`
-        after them: as all prompts are read, for a step would sum in another order."""
+        logits = self._read(rows, admission, lengths, set(admission.begun))
         late = [row for row in admission.followers if admission.begun[row] == row]
-        logits = list[Tensor | None]()
-        span = range(late[0], late[-1] + 1) if late else ()
-        for is_short, group in groupby(span, partial(_is_short, rows)):
+        if late:
+            logits += self._read_ends(rows, admission, late)
+        return sum(lengths[: admission.leaders]), torch.cat(logits) if logits else None
+
+    def _read_ends(self, rows: Rows, admission: Admission, late: list[int]) -> list[Tensor]:
+        """Reads the last prompt tokens of the rows `late`, copies of rows that were in flight before, for the logits
+        after them. It reads them as prompts, for a step would sum in another order."""
+        logits: list[Tensor] = []
+        for is_short, group in groupby(range(late[0], late[-1] + 1), partial(_is_short, rows)):
             between = list(group)
             first, last = between[0], between[-1] + 1
             positions = rows.lengths[first:last, None] - 1  # [n, 1]
@@ -224,21 +220,25 @@ class EagerRunner:
             tokens = rows.tokens[first:last].gather(1, positions)  # [n, 1]
             places = [(row - first, 0) for row in between if row in late]
             with nullcontext() if is_short else reading_prompts():
-                logits.append(self.prefill(tokens, positions, longest, first, places))
-        found = [own for own in logits if own is not None]
-        return torch.cat(found) if found else None
+                ends = self.prefill(tokens, positions, longest, first, places)
+            if ends is not None:
+                logits.append(ends)
+        return logits
 
     def read_texts(self, rows: Rows, admission: Admission) -> None:
         """Writes the K/V of newly admitted texts without their last tokens, for a drafter, whose first draft feeds
         those."""
         self._read(rows, admission, [length - 1 for length in admission.lengths], ())
 
-    def _read(self, rows: Rows, admission: Admission, lengths: list[int], ends: Collection[int]) -> Tensor | None:
-        """Writes the first `lengths` columns of the admitted rows; returns logits `[n, 1, vocab]` of the last of them
-        of the n leaders among the rows `ends`, whose lengths ascend."""
-        device, logits = rows.tokens.device, list[Tensor | None]()
+    def _read(self, rows: Rows, admission: Admission, lengths: list[int], ends: Collection[int]) -> list[Tensor]:
+        """Writes the first `lengths` columns of the admitted rows; returns logits `[n, 1, vocab]` of the last columns
+        of the leaders among the rows `ends`, whose lengths ascend."""
+        device, logits = rows.tokens.device, list[Tensor]()
         self.cache.reserve(lengths[: admission.leaders], admission.first)
-        most = self._tokens_per_forward() if ends else TOKENS_PER_FORWARD
+        most = TOKENS_PER_FORWARD
+        if ends and self.network.get_output_embeddings() is None:  # then a forward may compute logits of all tokens
+            vocabulary: int = self.network.config.get_text_config(decoder=True).vocab_size
+            most = min(most, max(_LOGITS_PER_FORWARD // vocabulary, 1))
         queries = min(_QUERIES_PER_FORWARD, most)
         start = 0
         while start < admission.leaders:
@@ -251,46 +251,41 @@ class EagerRunner:
                     break
                 end, longest = end + 1, max(longest, lengths[end])
             last = admission.first + end
-            # What a row has generated is computed as steps did it.
+            # Generated tokens are computed as steps computed them.
             prompt = min(int(rows.host_prompt_lengths[first]), longest) if is_moved else longest
-            for column, stop in (*_pieces(0, prompt, queries), *_pieces(prompt, longest, queries)):
+            for column in (*range(0, prompt, queries), *range(prompt, longest, queries)):
+                stop = min(column + queries, prompt if column < prompt else longest)
                 positions = torch.arange(column, stop, device=device).expand(end - start, -1)  # [n, q]
                 # Shorter rows feed scratch tokens after their text: masked now, overwritten later.
-                lasts = [(row, length - 1 - column) for row, length in enumerate(lengths[start:end])]
-                places = [(row, at) for row, at in lasts if first + row in ends and 0 <= at < stop - column]
+                here = [row for row in range(end - start) if column < lengths[start + row] <= stop]
+                places = [(row, lengths[start + row] - 1 - column) for row in here if first + row in ends]
                 with reading_prompts() if column < prompt and not is_short else nullcontext():
-                    logits.append(self.prefill(rows.tokens[first:last, column:stop], positions, stop, first, places))
+                    read = self.prefill(rows.tokens[first:last, column:stop], positions, stop, first, places)
+                if read is not None:
+                    logits.append(read)
             self.cache.trim(first, lengths[start:end])
             start = end
         if admission.followers:
             self.cache.copy_rows(admission.sources, admission.followers, lengths[admission.leaders :])
-        found = [own for own in logits if own is not None]
-        return torch.cat(found) if found else None
-
-    def _tokens_per_forward(self) -> int:
-        """Of a prompt's forward, which may compute logits of each where the network names no head."""
-        if self.network.get_output_embeddings() is not None:
-            return TOKENS_PER_FORWARD
-        vocabulary: int = self.network.config.get_text_config(decoder=True).vocab_size
-        return min(TOKENS_PER_FORWARD, max(_LOGITS_PER_FORWARD // vocabulary, 1))
+        return logits
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":
-        """A runner of this kind for a drafter's `network`, over this cache or one of its own of the same size.
+        """A runner of this kind for a drafter's `network`, over this cache or another one of the same size.
 
         `made_of`: as of :class:`~spec_trl.generation.drafters.autoregressive.NetworkDrafter`.
         """
-        return EagerRunner(network, self._cache_for(network, shares_cache))
+        return EagerRunner(network, self.cache if shares_cache else self.cache.like(network))
 
     def for_features(self, network: nn.Module, layers: int, more: int) -> FeatureRunner:
-        """A runner of this kind for a drafter's `network` that listens, over a cache of its own: of so many `layers`,
-        and with `more` columns per row than this one."""
+        """A runner of this kind for a drafter's `network` that reads hidden states, over a new cache of so many
+        `layers`, and with `more` columns per row than this one."""
         return FeatureRunner(network, self.cache.beside(layers, more))
 
     def listen(self, layers: Sequence[int], heard: Heard) -> None:
         """Calls `heard` after every further forward with its hidden states, for a drafter that reads them.
 
         It gets features `[B, q, len(layers) * hidden]`, the states in the order of `layers` (see
-        :func:`~spec_trl.generation.engine.hidden_states.keep_states`), which are valid until the next forward, the
+        :func:`~spec_trl.generation.engine.shadow.keep_states`), which are valid until the next forward, the
         positions `[B, q]` they belong to, and the first cache row. It must not raise: that would end the generation.
 
         Raises:
@@ -306,11 +301,11 @@ class EagerRunner:
 
     @property
     def is_heard(self) -> bool:
-        """Whether somebody listens."""
+        """Whether a listener is registered."""
         return bool(self._listeners)
 
     def stop_listening(self, heard: Heard) -> None:
-        """Tells `heard` no more. The states are kept all the same, so that captured forwards stay as they are."""
+        """Calls `heard` no more. Hooks still keep the states, so that captured forwards stay as they are."""
         self._listeners = [listener for listener in self._listeners if listener[1] != heard]
 
     @property
@@ -336,12 +331,12 @@ class EagerRunner:
         ).logits
 
     def first_broken_module(self, tokens: Tensor, positions: Tensor, columns: int) -> str:
-        """Repeats a forward, and says in words which module first returned a NaN or infinity."""
-        found: list[str] = []
+        """Repeats a forward; returns a sentence that names the module which first returned a NaN or infinity."""
+        broken: list[str] = []
 
         def watch(name: str, _module: nn.Module, _inputs: object, output: object) -> None:
-            if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
-                found.append(f"the first non-finite values come out of '{name}' ({output.dtype})")
+            if not broken and isinstance(output, Tensor) and not torch.isfinite(output).all():
+                broken.append(f"the first non-finite values come out of '{name}' ({output.dtype})")
 
         leaves = [(name, module) for name, module in self.network.named_modules() if not module._modules]
         handles = [module.register_forward_hook(partial(watch, name)) for name, module in leaves]
@@ -351,14 +346,11 @@ class EagerRunner:
             for handle in handles:
                 handle.remove()
         sound = f"every module's output is finite ({self.network.dtype}): the logits processors did it"
-        return found[0] if found else sound
-
-    def _cache_for(self, network: PreTrainedModel, shares_cache: bool) -> RaggedCache:
-        return self.cache if shares_cache else self.cache.like(network)
+        return broken[0] if broken else sound
 
     def _position_ids(self, positions: Tensor) -> Tensor:
-        # Drafts of a row about to end may lie past the last position; their outputs are discarded, but a learned
-        # position table must not be read out of range. RoPE goes on, as it does in `generate`.
+        # Drafts of a row about to end may lie past the last position. Their outputs are discarded, but a learned
+        # position table must not be read out of range. RoPE has no last position.
         return positions if self._position_limit is None else positions.clamp(max=self._position_limit - 1)  # [B, q]
 
     def _run(
@@ -407,24 +399,25 @@ class EagerRunner:
         states = features.chunk(len(self._kept), dim=-1)  # [B, q, hidden] each
         for layers, heard in self._listeners:
             is_all = layers == self._kept
-            own = features if is_all else torch.cat([states[self._kept.index(layer)] for layer in layers], dim=-1)
-            heard(own, positions, first_row)
+            wanted = features if is_all else torch.cat([states[self._kept.index(layer)] for layer in layers], dim=-1)
+            heard(wanted, positions, first_row)
 
 
 class CompiledRunner(EagerRunner):
     """An :class:`EagerRunner` on a CPU with C++ attention in every forward, and C++ parts of layers."""
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
-        return cpu_runner(network, self._cache_for(network, shares_cache))
+        return cpu_runner(network, self.cache if shares_cache else self.cache.like(network))
 
-    def _run(self, tokens: Tensor, *given: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
+    def _run(self, tokens: Tensor, *arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor | None]:
         with torch.inference_mode():
-            logits, features = super()._run(tokens, *given, **more | {"spans": True})
-        # Copies: drafters learn from these, and from what inference mode makes nobody can.
+            logits, features = super()._run(tokens, *arguments, **keywords | {"spans": True})
+        # Copies, since drafters learn from these, and tensors of inference mode have no gradient.
         return logits.clone(), None if features is None else features.clone()
 
 
 def cpu_runner(network: PreTrainedModel, cache: RaggedCache) -> EagerRunner:
-    """A runner with compiled attention where that serves `network`, else an eager one."""
-    is_served = runs_attention(network.device, network.dtype) and calls_attention(network)
+    """A runner with C++ attention where that serves `network`, else an eager one."""
+    has_attention = network.device.type == "cpu" and network.dtype in SCALARS and compiler() is not None
+    is_served = has_attention and calls_attention(network)
     return (CompiledRunner if is_served else EagerRunner)(network, cache)

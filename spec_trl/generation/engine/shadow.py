@@ -63,13 +63,13 @@ def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel
 
 
 def not_exact(shadow: PreTrainedModel) -> list[str]:
-    """What in a shadow on CUDA may round a row otherwise beside other rows, each kind once, sorted: attention without
-    our kernel, and the classes of other modules with sums of their own. Empty: nothing is known.
+    """Names the parts of a shadow on CUDA whose rounding of a row may depend on other rows, sorted: attention without
+    our kernel, and classes of modules with other sums. Empty: no such part is known.
 
     torch's reductions on CUDA divide a row among threads by the number of rows. So a norm that is written with `mean`
     is not exact where no fused kernel takes its place; `nn.LayerNorm` gives each row a block of threads.
     """
-    found = set() if attends_exactly(shadow) else {"attention"}
+    names = set() if attends_exactly(shadow) else {"attention"}
     parts = shadow.get_decoder(), shadow.get_output_embeddings()  # nothing else runs
     for module in (module for part in parts if part is not None for module in part.modules()):
         name = type(module).__name__
@@ -77,16 +77,16 @@ def not_exact(shadow: PreTrainedModel) -> list[str]:
         has_weights = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
         multiplies = has_weights and not isinstance(module, ExactLinear | ExactConv1D | nn.Embedding)
         if multiplies or (is_norm and not has_fused_sums(module)):
-            found.add(name)
-    return sorted(found)
+            names.add(name)
+    return sorted(names)
 
 
 def share_weights(network: nn.Module) -> Any:
-    """A second module tree over the Parameters and buffers of `network`, in eval mode, with hooks of its own."""
+    """A second module tree over the Parameters and buffers of `network`, in eval mode, with separate hooks."""
     twin = _cloned(network, {})
     for module in twin.modules():
         if isinstance(module, NarrowProduct):
-            module.copies = None  # the twin may learn, and outlive a generation
+            module.copies = None  # the twin may be trained, and outlive a generation
     return twin
 
 
@@ -99,15 +99,14 @@ def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:
 
 
 def fingerprint(policy: PreTrainedModel) -> tuple[object, ...]:
-    """What a shadow took over by value or by address: its :func:`structure`, and where its tensors lie, but not what
-    these hold. While it stays equal, a shadow of `policy` stays true."""
+    """:func:`structure`, and the addresses of the tensors. While it stays equal, a shadow of `policy` stays valid."""
     return (*structure(policy), *addresses(policy))
 
 
 def structure(policy: PreTrainedModel) -> tuple[object, ...]:
-    """What decides the weights of `policy` and is no weight: modules, their hooks and plain attributes, such as which
-    adapters are active, merged or scaled, and the dtypes and devices of their tensors. While it stays equal, a copy
-    of `policy` needs new weights at most."""
+    """Everything in `policy` but the values of its weights: modules, their hooks and plain attributes, such as which
+    adapters are active, merged or scaled, and the dtypes and devices of tensors. While it stays equal, a copy of
+    `policy` needs new weights at most."""
     return while_unchanged(policy, "structure", lambda: _structure(policy))
 
 
@@ -116,7 +115,7 @@ def _structure(policy: PreTrainedModel) -> tuple[object, ...]:
     for module in policy.modules():
         marks += [id(module), type(module), type(module).forward]
         for name, value in lasting_attributes(module).items():
-            if "_hooks_" in name or name in _OF_TRAINING:  # the former say which hooks take keywords
+            if "_hooks_" in name or name in _OF_TRAINING:  # the former list the hooks that take keywords
                 continue
             if isinstance(value, _PLAIN):
                 marks.append((name, value))
@@ -143,13 +142,13 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def addresses(network: nn.Module) -> tuple[int, ...]:
-    """Where the parameters and buffers of `network` lie."""
+    """Addresses of the parameters and buffers of `network`."""
     return tuple(tensor.data_ptr() for tensor in (*network.parameters(), *network.buffers()))
 
 
 def unwrapped(module: nn.Module) -> Any:
-    """The module inside the wrappers of torch.compile and of FSDP's activation checkpointing, told by the name it has
-    there: torch._dynamo takes seconds to import."""
+    """The module inside the wrappers of torch.compile and of FSDP's activation checkpointing, which are recognised by
+    the names of their attributes: torch._dynamo takes seconds to import."""
     inside: Any = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
     return module if inside is None else unwrapped(inside)
 
@@ -166,7 +165,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     if id(module) in clones:  # a module registered twice stays one module
         return clones[id(module)]
     kind: Any = type(module)
-    if kind.__bases__[0].__name__ == "FSDPModule":  # FSDP2 puts a class of its own before the module's
+    if kind.__bases__[0].__name__ == "FSDPModule":  # FSDP2 inserts a class before the module's
         kind = kind.__bases__[1]
     kind = exact_kind(kind) if exact else dense_class(kind, module)
     kind = with_fused_kernels(attention_class(kind), module)
@@ -179,7 +178,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
         for name, child in module._modules.items()
     }
     state["training"] = False
-    state["_compiled_call_impl"] = None  # of `module.compile()`: it would run the policy's own forward
+    state["_compiled_call_impl"] = None  # of `module.compile()`: it would run the policy's forward
     state.pop("_is_fsdp_managed_module", None)
     for name, value in list(state.items()):
         if isinstance(value, MethodType) and value.__self__ is module:
@@ -193,11 +192,11 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
 
 
 def keep_states(network: PreTrainedModel, layers: Iterable[int], states: dict[int, Tensor]) -> list[RemovableHandle]:
-    """Has every forward of `network` leave its hidden states `[B, q, hidden]` in `states`, in place of those of the
-    forward before, until its hooks go; raises ValueError where it has no such layer.
+    """Registers hooks by which every forward of `network` stores its hidden states `[B, q, hidden]` in `states`, over
+    those of the forward before; returns the hooks, and raises ValueError where there is no such layer.
 
-    `layers` go by transformers' count: 0 is the embedding's output, i the input of layer i, and the number of layers
-    the output of the final norm.
+    `layers` are counted as in transformers: 0 is the embedding's output, i the input of layer i, and the number of
+    layers the output of the final norm.
     """
     layers, blocks = list(dict.fromkeys(layers)), decoder_layers(network)
     beyond = [index for index in layers if not 0 <= index <= len(blocks)]
@@ -225,11 +224,11 @@ def keep_states(network: PreTrainedModel, layers: Iterable[int], states: dict[in
 def observe(target: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Runs the target, in eval mode, over whole sequences `tokens` `[B, T]` int64 from position 0.
 
-    They are right-padded: attention is causal, so padding changes no real position.
+    They may be right-padded: attention is causal, so padding changes no real position.
 
     Returns:
-        The hidden states of `layers` (in transformers' count; none is fine) next to each other,
-        `[B, T, len(layers) * H_t]`, and what the output embedding takes, `[B, T, H_t]`.
+        The hidden states of `layers` (in transformers' count, may be empty), concatenated,
+        `[B, T, len(layers) * H_t]`, and the input of the output embedding, `[B, T, H_t]`.
     """
     states: dict[int, Tensor] = {}
     hidden: list[Tensor] = []

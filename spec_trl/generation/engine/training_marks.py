@@ -14,19 +14,19 @@ from transformers import PreTrainedModel
 
 
 HOOK_DICTS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks"))
-# Of gradient checkpointing, which a network in eval mode does not do: each time it is switched on they are new. And
-# what accelerate wraps autocast around.
+# Of gradient checkpointing, which a network in eval mode does not do: switching it on makes new ones. And the forward
+# that accelerate wraps autocast around.
 _MARKS = ("_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks", "_original_forward")
 # Hooks of these stay behind. A forward with `output_hidden_states` leaves the first one's, which torch.compile cannot
 # trace. FSDP2's would gather and free weights in each forward. ZeRO-3's on the root, which TRL does not take off for
-# generation, compares notes with the other ranks, and ranks run different numbers of forwards.
+# generation, communicates with the other ranks, and ranks run different numbers of forwards.
 _LEFT_BEHIND = ("transformers.utils.output_capturing", "torch.distributed.fsdp", "deepspeed")
 
 
 def lasting_attributes(module: nn.Module) -> dict[str, Any]:
-    """Attributes of `module` that mean something to generation; its dicts of hooks are copied."""
+    """Attributes of `module` that matter to generation; its dicts of hooks are copied."""
     state = {name: value for name, value in vars(module).items() if name not in _MARKS}
-    if patched_forward(module) is None:  # accelerate sets the class's own forward
+    if patched_forward(module) is None:  # accelerate sets the class's forward
         state.pop("forward", None)
     for name in HOOK_DICTS & state.keys():
         state[name] = state[name].copy()
@@ -37,7 +37,7 @@ def lasting_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _stays_behind(hook: Any) -> bool:
-    """Whether a hook means nothing to generation. TRL puts one more on the embedding after each rollout, so that
+    """Whether a hook does not matter to generation. TRL adds one to the embedding after each rollout, so that
     checkpointed activations get gradients."""
     is_for_gradients = getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
     return is_for_gradients or str(hook.__module__).startswith(_LEFT_BEHIND)
@@ -50,7 +50,7 @@ _LOSSES = ("trl.", "liger_kernel.")
 
 
 def patched_forward(module: nn.Module) -> Any:
-    """What was set as the forward of `module` alone and computes something else than its class's; None: nothing."""
+    """The forward that was set on `module` itself and computes something else than its class's, or None."""
     forward: Any = vars(module).get("forward")
     owner: Any = None
     while forward is not None:
@@ -74,7 +74,7 @@ def unfollowed_patch(network: nn.Module) -> str | None:
 
 
 def rebind(clones: Mapping[int, nn.Module]) -> None:
-    """Has the patches of `clones`, by the id of the module that each was made of, run over the clones."""
+    """Makes the patches of `clones` call the clones. Keys are the ids of the modules that were cloned."""
     for clone in clones.values():
         for name in ("forward", "_old_forward"):  # the second one is accelerate's: what its hooks surround
             if name in vars(clone):
@@ -82,7 +82,7 @@ def rebind(clones: Mapping[int, nn.Module]) -> None:
 
 
 def _home(function: Any) -> str:
-    """The module whose code a callable runs; `functools.wraps` copies what `__module__` says."""
+    """Name of the Python module whose code a callable runs; `functools.wraps` copies `__module__`."""
     while isinstance(function, partial):
         function = function.func
     return function.__globals__["__name__"] if isinstance(function, FunctionType) else type(function).__module__
@@ -125,7 +125,7 @@ def _copied(function: FunctionType, swap: Mapping[int, Any]) -> FunctionType:
 
 
 def held(function: FunctionType) -> list[Any]:
-    """What a function holds in its closure and in its defaults."""
+    """The values in a function's closure and defaults."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
     return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
@@ -162,7 +162,7 @@ def _hides(value: Any, modules: Container[int], seen: set[int]) -> bool:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a container holds, or the attributes of an object."""
+    """The items of a container, or the attributes of an object."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
     return [*items, *getattr(value, "__dict__", {}).values()]
 

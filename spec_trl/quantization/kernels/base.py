@@ -23,18 +23,16 @@ al. 2023, §3 and App. E)."""
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One weight matrix, as a kernel must know it before it stores it.
+    """One weight matrix [out_features, in_features], as a kernel must know it before it stores it.
 
     Attributes:
-        out_features, in_features: shape of the weight, [out, in].
         bits: 4 (asymmetric, integer zero points; or NF4) or 8 (symmetric).
         group: number of weights of a row that share a scale; divides in_features.
         policy_dtype: dtype in which the policy computes with this weight.
         activation_dtype: dtype the caller wants activations and scales in; None = the kernel's choice.
-        device: where the weight lives.
-        normal_float: of the two kinds with 4 bits it is NF4.
-        siblings: output features of all projections of the same input, this one's among them, where a kernel may
-            multiply with them at once; empty: it is alone. They get one kernel.
+        normal_float: whether 4 bits are NF4.
+        siblings: output features of all projections of the same input, this one among them, where one product may
+            serve them; empty: none. Siblings get one kernel.
     """
 
     out_features: int
@@ -49,9 +47,8 @@ class LayerSpec:
 
     @property
     def parts(self) -> list["LayerSpec"]:
-        """Its siblings, or itself."""
-        rows = self.siblings or (self.out_features,)
-        return [replace(self, out_features=each, siblings=()) for each in rows]
+        """The siblings, or the layer alone."""
+        return [replace(self, out_features=rows, siblings=()) for rows in self.siblings or (self.out_features,)]
 
     @property
     def shape(self) -> str:
@@ -66,8 +63,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Some rows of a quantized weight, group by group: weight = (codes - zeros) * scales, or for NF4
-    NORMAL_FLOATS[codes] * scales.
+    """Rows of a quantized weight: (codes - zeros) * scales, or for NF4 NORMAL_FLOATS[codes] * scales.
 
     Attributes:
         codes: int32 [rows, in]; 0..15 for 4 bits, -127..127 for 8. Scratch memory: valid during `pack_` only.
@@ -82,7 +78,7 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class Package:
-    """A kernel's package: its distribution, what it makes importable, and what to give to `pip install`."""
+    """A kernel's package: its distribution, the module that it brings, and what `pip install` needs."""
 
     name: str
     module: str
@@ -160,21 +156,20 @@ class PackedWeight(nn.Module, ABC):
 
 
 def join_rows(parts: Sequence[PackedWeight]) -> PackedWeight | None:
-    """One weight with the rows of `parts`, still empty, whose buffers become slices of its own: what is packed into
-    them is packed into it. None where they differ in more than their rows, or their kernel has no such slices."""
+    """An empty weight with the rows of `parts`, whose buffers become slices of it: what is packed into them is packed
+    into it. None where they differ in more than their rows, or their kernel has no such slices."""
     first, rows = parts[0], [part.layer.out_features for part in parts]
     if not first.rows_along or any(count % first.row_block for count in rows):
         return None
-    if any(
-        type(part) is not type(first) or replace(part.layer, out_features=rows[0]) != first.layer for part in parts
-    ):
-        return None
+    for part in parts:
+        if type(part) is not type(first) or replace(part.layer, out_features=rows[0]) != first.layer:
+            return None
     whole = type(first)(replace(first.layer, out_features=sum(rows)))
     whole.max_rows = min(part.max_rows for part in parts)
     for name, dim in first.rows_along.items():
         sizes = [getattr(part, name).shape[dim] for part in parts]
-        for part, own in zip(parts, getattr(whole, name).split(sizes, dim), strict=True):
-            setattr(part, name, own)
+        for part, rows_of_part in zip(parts, getattr(whole, name).split(sizes, dim), strict=True):
+            setattr(part, name, rows_of_part)
     return whole
 
 

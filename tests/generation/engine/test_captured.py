@@ -11,7 +11,6 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 import spec_trl
-from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine import attention, captured, fused_layers, processors, runner
 from spec_trl.generation.engine.captured_drafts import CapturedLoop
@@ -107,11 +106,14 @@ def test_a_seed_gives_the_same_bits_in_every_call(tape) -> None:
 # ---- lifetime -------------------------------------------------------------------------------------------------------
 
 
-def test_kept_between_calls_while_weights_change_in_place(fresh, tape) -> None:
-    config = {"verification": "rejection", "draft_length": 3}
+@pytest.mark.parametrize("verification", ["exact", "rejection"])
+def test_kept_between_calls_while_weights_change_in_place(fresh, tape, verification: str) -> None:
+    """Loops of drafts, or their single steps."""
+    config = {"verification": verification, "draft_length": 3}
     statistics = graph(fresh, "self", config).statistics
-    logits = 8 * 1 * 64 * 8, 8 * 4 * 64 * 8  # of 8 rows, and one token or four; smaller ones lie there too
-    assert (statistics.graphs, statistics.graph_bytes) == (tape.recorded, tape.bytes() + sum(logits))
+    if verification == "rejection":
+        logits = 8 * 1 * 64 * 8, 8 * 4 * 64 * 8  # of 8 rows, and one token or four; smaller ones lie there too
+        assert (statistics.graphs, statistics.graph_bytes) == (tape.recorded, tape.bytes() + sum(logits))
     for seed in range(2):
         torch.manual_seed(seed)
         with torch.no_grad():
@@ -119,7 +121,7 @@ def test_kept_between_calls_while_weights_change_in_place(fresh, tape) -> None:
                 parameter += 0.02 * torch.randn_like(parameter)
         expected, replayed = eager(fresh, "self", config), tape.replayed
         result = graph(fresh, "self", config)
-        assert outputs(result) == outputs(expected) and tape.replayed > replayed + 20
+        assert outputs(result) == outputs(expected) and tape.replayed > replayed + 10
         # The drafter's packed weights were refreshed under the captured forward.
         assert result.statistics.total.accepted == expected.statistics.total.accepted > 0
 
@@ -426,14 +428,3 @@ def test_a_compiled_trial_writes_what_the_call_writes(fresh, tape, monkeypatch) 
     result, expected = graph(fresh, "self", {"runner": "auto", "draft_length": 3}, **EOS), eager(fresh, **EOS)
     assert outputs(result) == outputs(expected) and result.statistics.drafter_failure is None
     torch.testing.assert_close(result.logprobs, expected.logprobs, rtol=0, atol=1e-6)
-
-
-def test_a_drafter_that_returns_nan_is_dropped(fresh, tape) -> None:
-    drafter = SelfDrafter(fresh, kernel="reference")
-    drafter.network.lm_head = nn.Linear(64, 64, dtype=torch.float64)
-    nn.init.constant_(drafter.network.lm_head.weight, float("nan"))
-    drafter.quantized.layers.clear()  # that they run is not what is tested
-    with pytest.warns(UserWarning, match="the draft network returned NaN logits"):
-        result = graph(fresh, drafter=drafter)
-    assert outputs(result) == outputs(eager(fresh))
-    assert result.statistics.drafter_failure is not None and result.statistics.total.accepted == 0

@@ -71,7 +71,6 @@ def test_drafts_are_those_of_eager_rounds(kind: str, way: str, drafter, tiny, ta
     for _ in range(2):  # captured, then kept
         found = run(tiny, drafter, config=config, **options)
         check(found, expected)
-        assert outputs(found) == outputs(generate(tiny, PROMPTS, **({"max_new_tokens": 16} | options)))
     assert len(replays) > 4
     if way == "rows retire":
         assert len({rows for rows, _ in replays}) > 1

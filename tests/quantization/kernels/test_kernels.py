@@ -18,6 +18,7 @@ from tests.quantization.conftest import layer_spec, pack
 
 
 BF16 = torch.bfloat16
+REFERENCES = ("reference", 4), ("reference", 8)
 HAS_ONNXRUNTIME = importlib.util.find_spec("onnxruntime") is not None
 STORES_ON_CPU = [
     TorchInt4Cpu, NativeInt4, NativeInt8, TritonInt4, MarlinInt4, ReferenceInt4, TorchInt8Cpu, ReferenceInt8,
@@ -98,18 +99,10 @@ def test_the_rule_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> 
     small = TorchInt4Cpu if capability == "AVX512" else OnnxRuntimeInt4
     found = [find_kernel("auto", layer_spec(rows, 1024)) for rows in (64, 8128, 8192)]
     assert found == [small, small, OnnxRuntimeInt4]
-    assert find_kernel("torch_int4", layer_spec(64)) is TorchInt4Cpu
+    named = [find_kernel(name, layer_spec(64, bits=bits)) for name, bits in (("torch_int4", 4), *REFERENCES)]
+    assert named == [TorchInt4Cpu, ReferenceInt4, ReferenceInt8]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert find_kernel("auto", layer_spec(8192, 1024)) is small
-
-
-def test_the_choice_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "auto" takes the fast kernel and never the reference."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(native, "library", lambda: None)
-    assert find_kernel("reference", layer_spec(64)) is ReferenceInt4
-    assert find_kernel("reference", layer_spec(64, bits=8)) is ReferenceInt8
-    assert find_kernel("auto", layer_spec(64)) is find_kernel("torch_int4", layer_spec(64)) is TorchInt4Cpu
 
 
 FLOAT32 = dict(activation_dtype=torch.float32)

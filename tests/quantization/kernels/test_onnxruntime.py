@@ -94,9 +94,8 @@ def test_what_it_serves() -> None:
     assert "nothing for 8-bit weights" in find_kernel("onnxruntime", layer_spec(64, bits=8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_drafter_of_it_is_refreshed(dtype: torch.dtype, llama: LlamaForCausalLM) -> None:
-    policy = llama.to(dtype).eval()
+def test_a_drafter_of_it_is_refreshed(llama: LlamaForCausalLM) -> None:
+    policy = llama.bfloat16().eval()
     drafter, network = quantized(policy, "rtn-w4-g128", "onnxruntime")
     clone = share_weights(drafter)
     expected = dict(rtol=0.1, atol=0.3)  # of logits with a spread of 3
@@ -113,10 +112,9 @@ def test_a_drafter_of_it_is_refreshed(dtype: torch.dtype, llama: LlamaForCausalL
     assert not torch.equal(logits(drafter, IDS), old)
 
 
-@pytest.mark.parametrize("kernel", ["onnxruntime", "torch_int4"])
 @pytest.mark.parametrize("decoupled", ["never", "always"])
-def test_drafts_change_no_token(kernel: str, decoupled: str, stories: Any) -> None:
-    policy, prompts = stories, pad_left(random_rows([4, 7, 2]))
-    config = {"draft_kernel": kernel, "draft_lm_head": "packed", "decoupled_execution": decoupled}
-    found = generate(policy, prompts, "self", config)
-    assert outputs(found) == outputs(generate(policy, prompts, "none"))
+def test_drafts_change_no_token(decoupled: str, stories: Any) -> None:
+    prompts = pad_left(random_rows([4, 7, 2]))
+    config = {"draft_kernel": "onnxruntime", "draft_lm_head": "packed", "decoupled_execution": decoupled}
+    found = generate(stories, prompts, "self", config)
+    assert outputs(found) == outputs(generate(stories, prompts, "none"))

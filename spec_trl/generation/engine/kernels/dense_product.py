@@ -8,11 +8,11 @@ serves every number of rows. Each program computes a tile of 64 rows x some outp
 order; rows past the last one are zeros, and are not stored. So a row is the same to the last bit whatever rows are
 multiplied with it, in a step, a verification or a prompt. Sums are float32; float32 itself is multiplied without TF32.
 
-What it costs, by reasoning (nothing is measured yet). A step waits for its weights: an H100 brings a tile of 128 x 64
+Its cost, by reasoning (nothing is measured yet): a step waits for its weights: an H100 brings a tile of 128 x 64
 weights in some 1,100 cycles and multiplies it with 64 rows in 260 (A100: 1,250 and 510). So the padding of few rows is
-hidden, and up to 64 rows read the weights once. What costs is that nobody divides k: a layer of few outputs has few
+hidden, and up to 64 rows read the weights once. The cost is that k is not divided: a layer of few outputs has few
 programs. Tiles are 32 outputs wide there (3,584 outputs: 112 programs); k_proj and v_proj of grouped heads keep some
-16 multiprocessors busy, and may take some microseconds more than cuBLAS each. Prompts are bound by the L2 cache, for
+16 multiprocessors busy, and may take some microseconds more than cuBLAS. Prompts are bound by the L2 cache, for
 each byte of which these tiles do 21 to 43 operations: two to five times as long as cuBLAS.
 """
 
@@ -53,7 +53,7 @@ def tile_for(outputs: int, dtype: torch.dtype) -> Tile:
     return next(tile for least, tile in _TILES.items() if outputs >= least)
 
 
-# `rows` is not specialised: 1, a multiple of 16 and others would be compiled each for itself.
+# `rows` is not specialised: 1, multiples of 16 and other numbers would be compiled separately.
 @triton.jit(do_not_specialize=["rows"])
 def _multiply(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, out_ptr: tl.tensor,

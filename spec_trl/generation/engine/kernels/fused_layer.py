@@ -184,7 +184,7 @@ def add_rms_norm(
 
 @operator("silu_multiply", _same)
 def silu_multiply(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of `[..., n]` each, rows any stride apart, as `[..., n]` contiguous."""
+    """silu(gate) * up, both `[..., n]` with any stride of rows, as `[..., n]` contiguous."""
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     size = gate.shape[-1]
     gate, up = gate.reshape(-1, size), up.reshape(-1, size)
@@ -283,9 +283,9 @@ def _goes_with(x: Tensor, wide: Tensor) -> bool:
 
 
 def _check(names: str, dtype: torch.dtype, fits: bool, *others: Tensor) -> None:
-    found = {dtype, *(other.dtype for other in others)}
-    if len(found) > 1 or dtype not in DTYPES or not fits:
+    dtypes = {dtype, *(other.dtype for other in others)}
+    if len(dtypes) > 1 or dtype not in DTYPES or not fits:
         raise ValueError(
-            f"{names} do not fit together, or are of {found}: pass the shapes, strides and dtypes that the function "
+            f"{names} do not fit together, or are of {dtypes}: pass the shapes, strides and dtypes that the function "
             f"names, of {DTYPES}."
         )

@@ -218,7 +218,7 @@ def ragged_decode_attention(
     table: Tensor | None = None,
     exact: bool = False,
 ) -> Tensor:
-    """Attention of few queries per row over each row's own columns of the cache; no gradient.
+    """Attention of few queries per row over columns of the row in the cache; no gradient.
 
     A call compiles kernels where shapes or strides are new; so call once before capturing.
 
@@ -227,7 +227,7 @@ def ragged_decode_attention(
         keys: `[rows, kv_heads, columns, d]` of the same dtype, rows >= B, last dimension contiguous; kv_heads divides
             heads.
         values: `[rows, kv_heads, columns, d_v]`, likewise.
-        first: `[B, q]` int64 or int32, first cache column that each query sees; less than 0 counts as 0.
+        first: `[B, q]` int64 or int32, first cache column that a query sees; less than 0 counts as 0.
         last: `[B, q]` likewise, the last column (inclusive); from `columns` on it counts as `columns - 1`. A query
             with first > last sees nothing: its result is 0. All columns between a row's smallest first and largest
             last are read for all its queries: NaN in a value there reaches also those that do not see it.
@@ -308,7 +308,7 @@ def ragged_decode_attention(
 
 
 def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
-    """Into how many shares the columns of each row are divided: shapes decide, never the rows' lengths."""
+    """Number of shares that the columns of a row are divided into: shapes decide, never the rows' lengths."""
     return max(1, min(_PROGRAMS_PER_SM * multiprocessors // programs, blocks, _MOST_SPLITS))
 
 

@@ -1,10 +1,6 @@
-"""Compiled attention on a CPU, and their runner. Token identity: `test_token_identity.py`."""
+"""Decoder layers in C++: attention, its runner, and layers in one call. Token identity: `test_token_identity.py`."""
 
-import shutil
-import subprocess
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,11 +19,14 @@ from spec_trl import native_code
 from spec_trl.generation.engine import cpu_layers
 from spec_trl.generation.engine.attention import MaskPlan, ragged_attention
 from spec_trl.generation.engine.cache import RaggedCache
+from spec_trl.generation.engine.chains import ChainLayout
 from spec_trl.generation.engine.cpu_layers import attend
-from spec_trl.generation.engine.runner import EagerRunner, cpu_runner
+from spec_trl.generation.engine.runner import CompiledRunner, EagerRunner, cpu_runner
 from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.quantization import quantize_projections
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.generation.engine.test_fused_layers import CONFIGS, compare, model_of, run
 
 
 pytestmark = pytest.mark.skipif(native_code.compiler() is None, reason="no C++ compiler")
@@ -71,8 +70,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, spans: Any, **options: A
 
 @DTYPES
 @pytest.mark.parametrize(("size", "groups", "count", "window"), [(64, 3, 1, None), (24, 3, 40, 50), (6, 3, 7, 5)])
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("options", list(OPTIONS))
+@pytest.mark.parametrize(("threads", "options"), [(1, "plain"), (2, "softcap and sinks")])
 def test_it_is_attention_under_the_mask(size, groups, count, window, dtype, threads: int, options: str) -> None:
     given = OPTIONS[options]
     query, key, value = heads(5, count, 2, groups, size, dtype)
@@ -231,87 +229,6 @@ def test_what_it_returns_can_be_learned_from(tiny: LlamaForCausalLM, what: str) 
     assert weight.grad is not None
 
 
-# ---- the compiler ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """Source files that were compiled into an empty cache."""
-    compiled: list[str] = []
-    run = subprocess.run
-
-    def noted(arguments: list[str], **options: Any) -> Any:
-        compiled.extend(arguments[arguments.index("-c") + 1 :][:1] if "-c" in arguments else [])
-        return run(arguments, **options)
-
-    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
-    monkeypatch.setattr(native_code.subprocess, "run", noted)
-    cpu_layers.attention_function.cache_clear()
-    yield compiled
-    cpu_layers.attention_function.cache_clear()
-
-
-def test_it_is_compiled_once_and_kept(compilations: list[str], tmp_path: Path) -> None:
-    model = tiny_llama()
-    expected = outputs(generate(model, PROMPTS, "none", {"runner": "eager"}))
-    assert not compilations
-    for _ in range(2):
-        assert outputs(generate(model, PROMPTS)) == expected
-        cpu_layers.attention_function.cache_clear()  # as in another process
-    assert len(compilations) == 1
-    assert [path.suffix for path in tmp_path.rglob("cpu_attention*")].count(".so") == 1
-
-
-def test_where_nothing_can_be_kept_it_is_compiled_for_this_process(
-    compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """In a read-only home, or on a full disk."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "file"))
-    assert cpu_layers.attention_function(torch.float32, 16) is not None
-    assert len(compilations) == 1
-
-
-def test_several_that_compile_at_once_keep_one_library(compilations: list[str], tmp_path: Path) -> None:
-    """As the ranks of a first job do; nobody waits for another one."""
-    with ThreadPoolExecutor(3) as pool:
-        libraries = list(pool.map(lambda _: native_code.load(cpu_layers._SOURCE, SCALAR="float", HEAD_SIZE=16), "abc"))
-    assert all(library is not None and library.attend for library in libraries)
-    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
-
-
-def test_a_header_that_changes_is_compiled_anew(compilations: list[str], tmp_path: Path) -> None:
-    header, source = tmp_path / "number.h", tmp_path / "answer.cpp"
-    source.write_text('#include "number.h"\nextern "C" int answer() { return NUMBER; }')
-    for number in (1, 1, 2):
-        header.write_text(f"#define NUMBER {number}")
-        library = native_code.load(source)
-        assert library is not None and library.answer() == number
-    assert len(compilations) == 2
-
-
-@pytest.mark.parametrize("trouble", ["no compiler", "it fails", "it hangs"])
-def test_without_a_compiler_attention_stays_torchs(
-    compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trouble: str, recwarn, request
-) -> None:
-    model = tiny_llama()
-    expected = outputs(generate(model, PROMPTS, "none", {"runner": "eager"}))
-    if trouble == "no compiler":
-        monkeypatch.setattr(shutil, "which", lambda name: None)
-        native_code.compiler.cache_clear()
-        request.addfinalizer(native_code.compiler.cache_clear)
-    elif trouble == "it fails":
-        broken = tmp_path / "broken.cpp"
-        broken.write_text("this is not C++")
-        monkeypatch.setattr(cpu_layers, "_SOURCE", broken)
-    else:
-        monkeypatch.setattr(native_code, "_SECONDS", 1e-3)
-    for runner in ("compiled", "auto"):
-        assert outputs(generate(model, PROMPTS, "self", {"runner": runner})) == expected
-    assert len(compilations) == (trouble == "it fails")  # tried once
-    assert not [warning for warning in recwarn if "attention" in str(warning.message)]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_compiled_too(tiny: LlamaForCausalLM, lengths: list[int], dtype: torch.dtype) -> None:
     generate(tiny_llama().to(dtype), PROMPTS, "none", {"exact": False})
@@ -352,3 +269,122 @@ def test_under_autocast_training_goes_on_after_it(lengths: list[int]) -> None:
         generate(model, PROMPTS, "none", {"exact": False})
         assert max(lengths) == 14
         model(PROMPTS["input_ids"]).logits.float().sum().backward()
+
+
+# ---- a layer in one call --------------------------------------------------------------------------------------------
+
+
+LAYERS, FORWARDS = 2, 4  # of `run`
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each layer's forward was one call."""
+    found: list[bool] = []
+    call = cpu_layers.OneCall.__call__
+
+    def noted(*given: Any) -> Any:
+        output = call(*given)
+        found.append(output is not None)
+        return output
+
+    monkeypatch.setattr(cpu_layers.OneCall, "__call__", noted)
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_layer_is_that_of_the_family(served: list[bool], family: str, threads: int) -> None:
+    before = torch.get_num_threads()
+    network = make_shadow(model_of(family, torch.float32))
+    expected = run(network)
+    assert not served, "an eager forward runs the modules as they are"
+    torch.set_num_threads(threads)
+    try:
+        compare(run(network, kind=CompiledRunner), expected)
+    finally:
+        torch.set_num_threads(before)
+    assert served == [True] * LAYERS * FORWARDS
+
+
+def test_chains_are_served(served: list[bool]) -> None:
+    """Two chains of two tokens after five: the second one's logits are those that it has alone."""
+    network = make_shadow(model_of("llama", torch.float32))
+    found = []
+    for slots, shifts in ((range(5), [0, 0, 0, 2, 2]), ([0, 3, 4], [0, 0, 0])):
+        runner = CompiledRunner(network, RaggedCache.for_network(network, 1, 16))
+        tokens, own = torch.arange(3, 12)[None], torch.tensor(slots)
+        runner.forward(tokens[:, :5], torch.arange(5)[None], 5)
+        places = torch.arange(4, 4 + len(own))[None]
+        layout = ChainLayout(tokens[:, 4:][:, own], places, places - torch.tensor(shifts), own[None, None])
+        found.append(runner.forward_chains(layout, 9)[:, -2:])
+    torch.testing.assert_close(found[0], found[1])
+    assert all(served)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_copy_is_served(served: list[bool], family: str) -> None:
+    """Its packed weights, joined where they are siblings, and biases; what it computes by its modules is the same."""
+    model = model_of(family, torch.float32)
+    model.config.intermediate_size = 128
+    model = type(model)(model.config).eval()
+    network = make_shadow(model)
+    copy = quantize_projections(network, "rtn-w4-g64", kernel="native")
+    whole = run(network, kind=CompiledRunner)
+    assert served == [True] * LAYERS * FORWARDS
+    copy.assert_all_called()
+    for layer in network.model.layers:
+        layer.mlp.act_fn.register_forward_hook(lambda module, given, output: output)
+    served.clear()
+    compare(run(network, kind=CompiledRunner), whole)
+    assert served == [False] * LAYERS * FORWARDS
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a weight that moves": lambda layer: setattr(layer.mlp.up_proj.weight, "data", 2 * layer.mlp.up_proj.weight.data),
+    "a weight written in place": lambda layer: layer.self_attn.o_proj.weight.data.mul_(2),
+    "a norm that moves": lambda layer: setattr(layer.input_layernorm.weight, "data", 2 * layer.input_layernorm.weight),
+    "rows that do not follow each other": lambda layer: setattr(
+        layer.mlp.gate_proj.weight, "data", layer.mlp.gate_proj.weight.data.T.contiguous().T
+    ),
+    "rows of a square weight become columns": lambda layer: setattr(
+        layer.self_attn.q_proj.weight, "data", layer.self_attn.q_proj.weight.data.T
+    ),
+    "a hook": lambda layer: layer.self_attn.v_proj.register_forward_hook(lambda module, given, output: 2 * output),
+    "a hook on a norm": lambda layer: layer.post_attention_layernorm.register_forward_pre_hook(
+        lambda module, given: (2 * given[0],)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_forwards(served: list[bool], change: str) -> None:
+    network = make_shadow(model_of("bitnet" if "square" in change else "llama", torch.float32))
+    before = run(network, kind=CompiledRunner)
+    with torch.no_grad():
+        CHANGES[change](network.model.layers[1])
+    expected = run(network)
+    served.clear()
+    compare(run(network, kind=CompiledRunner), expected)
+    if "rows that" not in change:
+        assert not torch.allclose(before, expected)
+    by_modules = "hook" in change or "rows" in change
+    assert served == [True, not by_modules] * FORWARDS
+
+
+def test_many_tokens_are_left_to_the_modules(served: list[bool]) -> None:
+    network = make_shadow(model_of("llama", torch.float32))
+    runner = CompiledRunner(network, RaggedCache.for_network(network, rows=1, columns=64))
+    for count in (16, 17):
+        served.clear()
+        runner.forward(torch.ones(1, count, dtype=torch.long), torch.arange(count)[None], count)
+        assert served == [count == 16] * LAYERS
+
+
+def test_drafts_change_no_token(served: list[bool]) -> None:
+    """Steps of one token, verifications of several, and batches of different size give the same tokens in float32."""
+    model = model_of("llama", torch.float32)
+    prompts = pad_left(random_rows([4, 9, 6]))
+    plain = generate(model, prompts, max_new_tokens=40)
+    drafted = generate(model, prompts, "self", max_new_tokens=40)
+    assert outputs(drafted) == outputs(plain) and drafted.statistics.total.drafted and any(served)

@@ -1,4 +1,4 @@
-"""float32 weights under autocast: copies of them that lie still, with a tape in the place of CUDA graphs."""
+"""Copies of float32 weights under autocast, which lie still, with a tape in the place of CUDA graphs."""
 
 import copy
 import gc
@@ -72,19 +72,19 @@ def graph(model: nn.Module, strategy: str = "none", config: dict[str, Any] | Non
 # ---- what they compute ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "make",
+    ("make", "dtype"),
     [
-        lambda: model_of("llama", tie_word_embeddings=True),
-        lambda: model_of("qwen2"),
-        lambda: model_of("gpt2"),
-        lambda: model_of("gemma2"),
-        lambda: with_adapters(),
-        lambda: with_adapters(use_dora=True),
-        lambda: with_adapters(modules_to_save=["lm_head"]),
+        (lambda: model_of("llama", tie_word_embeddings=True), torch.bfloat16),
+        (lambda: model_of("qwen2"), torch.float16),
+        (lambda: model_of("gpt2"), torch.bfloat16),
+        (lambda: model_of("gpt2"), torch.float16),
+        (lambda: model_of("gemma2"), torch.bfloat16),
+        (lambda: with_adapters(), torch.float16),
+        (lambda: with_adapters(use_dora=True), torch.bfloat16),
+        (lambda: with_adapters(modules_to_save=["lm_head"]), torch.bfloat16),
     ],
-    ids=["tied", "biases", "Conv1D", "gemma2", "LoRA", "DoRA", "trained head"],
+    ids=["tied", "biases", "Conv1D", "Conv1D in float16", "gemma2", "LoRA", "DoRA", "trained head"],
 )
 @torch.no_grad()
 def test_they_are_what_autocast_casts_bit_for_bit(
@@ -343,11 +343,11 @@ def test_room_for_rows_counts_them(tape) -> None:
 
 
 @pytest.fixture
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_layers, "warned", set())
 
 
-def test_stacked_experts_are_said_to_be_cast(nothing_said: None) -> None:
+def test_stacked_experts_are_said_to_be_cast(no_warnings_yet: None) -> None:
     """Once; tokens are right all the same."""
     model = model_of("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, num_hidden_layers=1)
     with autocast():
@@ -358,7 +358,7 @@ def test_stacked_experts_are_said_to_be_cast(nothing_said: None) -> None:
     assert len([one for one in seen if "are not bfloat16" in str(one.message)]) == 1 and torch.equal(found, expected)
 
 
-def test_of_other_models_nothing_is_said(nothing_said: None, recwarn: pytest.WarningsRecorder) -> None:
+def test_of_other_models_nothing_is_said(no_warnings_yet: None, recwarn: pytest.WarningsRecorder) -> None:
     with autocast():
         for model in (one_layer(tie_word_embeddings=True, vocab_size=2048), one_layer().bfloat16()):
             result = eager(model, max_new_tokens=2)

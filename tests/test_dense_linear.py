@@ -1,14 +1,23 @@
-"""Dense layers of a shadow: products in C++ or by oneDNN, and nn.Linear's own result everywhere."""
+"""Dense layers and activations of a shadow on a CPU, and the warning of a slow dtype."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from spec_trl import cpu_products, dense_linear
-from spec_trl.dense_linear import DenseLinear
+from spec_trl.dense_linear import (
+    DenseLinear,
+    activation_class,
+    by_registers,
+    float32_gain,
+    has_instructions,
+    warn_of_slow_dtype,
+)
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.native_code import compiler
 from tests.conftest import tiny_llama
@@ -132,7 +141,7 @@ def test_generated_tokens_are_multiplied_in_cpp(monkeypatch: pytest.MonkeyPatch,
     assert dtype == torch.bfloat16 or given == [1, 17, 100]
 
 
-@pytest.mark.parametrize("strategy", ["self", "model", "ngram"])
+@pytest.mark.parametrize("strategy", ["self", "model"])
 def test_tokens_with_onednn_everywhere(calls: list[Tensor], strategy: str) -> None:
     """Those of plain decoding, and in greedy decoding those of transformers, all layers' products by oneDNN."""
     model, prompts = tiny_llama().float(), pad_left(random_rows([4, 9, 6]))
@@ -143,3 +152,89 @@ def test_tokens_with_onednn_everywhere(calls: list[Tensor], strategy: str) -> No
     greedy = generate(model, prompts, strategy, max_new_tokens=40, do_sample=False, **more)
     theirs = model.generate(**prompts, max_new_tokens=40, do_sample=False)
     assert outputs(greedy) == theirs[:, prompts["input_ids"].shape[1] :].tolist()
+
+
+# ---- activations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [F.silu, torch.sigmoid], ids=["silu", "sigmoid"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_number_has_the_same_bits_everywhere(function, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x = torch.randn(70, 1370, generator=torch.Generator().manual_seed(0))  # of which three threads take parts
+        whole = by_registers(function, x)
+        assert torch.equal(by_registers(function, x[:, 100:300]), whole[:, 100:300])
+        for rows in (1, 7, 31):
+            assert torch.equal(by_registers(function, x[9 : 9 + rows]), whole[9 : 9 + rows])
+        assert torch.equal(by_registers(function, x[:0]), x[:0])
+        assert torch.allclose(whole, function(x))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_which_modules_are_activations() -> None:
+    assert issubclass(activation_class(nn.SiLU), nn.SiLU) and activation_class(nn.SiLU) is not nn.SiLU
+    assert activation_class(nn.Softmax) is nn.Softmax and activation_class(nn.Linear) is nn.Linear
+
+
+# ---- a slow dtype ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without any of the instructions."""
+    monkeypatch.setattr(dense_linear, "warned", set())
+    monkeypatch.setattr(dense_linear, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(dense_linear.platform, "machine", lambda: "x86_64")
+
+
+def test_a_generation_warns_once(lacking, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_linear, "float32_gain", lambda weight: 3.456)
+    prompts = pad_left(random_rows([4, 2]))
+    with pytest.warns(UserWarning, match=r"no instructions for torch.bfloat16.* 3.5 times .*dtype=torch.float32"):
+        generate(tiny_llama().bfloat16(), prompts, max_new_tokens=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(tiny_llama().bfloat16(), prompts, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gain", "supported", "smallest"),
+    [
+        (torch.float32, 9.0, False, 1),
+        (torch.bfloat16, 1.1, False, 1),  # measured to be no slower
+        (torch.bfloat16, 9.0, True, 1),
+        (torch.bfloat16, 9.0, False, 1 << 30),  # no layer is large enough to tell
+    ],
+)
+def test_otherwise_it_says_nothing(dtype, gain, supported, smallest, lacking, monkeypatch, recwarn) -> None:
+    monkeypatch.setattr(dense_linear, "float32_gain", lambda weight: gain)
+    monkeypatch.setattr(dense_linear, "MIN_WEIGHTS", smallest)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
+    warn_of_slow_dtype(tiny_llama().to(dtype))
+    assert not recwarn.list
+
+
+def test_capabilities(lacking, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_instructions(torch.float32) and has_instructions(torch.float64) and not has_instructions(torch.bfloat16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert has_instructions(torch.bfloat16)
+    for machine in ("x86_64", "aarch64"):  # as torch says on this machine
+        monkeypatch.setattr(dense_linear.platform, "machine", lambda machine=machine: machine)
+        assert has_instructions(torch.float16) == torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def test_the_gain_is_the_ratio_of_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes: list[torch.dtype] = []
+
+    def seconds(multiply) -> float:
+        dtypes.append(multiply().dtype)
+        return {torch.bfloat16: 6.0, torch.float32: 2.0}[dtypes[-1]]
+
+    monkeypatch.setattr(dense_linear, "seconds", seconds)
+    assert float32_gain(torch.randn(8, 16, dtype=torch.bfloat16)) == 3.0
+    assert dtypes == [torch.bfloat16, torch.float32]
