@@ -35,6 +35,7 @@ from ..generation.engine.rollout import Rollout
 from ..generation.engine.room import model_constants
 from ..generation.engine.rows import Request, RequestQueue, Rows
 from ..generation.engine.stopping import Stopping
+from ..generation.session import Session
 from ..measuring.machine import NO_KERNEL, effective_dtype, profile_key
 from ..quantization.source_weight import SourceSpec, inspect_projection, is_projection
 from ..scheduling.control import Chain, NeverSpeculate
@@ -75,11 +76,12 @@ class RoundBench:
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         batch = len(prompts)
+        Session.of(model).drop_runner()  # its K/V would lie beside ours
         self._rows = Rows(batch, columns, model.device)
         view = PrefixView(self._rows, prompts)
         self._rollout = rollout(
             RequestQueue([Request(i, prompts[i], 2**62, i) for i in range(batch)]),
-            runner_for(model, batch, columns, config),
+            runner_for(Session(), model, batch, columns, config),
             drafters,
             NeverSpeculate(),
             self._rows,

@@ -23,6 +23,7 @@ from ..generation.engine.given_completions import read_completions
 from ..generation.engine.kept_runner import exactness, runner_for
 from ..generation.engine.requirements import policy_in
 from ..generation.engine.shadow import decoder_layers
+from ..generation.session import Session
 from ..native_code import compiler
 from .sampler_mismatch import is_comparable
 
@@ -84,9 +85,11 @@ class ExactLogprobs:
         padding has any values."""
         prompts = [row[is_real.bool()] for row, is_real in zip(ids[:, :-width], mask[:, :-width], strict=True)]
         columns, exact = max(map(len, prompts)) + width, self._config.exact is True
-        runner = runner_for(policy, len(ids), columns, self._config, exact=exact)
         layers = range(1, len(decoder_layers(policy)))
-        logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
+        with Session.lend(policy) as session:
+            runner = runner_for(session, policy, len(ids), columns, self._config, exact=exact)
+            logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
+            session.check_shadow()
         positions = _positions(mask)[..., None]  # [B, T, 1]
         return logprobs, [state.take_along_dim(positions, dim=1) for state in states]
 

@@ -16,8 +16,8 @@ from ..drafter_training.adaptation import Adaptable, DrafterAdaptation
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine.drafter import Drafter
-from ..generation.engine.shadow import structure
 from ..generation.registry import CHOOSING
+from ..generation.session import Session, structure
 from ..generation.strategies import copy_again, make_control, make_drafters, policy_copies
 from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
 from ..measuring.machine import profile_key
@@ -98,7 +98,9 @@ class RunDrafting:
     def _make_drafters(self, policy: PreTrainedModel) -> None:
         args, strategy = self._args, self._args.assistant_strategy
         strategy, assistant = ("none", None) if args.sd_toggle == "never" else (strategy, args.assistant_model)
-        self.drafters = make_drafters(strategy, policy, assistant, self.config)
+        with Session.lend(policy) as session:
+            self.drafters = make_drafters(session, strategy, policy, assistant, self.config)
+            session.drafters.clear()  # the trainer's alone from now on
         names = [drafter.strategy for drafter in self.drafters]
         self._draft_lengths = args.draft_length_controllers(names, self._saved_lengths)
         for drafter in self.drafters:

@@ -15,13 +15,13 @@ from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from spec_trl.generation import session as sessions
 from spec_trl.generation.drafters import self_copy
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.generation.engine import kept_runner, shadow
+from spec_trl.generation.engine import kept_runner
 from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.memory import limited_groups
-from spec_trl.generation.engine.shadow import structure
-from spec_trl.generation.engine.snapshot import is_unchanged, snapshot_of
+from spec_trl.generation.session import snapshot_of, structure
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.tiny_families import make
@@ -66,7 +66,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     watch(inspect, "signature")
     watch(kept_runner, "make_shadow")
     watch(self_copy, "make_shadow")
-    watch(shadow, "_settings")
+    watch(sessions, "_structure")
     return counter
 
 
@@ -85,7 +85,7 @@ def test_what_a_second_call_reads(
     assert opened == []
     calls.clear()
     fresh.generate(**ONE, **options, return_dict_in_generate=True)
-    assert ours["to_dict"] == calls["to_dict"] and ours["make_shadow"] == ours["_settings"] == 0
+    assert ours["to_dict"] == calls["to_dict"] and ours["make_shadow"] == ours["_structure"] == 0
     assert ours["signature"] <= calls["signature"] + 2, "two more, to tell our arguments from those of `_sample`"
 
 
@@ -183,10 +183,10 @@ IN_PLACE: dict[str, Callable[[PreTrainedModel], object]] = {
 def test_what_lies_in_attributes_counts(change: str, fresh: LlamaForCausalLM) -> None:
     """As active, merged and scaled adapters do; a copy is made anew."""
     mlp(fresh).marks, mlp(fresh).scales, mlp(fresh).shift = ["a"], {"a": 1.0}, torch.zeros(3)
-    before = structure(fresh)
-    assert is_unchanged(fresh) and structure(fresh) is before
+    snapshot, before = snapshot_of(fresh), structure(fresh)
+    assert snapshot.holds(fresh) and structure(fresh) is before
     IN_PLACE[change](fresh)
-    assert not is_unchanged(fresh)
+    assert not snapshot.holds(fresh)
     assert (structure(fresh) == before) == (change == "tensor")
 
 
@@ -226,13 +226,14 @@ def test_what_training_leaves_on_a_policy_makes_nothing_anew(
     """TRL switches checkpointing off before each rollout, and on after it, with a new function and one more hook."""
     TRAINING[training](fresh)
     before = [outputs(generate(fresh, PROMPTS, strategy)) for strategy in ("none", "self")]
-    assert snapshot_of(fresh).is_complete
+    snapshot = snapshot_of(fresh)
+    assert snapshot.is_complete
     calls.clear()
     for _ in range(2):
         TRAINING[training](fresh)
-        assert is_unchanged(fresh)
+        assert snapshot_of(fresh) is snapshot
         assert [outputs(generate(fresh, PROMPTS, strategy)) for strategy in ("none", "self")] == before
-    assert calls["make_shadow"] == calls["_settings"] == 0
+    assert calls["make_shadow"] == calls["_structure"] == 0
 
 
 class Leaving(NgramDrafter):
