@@ -38,15 +38,9 @@ class DraftSession:
         target: the target's runner; None inside transformers' loop, where the target has another cache.
         keep_logits: whether proposals must carry their logits (rejection verification).
         most_drafted: largest γ of a round.
-<<<<<<< HEAD
         spend: takes seconds from the control's exploration budget, for learning; False: it holds less.
-        tail: of a drafter that runs ahead, without `target`: where a copy of the target finds its K/V, and keeps its
-            own; None: it computes both.
-=======
-        spend: takes seconds from the control's account of trials, for learning; False: it does not hold them.
         tail: of a drafter that runs ahead, without `target`: the cache where a copy of the target reads the target's
             K/V and writes the copy's; None: it computes both.
->>>>>>> main
     """
 
     rows: Rows
