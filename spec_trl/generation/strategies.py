@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from transformers import PreTrainedModel
 
-from ..measuring.known_rounds import find_ladder, find_profile
-from ..measuring.known_rounds import KnownRounds, find_known_rounds
+from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
 from ..papers import load
 from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
 from ..scheduling.ledger import CELL_ERROR, Drafts, Times

@@ -12,7 +12,6 @@ from benchmarks.calls import Call
 from benchmarks.rollout import PLAIN, Run
 from benchmarks.workload import Workload
 from spec_trl.generation.engine.statistics import DraftCounts, RoundPoint, SpeculationStatistics
-from spec_trl.generation.session import Session
 
 
 WORK = Workload([[1, 2], [3]], 10, 1.0, (), 0)
