@@ -421,7 +421,7 @@ def _predicted(
     batch, name = len(work.prompts), way.drafter.strategy
     # Halfway through its completion a row has about its mean length over the rounds.
     length = fmean(len(p) + len(c) / 2 for call in calls for p, c in zip(work.prompts, call.completions, strict=True))
-    seconds = load("efficient_rollout.rounds").roofline_rounds([way.drafter], profile)
+    seconds = load("efficient_rollout.profile").roofline_rounds([way.drafter], profile)
     cycle = seconds({name: way.draft_length}, way.draft_length, batch, length)
     return tau * seconds({}, 0, batch, length) / cycle
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.calibrated import find_profile
+from ..measuring.known_rounds import find_profile
 from ..papers import load
 from .configuration import SpeculativeConfig
 from .drafters.decoupled.drafter import DecoupledDrafter

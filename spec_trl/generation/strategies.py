@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from transformers import PreTrainedModel
 
-from ..measuring.calibrated import find_ladder, find_profile
-from ..measuring.known_rounds import KnownRounds, find_known_rounds
+from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
 from ..papers import load
 from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
 from ..scheduling.ledger import CELL_ERROR, Drafts, Times
@@ -153,7 +152,7 @@ def make_control(
             length for length in draft_lengths if all(length in ladder.draft_lengths(name, 1) for name in names)
         ]
     elif profile is not None:
-        costs = load("efficient_rollout.rounds").roofline_rounds(drafters, profile)
+        costs = load("efficient_rollout.profile").roofline_rounds(drafters, profile)
     else:
         assert known is not None
         costs, times = known.seconds, known.times

@@ -23,7 +23,7 @@ from ..generation.engine.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
 from ..generation.session import Session
 from ..quantization.awq import ActivationAware
 from ..quantization.linear import QuantizedLinear
-from ..scheduling.round_costs import ForwardSeconds, ProbedRounds
+from ..scheduling.forward_seconds import ForwardSeconds, ProbedRounds
 
 
 TOKENS = (1, 4, 16, 64)  # of the forwards that are timed

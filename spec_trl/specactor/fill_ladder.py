@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..efficient_rollout.round_bench import RoundBench, bar_text, warm_up_rounds
+from ..efficient_rollout.fill_profile import RoundBench, bar_text, warm_up_rounds
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
@@ -23,10 +23,10 @@ from ..generation.engine.noise import Draw, RoundNoise
 from ..generation.engine.requirements import position_limit
 from ..generation.engine.rollout import Rollout
 from ..generation.session import Session
-from ..measuring.calibrated import ladder_folder
+from ..measuring.known_rounds import ladder_folder
 from ..measuring.machine import profile_key
 from ..scheduling.control import Chain
-from ..scheduling.profile_key import ProfileKey
+from ..scheduling.model_constants import ProfileKey
 from ..user_cache import read_kept, save_kept
 from .ladder import Ladder, Rung, ladder_path
 

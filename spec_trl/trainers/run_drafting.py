@@ -19,8 +19,7 @@ from ..generation.engine.drafter import Drafter
 from ..generation.registry import CHOOSING
 from ..generation.session import Session, structure
 from ..generation.strategies import copy_again, make_control, make_drafters, policy_copies
-from ..measuring.calibrated import find_ladder, find_profile
-from ..measuring.known_rounds import KnownRounds, find_known_rounds
+from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
 from ..measuring.machine import profile_key
 from ..papers import load
 from ..quantization.awq import ActivationStatistics

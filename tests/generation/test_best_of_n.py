@@ -9,7 +9,7 @@ from spec_trl import release
 from spec_trl.generation import decoding
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.measuring import known_rounds
-from spec_trl.scheduling.round_costs import ForwardSeconds, ProbedRounds
+from spec_trl.scheduling.forward_seconds import ForwardSeconds, ProbedRounds
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, generate, outputs
 from tests.generation.conftest import Make

@@ -11,9 +11,8 @@ from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
 from spec_trl.efficient_rollout import profile_cache
-from spec_trl.efficient_rollout.profile import Profile
+from spec_trl.efficient_rollout.profile import Profile, roofline_of
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
-from spec_trl.efficient_rollout.rounds import roofline_of
 from spec_trl.efficient_rollout.toggle import RooflineToggle
 from spec_trl.generation import strategies
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
@@ -26,12 +25,11 @@ from spec_trl.generation.session import Session
 from spec_trl.generation.strategies import control_for, make_control
 from spec_trl.measuring.known_rounds import KnownRounds
 from spec_trl.scheduling.control import AlwaysSpeculate, Chain, Control, NeverSpeculate
+from spec_trl.scheduling.forward_seconds import ForwardSeconds, ProbedRounds
 from spec_trl.scheduling.ledger import Times
-from spec_trl.scheduling.model_constants import ModelConstants
+from spec_trl.scheduling.model_constants import ModelConstants, ProfileKey
 from spec_trl.scheduling.plain_decoding import PlainRounds
 from spec_trl.scheduling.planner import Planner
-from spec_trl.scheduling.profile_key import ProfileKey
-from spec_trl.scheduling.round_costs import ForwardSeconds, ProbedRounds
 from spec_trl.specactor import fill_ladder
 from spec_trl.specactor.ladder import Ladder, Rung
 from tests.conftest import tiny_llama
@@ -115,7 +113,7 @@ def test_controls_by_configuration(four: list[Drafter]) -> None:
     assert [(each.name, each.is_network) for each in planner.candidates] == [
         ("self", True), ("history", False), ("model", True), ("ngram", False),
     ]  # fmt: skip
-    assert [planner.candidates[which].name for which in planner.listens_to] == ["history", "ngram"]
+    assert [planner.candidates[which].name for which in planner.compared_lookups] == ["history", "ngram"]
     with pytest.raises(ValueError, match=r"drafter has the strategies \['ngram', 'ngram'\]"):
         controlled([four[3], NgramDrafter(3)])
     with pytest.raises(ValueError, match='sd_toggle="always" is for one drafter, and drafter has'):
@@ -205,8 +203,8 @@ def test_the_control_is_kept_for_the_same_options(
 
 def test_what_runs_a_network_is_no_lookup(drafters: Make) -> None:
     ahead = DecoupledDrafter(DraftThread(*drafters("self")))
-    assert not ahead.has_probabilities and controlled([ahead]).listens_to == []
-    assert controlled(drafters("self", "ngram")).listens_to == [1]
+    assert not ahead.has_probabilities and controlled([ahead]).compared_lookups == []
+    assert controlled(drafters("self", "ngram")).compared_lookups == [1]
 
 
 # ---- the default: no calibration before the first token; rounds tell what pays, and later calls remember ------------
@@ -261,7 +259,7 @@ def test_a_planner_keeps_what_it_learned(
     (planner,) = taken
     assert rounds == sorted(set(rounds))
     assert isinstance(planner, Planner)
-    (heard,) = (planner.drafts.methods[which] for which in planner.listens_to)
+    (heard,) = (planner.drafts.methods[which] for which in planner.compared_lookups)
     assert any(planner.drafts.state_dict()["methods"][heard])  # though it may never draft
     release(model)
     generate(model, TWO, strategy, config)

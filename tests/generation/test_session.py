@@ -11,6 +11,8 @@ from weakref import ref
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -21,7 +23,7 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.engine import kept_runner
 from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.memory import limited_groups
-from spec_trl.generation.session import snapshot_of, structure
+from spec_trl.generation.session import Session, release, snapshot_of, structure
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.tiny_families import make
@@ -248,6 +250,46 @@ def test_what_a_call_leaves_on_a_shadow_is_not_there_in_the_next(fresh: LlamaFor
     plain = outputs(generate(fresh, PROMPTS))
     assert outputs(generate(fresh, PROMPTS, drafter=Leaving(3))) != plain
     assert outputs(generate(fresh, PROMPTS)) == plain
+
+
+def move_weights(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def adapters(model: PreTrainedModel) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+STAYS: dict[str, tuple[Callable[[PreTrainedModel], object], set[str]]] = {
+    "nothing": (lambda model: None, {"shadow", "runner", "self", "history"}),
+    "storage": (move_weights, {"self", "history"}),
+    "module": (swap_module, {"history"}),
+    "dtype": (lambda model: model.float(), {"history"}),
+    "adapter": (lambda model: [layer.enable_adapters(False) for layer in adapters(model)], {"history"}),
+    "scaling": (lambda model: [layer.scale_layer(3.0) for layer in adapters(model)], {"history"}),
+}
+
+
+@pytest.mark.parametrize("change", STAYS)
+def test_one_fingerprint_decides_what_stays(change: str, fresh: LlamaForCausalLM, tape: object) -> None:
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False), fresh)
+    fresh.double()
+    makes_change, stays = STAYS[change]
+
+    def call() -> tuple[dict[str, object], list[list[list[int]]]]:
+        ways = ("self", "graph"), ("history", "eager"), ("none", "eager")
+        texts = [outputs(generate(fresh, PROMPTS, strategy, {"runner": runner})) for strategy, runner in ways]
+        session = Session.of(fresh)
+        assert session.shadow is not None
+        return {"shadow": session.shadow.network, "runner": session.runner, **session.drafters}, texts
+
+    before, _ = call()
+    makes_change(fresh)
+    after, texts = call()
+    assert {name for name in before if before[name] is after[name]} == stays
+    release(fresh)
+    assert texts == call()[1]
 
 
 # ---- what is kept ---------------------------------------------------------------------------------------------------

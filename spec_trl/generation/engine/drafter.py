@@ -38,7 +38,7 @@ class DraftSession:
         target: the target's runner; None inside transformers' loop, where the target has another cache.
         keep_logits: whether proposals must carry their logits (rejection verification).
         most_drafted: largest γ of a round.
-        spend: takes seconds from the control's account of trials, for learning; False: it does not hold them.
+        spend: takes seconds from the control's exploration budget, for learning; False: it holds less.
         tail: of a drafter that runs ahead, without `target`: the cache where a copy of the target reads the target's
             K/V and writes the copy's; None: it computes both.
     """

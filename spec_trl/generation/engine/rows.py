@@ -164,12 +164,13 @@ class Rows:
         self._keys = torch.zeros(capacity, columns, dtype=torch.int64, device=device)  # of the noise at each column
         self._state = torch.zeros(5, capacity, dtype=torch.int64, device=device)
         self._host = np.zeros((3, capacity), np.int64)
-        self._set_active(0)
+        self.set_active(0)
         self.most: list[int] = []
         self.prompts: list[bytes] = []
         self.indices: list[int] = []
 
-    def _set_active(self, count: int) -> None:
+    def set_active(self, count: int) -> None:
+        """The first `count` rows are in flight."""
         self.active = count
         state = self._state[:, :count]  # [5, active]
         self.lengths, self.prompt_lengths, self.limits, self.requests, self.streams = state
@@ -230,7 +231,7 @@ class Rows:
             self.prompts.append(key)
             self.indices.append(request.index)
         self._state[:, first : first + len(states)] = sent(torch.tensor(states), self.tokens.device).T
-        self._set_active(first + len(requests))
+        self.set_active(first + len(requests))
         columns = torch.arange(self.columns, device=self.tokens.device)  # [columns]
         positions = columns - self.prompt_lengths[first:, None]  # [n, columns]
         self._keys[first : self.active] = position_keys(self.streams[first:], positions)
@@ -293,7 +294,7 @@ class Rows:
             for row, target in zip(source, destination, strict=True):
                 self.prompts[target], self.indices[target] = self.prompts[row], self.indices[row]
         del self.prompts[remaining:], self.indices[remaining:]
-        self._set_active(remaining)
+        self.set_active(remaining)
         return source, destination
 
 
