@@ -345,7 +345,7 @@ def _overhear(
         for request in rows:
             while heard[request] + most < state.done[request]:
                 accepted = min(state.right(name, request, heard[request]), most)
-                control.overheard(which, [request], [accepted], [min(accepted + 1, most)])
+                control.record_unverified(which, [request], [accepted], [min(accepted + 1, most)])
                 heard[request] += accepted + 1
 
 

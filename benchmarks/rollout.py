@@ -24,11 +24,10 @@ from tqdm import tqdm
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import spec_trl
-from spec_trl.generation import kept
-from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine.drafter import keep_drafters
 from spec_trl.generation.engine.statistics import DraftCounts
 from spec_trl.generation.registry import strategies
+from spec_trl.generation.session import Session
+from spec_trl.generation.strategies import make_drafters
 
 from .calls import forget, ratios, sampling, way
 from .measure import (
@@ -142,7 +141,7 @@ def ours(
     call = way(model, strategy, config, assistant_model=assistant if strategy == "model" else None)
 
     def run(work: Workload, seed: int) -> Run:
-        kept.take(model, "history")  # other methods have written the same texts
+        Session.of(model).drafters.pop("history", None)  # other methods have written the same texts
         made = call(work, seed)
         facts = made.statistics
         return Run(
@@ -155,8 +154,8 @@ def ours(
 
 def max_packed_rows(model: PreTrainedModel, config: spec_trl.SpeculativeConfig) -> int:
     """Rows up to which the self-drafter drafts."""
-    drafter = SelfDrafter.make(model, None, config)
-    keep_drafters(model, [drafter])  # the run's own calls will ask for it
+    with Session.lend(model) as session:  # the run's calls will ask for it
+        (drafter,) = make_drafters(session, "self", model, None, config)
     return drafter.max_rows
 
 

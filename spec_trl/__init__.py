@@ -11,8 +11,8 @@ from .generation.decoding import SpeculativeOutput, speculative_decoding
 from .generation.engine.accept import Proposal
 from .generation.engine.drafter import Drafter
 from .generation.generate import install, uninstall
-from .generation.kept import release
 from .generation.registry import register_drafter
+from .generation.session import release
 
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from typing import Any
 from spec_trl.efficient_rollout.profile import Profile
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.efficient_rollout.sweep import Mode, Sample, check_samples, points
-from spec_trl.scheduling.model_constants import ModelConstants
-from spec_trl.scheduling.profile_key import ProfileKey
+from spec_trl.scheduling.model_constants import ModelConstants, ProfileKey
 
 
 MICROSECOND = 1e-6  # their c_T, c_D, c_V are in µs per row

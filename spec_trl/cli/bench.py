@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.requirements import check_lengths, check_model
 from ..generation.generate import install
-from ..measuring.calibrated import find_profile
+from ..measuring.known_rounds import find_profile
 from ..measuring.machine import hardware_name
 from .arguments import MARGIN, table
 from .gains import ENOUGH_TOKENS, ENOUGH_VISITS, GENERATE, MOST_VISITS, Gain, Way, Work, make_ways, measure, summarise

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ..generation import kept
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.family_hooks import cache_argument
 from ..generation.engine.noise import gumbel_noise, position_keys, stream_keys
 from ..generation.engine.statistics import SpeculationStatistics
+from ..generation.session import Session
 from ..generation.strategies import make_drafters
 from ..papers import load
 from .loading import pad_left
@@ -116,7 +116,7 @@ class Way:
         end, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
         torch.manual_seed(seed)
         _synchronize(model.device)
-        kept.take(model, "history")  # what other ways have seen of these prompts
+        Session.of(model).drafters.pop("history", None)  # what other ways have seen of these prompts
         started = clock()
         if until < math.inf:
             options["max_time"] = max(until - started, 0.0)
@@ -153,7 +153,7 @@ def make_ways(
     for strategy in ("auto", *OWN_DRAFTERS, *assistants):
         assistant = assistants.get(strategy)
         try:
-            drafters = make_drafters(strategy, model, assistant, _DEFAULT)
+            drafters = make_drafters(Session(), strategy, model, assistant, _DEFAULT)
             if strategy == "auto":
                 ways.append(Way(strategy))
             else:
@@ -421,7 +421,7 @@ def _predicted(
     batch, name = len(work.prompts), way.drafter.strategy
     # Halfway through its completion a row has about its mean length over the rounds.
     length = fmean(len(p) + len(c) / 2 for call in calls for p, c in zip(work.prompts, call.completions, strict=True))
-    seconds = load("efficient_rollout.rounds").roofline_rounds([way.drafter], profile)
+    seconds = load("efficient_rollout.profile").roofline_rounds([way.drafter], profile)
     cycle = seconds({name: way.draft_length}, way.draft_length, batch, length)
     return tau * seconds({}, 0, batch, length) / cycle
 

@@ -10,7 +10,7 @@ import torch
 
 from ..generation.engine.cache import RowStates
 from ..generation.engine.rows import Request
-from ..scheduling.migration import measured_send_seconds
+from ..scheduling.shared_work import measured_send_seconds
 from .link import Link
 
 

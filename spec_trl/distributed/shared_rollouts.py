@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..generation.engine.rows import Request, RequestQueue, prompt_key
-from ..scheduling.shared_order import ExpectedLengths, longest_first
+from ..scheduling.shared_work import ExpectedLengths, longest_first
 from .link import Link, naming_the_remedy
 from .pool import SharedPool
 

@@ -188,8 +188,8 @@ class DrafterAdaptation:
         with torch.enable_grad():
             loss, agreement = self._loss(view, generator)
             # Not backward(): no other .grad may get anything.
-            found = torch.autograd.grad(loss, self._parameters, allow_unused=True, materialize_grads=True)
-        gradients = [gradient.to(master.dtype) for gradient, master in zip(found, self._masters, strict=True)]
+            computed = torch.autograd.grad(loss, self._parameters, allow_unused=True, materialize_grads=True)
+        gradients = [gradient.to(master.dtype) for gradient, master in zip(computed, self._masters, strict=True)]
         finite = torch.stack([loss.isfinite(), *(gradient.isfinite().all() for gradient in gradients)])  # [1 + n]
         if not bool(finite.all()):
             raise FloatingPointError("its loss or a gradient of it is not finite")
@@ -197,11 +197,11 @@ class DrafterAdaptation:
 
     def _loss(self, view: TargetView, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         with_regression = self._hidden_weight > 0
-        found = sequence_loss(self.drafter, self._policy, view, generator=generator, with_regression=with_regression)
-        loss = self._token_weight * found.cross_entropy
+        losses = sequence_loss(self.drafter, self._policy, view, generator=generator, with_regression=with_regression)
+        loss = self._token_weight * losses.cross_entropy
         if with_regression:
-            loss = loss + self._hidden_weight * found.regression
-        return loss, found.agreement
+            loss = loss + self._hidden_weight * losses.regression
+        return loss, losses.agreement
 
     @torch.no_grad()
     def step(self, gradients: list[Tensor]) -> None:
@@ -265,8 +265,8 @@ class DrafterAdaptation:
         """Goes on from a trainer's checkpoint; warns and starts anew where it holds no state of such a drafter."""
         path = Path(folder) / STATE_FILE
         state = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
-        own = [self.drafter.strategy, *(master.shape for master in self._masters)]
-        if state is None or [state["strategy"], *(master.shape for master in state["masters"])] != own:
+        expected = [self.drafter.strategy, *(master.shape for master in self._masters)]
+        if state is None or [state["strategy"], *(master.shape for master in state["masters"])] != expected:
             warnings.warn(
                 f"{folder} holds no {STATE_FILE} of such a drafter: the {self.drafter.strategy} drafter starts from "
                 "assistant_model again. Completions are not affected.",

@@ -1,6 +1,6 @@
 """The loss of a learned drafter over whole sequences, against what the target's forward showed of them.
 
-Every position of a sequence is a place where drafting could have started, and the target has told what should have
+Every position of a sequence is a place where drafting could have started, and the target's logits say what should have
 come out there. The drafter is run as it drafts, fed with the true tokens:
 
     EAGLE-3   each start i unrolls `depth` steps on its own output (training-time test, arXiv 2503.01840 §3.2):
@@ -108,13 +108,13 @@ def sequence_loss(
             compared, a count is below 1, or the target's family does something unknown to its logits.
     """
     _check(drafter, view, depth, anchors, with_regression)
-    told = _Told(TargetHead(target), view, drafter.target_ids)
+    of_target = _TargetLogits(TargetHead(target), view, drafter.target_ids)
     # As it drafts: in its own dtype, whatever autocast the policy trains under.
     with torch.autocast(view.tokens.device.type, enabled=False):
         if isinstance(drafter, Eagle3Drafter):
-            sums = _eagle3_sums(drafter, target, told, depth, with_regression)
+            sums = _eagle3_sums(drafter, target, of_target, depth, with_regression)
         else:
-            sums = _dflash_sums(drafter, target, told, anchors, generator, with_regression)
+            sums = _dflash_sums(drafter, target, of_target, anchors, generator, with_regression)
         return sums.means()
 
 
@@ -141,7 +141,7 @@ def _added(sums: Iterable[_Sums]) -> _Sums:
     return _Sums(*(torch.stack(terms).sum() for terms in zip(*sums, strict=True)))
 
 
-class _Told:
+class _TargetLogits:
     """What the target says at any position, also after the end, where nothing counts."""
 
     def __init__(self, head: "TargetHead", view: TargetView, target_ids: Tensor | None) -> None:
@@ -166,13 +166,13 @@ class _Told:
         return logits[..., self._target_ids], counts & torch.isin(logits.argmax(dim=-1), self._target_ids)
 
 
-def _compare(drafted: Tensor, told: Tensor, counts: Tensor, weights: Tensor) -> _Sums:
+def _compare(drafted: Tensor, wanted: Tensor, counts: Tensor, weights: Tensor) -> _Sums:
     """Sums of the drafter's logits `[..., drafts]` against the target's, over positions `[...]` that count."""
     scores = F.log_softmax(drafted.to(torch.promote_types(drafted.dtype, torch.float32)), dim=-1)  # [..., drafts]
-    entropies = -(told.softmax(dim=-1) * scores).sum(dim=-1)  # [...]
+    entropies = -(wanted.softmax(dim=-1) * scores).sum(dim=-1)  # [...]
     weights = weights.to(entropies.dtype) * counts  # [...]
     none = entropies.new_zeros(())
-    agreed = (drafted.argmax(dim=-1) == told.argmax(dim=-1)) & counts  # [...]
+    agreed = (drafted.argmax(dim=-1) == wanted.argmax(dim=-1)) & counts  # [...]
     return _Sums((weights * entropies).sum(), weights.sum(), none, none, agreed.sum(), counts.sum())
 
 
@@ -193,20 +193,20 @@ def _total(piece: Callable[[slice], _Sums], pieces: list[slice], recompute: bool
 
 
 def _eagle3_sums(
-    drafter: Eagle3Drafter, target: PreTrainedModel, told: _Told, depth: int, with_regression: bool
+    drafter: Eagle3Drafter, target: PreTrainedModel, of_target: _TargetLogits, depth: int, with_regression: bool
 ) -> _Sums:
-    view, network = told.view, drafter.network
+    view, network = of_target.view, drafter.network
     batch, pairs = view.tokens.shape[0], view.tokens.shape[1] - 1
     embedded = network.embed(view.tokens[:, 1:], plain_embedding(target))  # [B, N, H]
     weights = embedded.new_tensor(drafter.position_weights(depth), dtype=torch.float64)  # [depth]
     unroll = Unroll(network, embedded, network.project(view.features[:, :-1].to(network.dtype)))
-    per_start = batch * (depth + 1) * told.vocabulary
+    per_start = batch * (depth + 1) * of_target.vocabulary
     width = min(max(LOGITS_ALIVE // per_start, 16), _STARTS)
 
     def piece(starts: slice) -> _Sums:
         count = starts.stop - starts.start  # n
         positions = torch.arange(starts.start + 1, starts.stop + depth, device=embedded.device)  # [n + depth - 1]
-        logits, counts = told.logits(positions)  # [B, n + depth - 1, drafts], [B, n + depth - 1]
+        logits, counts = of_target.logits(positions)  # [B, n + depth - 1, drafts], [B, n + depth - 1]
         steps = unroll.outputs(starts, depth)  # of [B, n, H]
         at = [slice(step, step + count) for step in range(depth)]
         sums = _added(
@@ -214,7 +214,7 @@ def _eagle3_sums(
             for h, where, weight in zip(steps, at, weights, strict=True)
         )
         if with_regression:
-            sums = _regress(sums, steps[0], told.hidden(positions[:count]), counts[:, :count])
+            sums = _regress(sums, steps[0], of_target.hidden(positions[:count]), counts[:, :count])
         return sums
 
     starts = [slice(start, min(start + width, pairs)) for start in range(0, pairs, width)]
@@ -224,29 +224,29 @@ def _eagle3_sums(
 def _dflash_sums(
     drafter: DFlashDrafter,
     target: PreTrainedModel,
-    told: _Told,
+    of_target: _TargetLogits,
     anchors: int | None,
     generator: torch.Generator | None,
     with_regression: bool,
 ) -> _Sums:
-    view, network, config = told.view, drafter.network, drafter.config
+    view, network, config = of_target.view, drafter.network, drafter.config
     batch, width = view.tokens.shape
     wanted = anchors if anchors is not None else -(-2 * width // config.drafts)
     chosen, is_chosen = draw_anchors(view, min(wanted, width - 1), generator)  # [B, M]
     drafts = torch.arange(config.drafts, device=chosen.device)  # [drafts]
     weights = view.hidden.new_tensor(drafter.position_weights(config.drafts), dtype=torch.float64)  # [drafts]
-    size = min(max(LOGITS_ALIVE // (batch * 2 * config.drafts * told.vocabulary), 1), chosen.shape[1])
+    size = min(max(LOGITS_ALIVE // (batch * 2 * config.drafts * of_target.vocabulary), 1), chosen.shape[1])
 
     def piece(some: slice) -> _Sums:
         states = block_states(network, target, view.tokens, view.features, chosen[:, some])  # [B, m, n, H]
         states = states[:, :, config.block_size - config.drafts :].flatten(1, 2)  # [B, m * drafts, H]
         positions = (chosen[:, some, None] + drafts).flatten(1)  # [B, m * drafts]: before the drafted tokens
-        logits, counts = told.logits(positions)
+        logits, counts = of_target.logits(positions)
         counts &= is_chosen[:, some].repeat_interleave(config.drafts, dim=1)
         weight = weights.repeat(positions.shape[1] // config.drafts).expand_as(counts)  # [B, m * drafts]
-        sums = _compare(network.logits(states, told.head.scores), logits, counts, weight)
+        sums = _compare(network.logits(states, of_target.head.scores), logits, counts, weight)
         if with_regression:
-            sums = _regress(sums, states, told.hidden(positions), weight * counts)
+            sums = _regress(sums, states, of_target.hidden(positions), weight * counts)
         return sums
 
     pieces = [slice(start, start + size) for start in range(0, chosen.shape[1], size)]
@@ -260,8 +260,8 @@ def draw_anchors(view: TargetView, count: int, generator: torch.Generator | None
     after = torch.arange(1, view.tokens.shape[1], device=view.tokens.device)  # [T - 1]
     eligible = view.is_real[:, 1:] & (after >= view.first[:, None])  # [B, T - 1]
     order = torch.rand(eligible.shape, generator=generator, device=where).to(eligible.device)  # [B, T - 1]
-    found = order.masked_fill(~eligible, -1.0).topk(count, dim=1)
-    return found.indices, found.values >= 0
+    drawn = order.masked_fill(~eligible, -1.0).topk(count, dim=1)
+    return drawn.indices, drawn.values >= 0
 
 
 def _check(drafter: FeatureDrafter, view: TargetView, depth: int, anchors: int | None, with_regression: bool) -> None:
@@ -279,9 +279,9 @@ def _check(drafter: FeatureDrafter, view: TargetView, depth: int, anchors: int |
         "first": (batch,),
     }
     for name, shape in expected.items():
-        if (found := tuple(vars(view)[name].shape)) != shape:
+        if (size := tuple(vars(view)[name].shape)) != shape:
             raise ValueError(
-                f"view.{name} has shape {list(found)} and must have {list(shape)}: tokens are {batch} x {length}, the "
+                f"view.{name} has shape {list(size)} and must have {list(shape)}: tokens are {batch} x {length}, the "
                 f"drafter reads the hidden states {list(drafter.feature_layers)}, which are {wide} wide."
             )
     if length < 2:

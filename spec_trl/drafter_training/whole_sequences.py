@@ -13,7 +13,7 @@ from ..generation.drafters.eagle3.network import Eagle3Network
 
 
 class Unroll:
-    """EAGLE-3 from every pair of whole sequences, fed with its own output and the true tokens. Given are embeddings
+    """EAGLE-3 from every pair of whole sequences, fed with its own output and the true tokens. It takes embeddings
     `[B, N, H]` of the pairs' tokens, token i + 1 in pair i, and projections `[B, N, H]` of their features."""
 
     def __init__(self, network: Eagle3Network, embedded: Tensor, projected: Tensor) -> None:
@@ -32,14 +32,14 @@ class Unroll:
         network, embedded = self._network, self._embedded
         first = torch.arange(starts.start, starts.stop, device=embedded.device)  # [n]
         mask = cast(Tensor, CAUSAL.build(first[None], starts.stop, embedded.dtype))  # [1, 1, n, stop]
-        own = mask.new_full((len(first), len(first)), torch.finfo(mask.dtype).min).fill_diagonal_(0)  # [n, n]
+        alone = mask.new_full((len(first), len(first)), torch.finfo(mask.dtype).min).fill_diagonal_(0)  # [n, n]
         store = _Appending(*(states[:, :, : starts.stop] for states in self._real.states))
-        found = [self._first[:, starts]]  # of [B, n, H]
+        states = [self._first[:, starts]]  # of [B, n, H]
         for step in range(1, depth):
-            mask = torch.cat([mask, own[None, None]], dim=-1)  # [1, 1, n, stop + step * n]
+            mask = torch.cat([mask, alone[None, None]], dim=-1)  # [1, 1, n, stop + step * n]
             tokens = embedded[:, (first + step).clamp(max=embedded.shape[1] - 1)]  # [B, n, H]
-            found.append(network(tokens, network.fed_back(found[-1]), (first + step)[None], mask, store.update))
-        return found
+            states.append(network(tokens, network.fed_back(states[-1]), (first + step)[None], mask, store.update))
+        return states
 
 
 class _Appending:

@@ -1,12 +1,13 @@
 """Calibration: times this machine's rounds with the engine itself, and fits the roofline to them (ER App. E.3)."""
 
+import gc
 import itertools
 import json
 import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -15,24 +16,31 @@ from statistics import median
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.self_copy import SelfDrafter
 from ..generation.engine.accept import Proposal
+from ..generation.engine.captured import CAPTURE_AFTER
 from ..generation.engine.drafter import Drafter
+from ..generation.engine.kept_runner import captures, runner_for
 from ..generation.engine.memory import free_memory
 from ..generation.engine.noise import RoundNoise
+from ..generation.engine.processors import LogitsPipeline, PrefixView
 from ..generation.engine.requirements import position_limit
+from ..generation.engine.rollout import Rollout
 from ..generation.engine.room import model_constants
+from ..generation.engine.rows import Request, RequestQueue, Rows
+from ..generation.engine.stopping import Stopping
+from ..generation.session import Session
 from ..measuring.machine import NO_KERNEL, effective_dtype, profile_key
 from ..quantization.source_weight import SourceSpec, inspect_projection, is_projection
-from ..scheduling.control import Chain
+from ..scheduling.control import Chain, NeverSpeculate
 from .fit import GemmMeasurement, effective_flops, fit
 from .profile import Profile
-from .round_bench import RoundBench, bar_text, warm_up_rounds
 from .sweep import Mode, Sample
 
 
@@ -42,6 +50,76 @@ LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
 GEMM_ROWS = (256, 512, 1024)  # where GEMMs have long been bound by compute: F_eff is taken from them
 MEMORY_SHARE = 0.3  # of the free memory, what the sweep's K/V cache may take
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 15  # timed rounds of one visit to a cell; there are two visits
+
+
+class RoundBench:
+    """An engine whose requests never end, so that its rounds can be timed one by one.
+
+    Args:
+        model: the target.
+        drafters: those that a round's chains name by their index.
+        prompts: `[B, n]`, int64, one per row. Rows begin with one token more.
+        columns: of the cache, per row.
+        config: names the runner.
+        rollout: the kind of rollout.
+        processors: of logits.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafters: Sequence[Drafter],
+        prompts: Tensor,
+        columns: int,
+        config: SpeculativeConfig,
+        rollout: type[Rollout] = Rollout,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        batch = len(prompts)
+        Session.of(model).drop_runner()  # its K/V would lie beside ours
+        self._rows = Rows(batch, columns, model.device)
+        view = PrefixView(self._rows, prompts)
+        self._rollout = rollout(
+            RequestQueue([Request(i, prompts[i], 2**62, i) for i in range(batch)]),
+            runner_for(Session(), model, batch, columns, config),
+            drafters,
+            NeverSpeculate(),
+            self._rows,
+            LogitsPipeline(LogitsProcessorList(processors), view, batch),
+            Stopping(StoppingCriteriaList(), view),
+            do_sample=True,
+            rejection=False,
+            want_logprobs=False,
+            strategy="measuring",
+        )
+        self._captures = captures(config, model.device)
+        self._rollout.begin()
+        self._rollout.admit()
+
+    def round(self, plan: Sequence[Chain]) -> float:
+        """Decodes one round and returns its seconds. RuntimeError: a drafter failed."""
+        started = time.perf_counter()
+        self._rollout.decode_round(plan)
+        seconds = time.perf_counter() - started
+        if self._rollout.drafters.failure is not None:
+            raise RuntimeError(f"the drafter failed while it was timed: {self._rollout.drafters.failure}")
+        return seconds
+
+    def close(self) -> None:
+        """Frees the cache."""
+        self._rollout.end()
+        if self._captures:
+            gc.collect()  # a runner and what it captured hold each other
+
+
+def warm_up_rounds(model: PreTrainedModel, config: SpeculativeConfig) -> int:
+    """Rounds of each shape that are not timed: they prepare kernels and captured forwards."""
+    return CAPTURE_AFTER if captures(config, model.device) else 1
+
+
+def bar_text(what: str, model: PreTrainedModel, kept_in: Path | None) -> str:
+    """The text of a progress bar; with `kept_in` it says that the work happens once."""
+    return f"{what} {type(model).__name__}" + ("" if kept_in is None else f" (once; kept in {kept_in})")
 
 
 def calibrate(
@@ -223,7 +301,8 @@ class _Bench(RoundBench):
             if len(drafting) >= FEWEST_ROUNDS and time.perf_counter() > deadline:
                 break
             rows = self._rows
-            rows.active, rows.indices = batch, list(range(batch))
+            rows.set_active(batch)
+            rows.indices = list(range(batch))
             rows.commit(np.full(batch, length), None)
             before = self._rollout.record.phase_seconds().get("draft", 0.0)
             whole = self.round([Chain(0 if drafts else 1, gamma)] if gamma else [])

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
 from ..measuring.machine import NO_KERNEL, profile_key
-from ..scheduling.profile_key import ProfileKey
+from ..scheduling.model_constants import ProfileKey
 from ..user_cache import cache_directory, read_kept, save_kept
 from .fill_profile import calibrate
 from .profile import Profile, ProfileMismatch

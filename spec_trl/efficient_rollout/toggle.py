@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-from ..scheduling.account import FAILED, Account, decision, promise, too_many_rows
-from ..scheduling.control import Candidate, OneDrafter, RoundSeconds, Tally
+from ..scheduling.control import FAILED, Candidate, Chain, Control, Explanation, RoundSeconds, Tally, decision, promise
 from ..scheduling.plain_decoding import PlainRounds
 
 
-class RooflineToggle(OneDrafter):
+class RooflineToggle(Control):
     """Drafts in the rounds in which the roofline predicts a speedup of 1 + ε or more; what rounds really take is not
     looked at.
 
@@ -29,19 +28,19 @@ class RooflineToggle(OneDrafter):
         self._capacity, self._refills = capacity, len(prompts) > capacity
         self._is_on = self._failed = False
         self._now = 1, 0.0, 1.0  # rows, their mean length, and the speedup predicted for them
-        self._best: Account | None = None  # of the rounds without drafts
+        self._best: Explanation | None = None  # of the rounds without drafts
 
-    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
-        (candidate,) = self.candidates
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        (candidate,), batch = self.candidates, len(requests)
         ahead = min(self._capacity, batch + waiting)
         speedup = self._predict(ahead, length)
         self._now = batch, length, speedup
         self._is_on = speedup >= 1 + self._margin or (self._is_on and not self._refills)
         if self._is_on and not self._failed and batch <= candidate.max_rows:
-            return 0, candidate.draft_length
+            return (Chain(0, candidate.draft_length),)
         if self._best is None or speedup > (self._best.predicted_speedup or 0.0):
             self._best = self.forecast(ahead, length)
-        return 0, 0
+        return ()
 
     def _predict(self, batch: int, length: float) -> float:
         (candidate,) = self.candidates
@@ -66,22 +65,23 @@ class RooflineToggle(OneDrafter):
     def drop(self, index: int) -> None:
         self._failed = True
 
-    def account(self) -> Account:
+    def explain(self) -> Explanation:
         tally = self.tallies[0]
         if self._failed:
-            return Account(tally.predicted_speedup, FAILED)
+            return Explanation(tally.predicted_speedup, FAILED)
         if tally.predicted_speedup is None:
-            return self._best or Account(None, "the rollout ended before a round was planned")
-        return Account(
+            return self._best or Explanation(None, "the rollout ended before a round was planned")
+        return Explanation(
             tally.predicted_speedup, f"the roofline predicted {tally.predicted_speedup:.2f}× in {tally.rounds} rounds"
         )
 
-    def forecast(self, batch: int, length: float) -> Account:
+    def forecast(self, batch: int, length: float) -> Explanation:
         most = self.candidates[0].max_rows
         if batch > most:
-            return Account(None, too_many_rows(batch, most))
+            return Explanation.too_many_rows(batch, most)
         speedup = self._predict(batch, length)
-        return Account(speedup, f"{promise('speculation', speedup, batch, length)}: {decision(speedup, self._margin)}")
+        promised = promise("speculation", speedup, batch, length)
+        return Explanation(speedup, f"{promised}: {decision(speedup, self._margin)}")
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
         return sum(each.rounds * self._seconds({}, 0, each.batch, each.length) for each in rounds)

@@ -105,7 +105,7 @@ class SpeculativeConfig:
     sd_toggle: Toggle = option(
         "measured",
         'When to speculate. "measured": where the rounds so far say that it ends the rollout sooner; trials are paid '
-        'from an account (docs/control.md), and nothing is calibrated. "roofline": where the roofline predicts a '
+        'from a budget (docs/control.md), and nothing is calibrated. "roofline": where the roofline predicts a '
         "speedup, to the letter of ER §3.2; a machine without a profile is calibrated before the first token "
         '(minutes, once). "auto" and "best_of_n" are then decided as under "measured", from calibrated times. '
         '"always": in every round that the kernels of the one drafter can serve. "never": decode autoregressively.',
@@ -266,16 +266,16 @@ class SpeculativeConfig:
         known = isinstance(names, list | tuple) and bool(names) and set(names) <= DRAFTERS.keys()
         if not known or len(set(names)) < len(names):
             raise ValueError(f"best_of_n_drafters={names!r} must be one or more different ones of {list(DRAFTERS)}.")
-        given = self.best_of_n_assistants
-        if given is None:
+        assistants = self.best_of_n_assistants
+        if assistants is None:
             return
         takers = [name for name in names if name in taking_assistant()]
-        if not isinstance(given, Mapping) or not given or set(given) - {*takers}:
+        if not isinstance(assistants, Mapping) or not assistants or set(assistants) - {*takers}:
             raise ValueError(
-                f"best_of_n_assistants={given!r} must be a dict with some of {takers}, the members of "
+                f"best_of_n_assistants={assistants!r} must be a dict with some of {takers}, the members of "
                 f"best_of_n_drafters={list(names)} that take an assistant."
             )
-        for name, assistant in given.items():
+        for name, assistant in assistants.items():
             require_folder_or_id(f"best_of_n_assistants[{name!r}]", assistant)
 
     def assistants_of_best_of_n(self, assistant: object) -> dict[str, Any]:
@@ -285,11 +285,11 @@ class SpeculativeConfig:
         Raises:
             ValueError: a member lacks its assistant, or not exactly one lacks the one that is given.
         """
-        found = dict(self.best_of_n_assistants or {})
+        assistants = dict(self.best_of_n_assistants or {})
         needs = {*needing_assistant()} | ({"tts"} if self.tts_drafter != "self" else set())
-        lacking = [name for name in self.best_of_n_drafters if name in needs and name not in found]
+        lacking = [name for name in self.best_of_n_drafters if name in needs and name not in assistants]
         if assistant is not None and len(lacking) == 1:
-            found[lacking.pop()] = assistant
+            assistants[lacking.pop()] = assistant
         elif assistant is not None or lacking:
             shown = type(assistant).__name__ if not isinstance(assistant, str | None) else repr(assistant)
             raise ValueError(
@@ -297,7 +297,7 @@ class SpeculativeConfig:
                 "lack an assistant: assistant_model serves exactly one of them. Name them in best_of_n_assistants, "
                 "e.g. {'eagle3': 'path/or/hub-id'}."
             )
-        return found
+        return assistants
 
     def choice_of_draft_lengths(self, lengths: Sequence[int] = ()) -> tuple[int, ...]:
         """Each γ that a planner may choose, ascending: `lengths` (default: γ and 2γ), and half of the shortest where
@@ -313,8 +313,8 @@ class SpeculativeConfig:
 
     def distillation(self) -> "Distillation":
         """How a drafter of `"tts"` learns."""
-        given = {name: vars(self)[f"tts_{name}"] for name in Distillation.__dataclass_fields__}
-        return Distillation(**given | {"stride": None if self.tts_stride == "adaptive" else self.tts_stride})
+        options = {name: vars(self)[f"tts_{name}"] for name in Distillation.__dataclass_fields__}
+        return Distillation(**options | {"stride": None if self.tts_stride == "adaptive" else self.tts_stride})
 
     def to_dict(self) -> dict[str, Any]:
         """Its options, as a GenerationConfig that carries it saves them."""

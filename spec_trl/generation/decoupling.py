@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.calibrated import find_profile
+from ..measuring.known_rounds import find_profile
 from ..papers import load
-from . import kept
 from .configuration import SpeculativeConfig
 from .drafters.decoupled.drafter import DecoupledDrafter
 from .drafters.decoupled.pipe import DraftThread
 from .engine.drafter import Drafter
 from .engine.statistics import SpeculationStatistics
+from .session import Session
 from .strategies import as_drafters
 
 
@@ -87,16 +87,12 @@ def check_device(
     )
 
 
-def keep_acceptance(model: PreTrainedModel, drafters: Sequence[Drafter], statistics: SpeculationStatistics) -> None:
+def keep_acceptance(session: Session, drafters: Sequence[Drafter], statistics: SpeculationStatistics) -> None:
     """Keeps how often first drafts were accepted, by which later calls plan."""
     for drafter in drafters:
         acceptance = statistics.per_drafter[drafter.strategy].first_token_acceptance
         if not math.isnan(acceptance):
-            kept.keep(model, _acceptance_key(drafter), acceptance)
-
-
-def _acceptance_key(drafter: Drafter) -> str:
-    return f"first-token acceptance of {drafter.strategy}"
+            session.acceptance[drafter.strategy] = acceptance
 
 
 def _drafting_share() -> float:
@@ -109,7 +105,7 @@ def _plans(
 ) -> "RequestPlans[int] | None":
     """The plans of requests, which begin as the machine's; None: there is no profile, or no acceptance of an earlier
     call, to predict by."""
-    acceptance: float | None = kept.look(model, _acceptance_key(drafter))
+    acceptance = Session.of(model).acceptance.get(drafter.strategy)
     if acceptance is None:
         return None
     profile = find_profile(model, replace(config, sd_toggle="measured"), capacity, length)  # profiles nothing

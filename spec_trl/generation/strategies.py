@@ -1,22 +1,22 @@
 """What an `assistant_strategy` means: which drafters draft, and the control that decides when they do."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from transformers import PreTrainedModel
 
-from ..measuring.known_rounds import KnownRounds, find_known_rounds
+from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
 from ..papers import load
 from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
 from ..scheduling.ledger import CELL_ERROR, Drafts, Times
 from ..scheduling.planner import Planner
-from . import kept
 from .configuration import SpeculativeConfig, check_strategy
 from .drafters.self_copy import SelfDrafter
 from .drafters.tts.drafter import DistilledDrafter
 from .engine.drafter import Drafter
-from .registry import DRAFTERS, taking_assistant
+from .registry import CHOOSING, DRAFTERS, taking_assistant
+from .session import Session
 
 
 if TYPE_CHECKING:
@@ -31,14 +31,12 @@ Assistant: TypeAlias = "PreTrainedModel | str | None"
 
 
 def make_drafters(
-    strategy: str, model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig
+    session: Session, strategy: str, model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig
 ) -> list[Drafter]:
     """The drafters of `strategy` for `model`: none for `"none"`, all that there can be for `"auto"`, those that
-    `best_of_n_drafters` names for `"best_of_n"`, else one.
+    `best_of_n_drafters` names for `"best_of_n"`, else one. Those that can serve further calls stay in the session.
 
-    Those that an earlier call has left are the caller's until
-    :func:`~spec_trl.generation.engine.drafter.keep_drafters`. Raises ValueError where the strategy is unknown, or does
-    not go with the assistant.
+    Raises ValueError where the strategy is unknown, or does not go with the assistant.
     """
     check_strategy(strategy)
     if assistant is not None and strategy not in taking_assistant():
@@ -52,7 +50,21 @@ def make_drafters(
     elif strategy == "best_of_n":
         assistants = config.assistants_of_best_of_n(assistant)
         members = {member: assistants.get(member) for member in config.best_of_n_drafters}
-    return [DRAFTERS[name].make(model, of_member, config) for name, of_member in members.items()]
+    drafters = []
+    for name, of_member in members.items():
+        made_for = DRAFTERS[name].kept_for(model, of_member, config)
+        drafter = session.drafters.get(name)
+        if drafter is None or drafter.made_for != made_for:
+            drafter = None
+            session.drafters.pop(name, None)  # frees its memory before another one takes some
+            drafter = DRAFTERS[name].make(model, of_member, config)
+            drafter.made_for = made_for
+            if made_for is not None:
+                session.drafters[name] = drafter
+        drafters.append(drafter)
+    for copied in policy_copies(drafters):
+        copied.refresh_if_changed()
+    return drafters
 
 
 def policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
@@ -140,7 +152,7 @@ def make_control(
             length for length in draft_lengths if all(length in ladder.draft_lengths(name, 1) for name in names)
         ]
     elif profile is not None:
-        costs = load("efficient_rollout.rounds").roofline_rounds(drafters, profile)
+        costs = load("efficient_rollout.profile").roofline_rounds(drafters, profile)
     else:
         assert known is not None
         costs, times = known.seconds, known.times
@@ -152,43 +164,49 @@ def make_control(
     return Planner(candidates, draft_lengths, costs, times, drafts, config.sd_margin, race, budget)
 
 
-@dataclass(frozen=True)
-class KeptControl:
-    """A control that is kept between calls under `name`, which says the drafters and options it serves; made of the
-    `sources` profile and ladder, or of what is `known` without them."""
+class KeptControl(NamedTuple):
+    """A control, made of the `sources` profile and ladder, or of what is `known` of rounds without them."""
 
-    name: str
     sources: "tuple[Profile | None, Ladder | None]"
     control: Control
     known: KnownRounds | None
 
 
-def take_control(
+def control_for(
+    session: Session,
+    strategy: str,
     model: PreTrainedModel,
     drafters: Sequence[Drafter],
     config: SpeculativeConfig,
-    draft_lengths: Sequence[int],
-    profile: "Profile | None",
-    ladder: "Ladder | None",
-    races: bool = True,
+    capacity: int,
+    length: int,
 ) -> KeptControl:
-    """The control that the last call with the same options left, which has measured rounds by now; else a new one,
-    which never races unless it `races`. It is the caller's alone until :func:`keep_control`."""
-    # Assistants go by their costs: a name that held them would keep them alive.
+    """The control of a call with these drafters: the one that the last call with the same options left, which has
+    measured rounds by now, else a new one, which may calibrate the machine first.
+
+    Args:
+        session: of the call; the control stays in it.
+        strategy: only `"best_of_n"` races.
+        model: the target.
+        drafters: of the call.
+        config: options of the call.
+        capacity: most rows in flight.
+        length: the longest total length of a row, tokens.
+    """
+    lengths, ladder, profile = config.choice_of_draft_lengths(), None, None
+    if config.sd_toggle in ("measured", "roofline") and drafters:
+        profile = find_profile(model, config, capacity, length)
+        if strategy in CHOOSING:
+            ladder = find_ladder(model, drafters, config, capacity, lengths)
+    # Assistants go by their costs: a key that held them would keep them alive.
     members = [(drafter.strategy, drafter.max_rows, drafter.cost) for drafter in drafters]
+    races = strategy == "best_of_n"
     options = vars(config) | {"seed": None, "best_of_n_assistants": None}
-    name = f"control of {members} on {model.device} in {model.dtype}, {options}, {races}"
-    found: KeptControl | None = kept.take(model, name)
-    if found is None or found.sources != (profile, ladder):
+    key = f"{members} on {model.device} in {model.dtype}, {options}, {races}"
+    entry = session.controls.get(key)
+    if entry is None or entry.sources != (profile, ladder):
         known = None if profile or ladder else find_known_rounds(model, drafters, config)
-        own = config if races else replace(config, best_of_n_race=False)
-        control = make_control(drafters, own, draft_lengths, profile, ladder, known)
-        found = KeptControl(name, (profile, ladder), control, known)
-    return found
-
-
-def keep_control(model: PreTrainedModel, taken: KeptControl) -> None:
-    """Keeps it for the next call, until `spec_trl.release(model)`, and for later processes what rounds took."""
-    if taken.known is not None:
-        taken.known.keep()
-    kept.keep(model, taken.name, taken)
+        config = config if races else replace(config, best_of_n_race=False)
+        control = make_control(drafters, config, lengths, profile, ladder, known)
+        session.controls[key] = entry = KeptControl((profile, ladder), control, known)
+    return entry

@@ -1,19 +1,20 @@
-"""What is known of a model's rounds on this machine before the first one: in the user's cache, or by a probe."""
+"""What is known of a model's rounds on this machine before the first one: calibrated, measured earlier, or probed."""
 
 import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
 from ..json_files import read_json, write_json
+from ..papers import load
+from ..scheduling.forward_seconds import ForwardSeconds, ProbedRounds
 from ..scheduling.ledger import Times
-from ..scheduling.round_costs import ForwardSeconds, ProbedRounds
 from ..user_cache import cache_directory, read_kept
 from .machine import profile_key
 from .probe import probe
@@ -81,3 +82,48 @@ class _File:
     target: ForwardSeconds
     drafters: dict[str, ForwardSeconds]
     times: dict[str, Any]
+
+
+if TYPE_CHECKING:
+    from ..efficient_rollout.profile import Profile
+    from ..specactor.ladder import Ladder
+
+
+def find_profile(
+    model: PreTrainedModel,
+    config: SpeculativeConfig,
+    max_batch_size: int = 64,
+    max_length: int = 4096,
+    extra_copy: Path | None = None,
+) -> "Profile | None":
+    """The profile that :func:`~spec_trl.efficient_rollout.profile_cache.find_profile` finds or makes."""
+    if config.sd_toggle == "measured" and config.roofline_profile is None:
+        paths = cache_directory("profiles").glob("*.json")
+        if all(path.name.endswith((".rounds.json", ".ladder.json")) for path in paths):
+            return None
+    found: Profile | None = load("efficient_rollout.profile_cache").find_profile(
+        model, config, max_batch_size, max_length, extra_copy
+    )
+    return found
+
+
+def find_ladder(
+    model: PreTrainedModel,
+    drafters: Sequence[Drafter],
+    config: SpeculativeConfig,
+    max_batch_size: int,
+    draft_lengths: Sequence[int],
+) -> "Ladder | None":
+    """The ladder that :func:`~spec_trl.specactor.fill_ladder.find_ladder` finds or profiles."""
+    if config.sd_toggle != "roofline" and not any(ladder_folder(config).glob("*.ladder.json")):
+        return None
+    found: Ladder | None = load("specactor.fill_ladder").find_ladder(
+        model, drafters, config, max_batch_size, draft_lengths
+    )
+    return found
+
+
+def ladder_folder(config: SpeculativeConfig) -> Path:
+    """Where ladders lie: next to the named profile, else in the user's cache."""
+    named = config.roofline_profile
+    return cache_directory("profiles") if named is None else Path(named).parent

@@ -12,7 +12,7 @@ from ..generation.engine.kept_runner import runner_mode
 from ..quantization.kernels import find_kernel
 from ..quantization.quantized_copy import choose_scheme, layer_specs
 from ..quantization.rtn import Scheme
-from ..scheduling.profile_key import ProfileKey
+from ..scheduling.model_constants import ProfileKey
 
 
 NO_KERNEL = "none"

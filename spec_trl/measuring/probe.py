@@ -20,9 +20,10 @@ from ..generation.engine.drafter import Drafter
 from ..generation.engine.linear_layers import lend_copies, take_copies_back
 from ..generation.engine.room import model_constants
 from ..generation.engine.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
+from ..generation.session import Session
 from ..quantization.awq import ActivationAware
 from ..quantization.linear import QuantizedLinear
-from ..scheduling.round_costs import ForwardSeconds, ProbedRounds
+from ..scheduling.forward_seconds import ForwardSeconds, ProbedRounds
 
 
 TOKENS = (1, 4, 16, 64)  # of the forwards that are timed
@@ -46,7 +47,7 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
     cache = RaggedCache.for_network(model, TOKENS[-1], COLUMN_BUCKET)
     make = cpu_runner if recorder is None and mode == "compiled" else EagerRunner
     with torch.no_grad():
-        runner = make(kept_runner.shadow_to_run(model), cache)
+        runner = make(kept_runner.shadow_for(Session(), model), cache)
         target = _captured(runner, recorder) or _of_products(runner, model)
         found = {}
         for drafter in drafters:

@@ -4,7 +4,7 @@ Where an input channel is large, rounding errors of its weights count more. AWQ 
 s_c and the input by 1/s_c, so that rounding hurts the large channels less: s = a^alpha with a = mean |x| per channel
 and alpha from a small grid, chosen per layer. Three things differ from the AWQ paper:
 
-- 1/s multiplies the layer's input. AWQ folds it into the norm before the layer, which here is the policy's own.
+- 1/s multiplies the layer's input. AWQ folds it into the norm before the layer, which here belongs to the policy.
 - The search minimizes sum_c E[x_c²] ‖Q_c - W_c‖², the diagonal of the output error E‖(Q - W) x‖². It neglects
   correlations between channels and needs no stored activations.
 - alpha is searched on some of the rows of the weight, which share it. AWQ's clipping of weights is left out.
@@ -40,8 +40,8 @@ class ChannelStatistics:
 class ActivationStatistics:
     """Statistics of the inputs of a policy's projections, from forwards that happen anyway.
 
-    Inside `collect`, hooks on the policy's own modules look at up to 256 rows of a forward, padding included, without
-    waiting for the device. Under data parallelism each rank keeps its own: drafters may differ, outputs cannot.
+    Inside `collect`, hooks on the policy's modules look at up to 256 rows of a forward, padding included, without
+    waiting for the device. Under data parallelism ranks have different ones: drafters may differ, outputs cannot.
 
     Args:
         policy: the live policy, without peft's outer wrapper: the model that its drafter was made of.

@@ -34,7 +34,7 @@ def inspect_experts(module: nn.Module, name: str) -> SourceSpec | str:
     if stacked.device.type != "cpu":
         return "packed experts run one by one, which is slower than the dense ones on a GPU"
     if vars(experts).get("has_post_expert_norm"):
-        return "its experts end in a norm of their own"
+        return "its experts end in a norm"
     if type(stacked.data) is not Tensor or stacked.dtype not in FLOAT_DTYPES:
         return f"its weights are a {type(stacked.data).__name__} of {stacked.dtype}, not plain numbers"
     out_features, in_features = matrices_of(experts, name)[0].shape
@@ -49,7 +49,7 @@ def matrices_of(module: nn.Module, name: str) -> list[Tensor]:
 
 
 class QuantizedExperts(PackedLayer):
-    """Runs each expert that some token chose with its own packed weights, `first` of gate_up_proj (or up_proj) and
+    """Runs the experts that some token chose with their packed weights, `first` of gate_up_proj (or up_proj) and
     `second` of down_proj; the replaced module where rows are many. No gradient passes."""
 
     def __init__(self, dense: nn.Module, first: list[PackedWeight], second: list[PackedWeight]) -> None:

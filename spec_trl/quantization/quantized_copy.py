@@ -67,11 +67,11 @@ class QuantizedNetwork:
         """
         names = [] if statistics is None else self.activation_aware_layers
         activations = {name: statistics.of(name) for name in names if statistics is not None}
-        for name, found in activations.items():
+        for name, observed in activations.items():
             width = self.layers[name].packed_weights[0].layer.in_features
-            if found is not None and found.mean_square.numel() != width:
+            if observed is not None and observed.mean_square.numel() != width:
                 raise ValueError(
-                    f"statistics: {name!r} has {found.mean_square.numel()} input channels there and {width} in the "
+                    f"statistics: {name!r} has {observed.mean_square.numel()} input channels there and {width} in the "
                     "drafter; pass statistics of the policy that the drafter was made of."
                 )
         quantizer = ActivationAware()
@@ -83,7 +83,7 @@ class QuantizedNetwork:
         """Checks that every packed layer but those `aside` ran since the last refresh, captured forwards aside.
 
         Raises:
-            RuntimeError: some did not: a drafter over the policy's own layers would be slow.
+            RuntimeError: some did not: a drafter over the policy's layers would be slow.
         """
         idle = []
         for name, layer in self.layers.items():
@@ -105,11 +105,11 @@ def quantize_projections(
 ) -> QuantizedNetwork:
     """Replaces the attention and FFN projections of `shadow` by quantized ones, in place.
 
-    Embeddings, norms, biases and routers stay the policy's own. Layers that no kernel can hold stay dense; one warning
+    Embeddings, norms, biases and routers stay the policy's. Layers that no kernel can hold stay dense; one warning
     names them.
 
     Args:
-        shadow: a causal LM with module objects of its own over the policy's Parameters, in eval mode.
+        shadow: a causal LM over the policy's Parameters, with other module objects, in eval mode.
         scheme: "auto", "rtn-w4-g128", "rtn-w4-g64", "rtn-w4-g32", "rtn-w8", "awq-w4-g128", "awq-w4-g64", "awq-w4-g32"
             or "nf4"; "auto" as :func:`choose_scheme` says. A row that the group does not divide takes the next smaller
             group. "awq" rounds to nearest until the first refresh with statistics.
@@ -249,19 +249,19 @@ def layer_specs(parent: nn.Module, scheme: Scheme) -> dict[str, LayerSpec | str]
     """The projections right below `parent` as a kernel must know them, by their names, or why none can hold them.
     `SIBLINGS` know each other where one product may serve them: without scales for their inputs, alike but for their
     rows, all or none with a bias."""
-    found = {
+    specs = {
         name: layer_spec(inspect_projection(child), scheme)
         for name, child in parent.named_children()
         if is_projection(child)
     }
     for names in () if scheme.activation_aware else SIBLINGS:
-        layers = [layer for name in names if isinstance(layer := found.get(name), LayerSpec)]
+        layers = [layer for name in names if isinstance(layer := specs.get(name), LayerSpec)]
         likes = {replace(layer, out_features=0) for layer in layers}
-        biased = {under_adapters(getattr(parent, name)).bias is not None for name in names if name in found}
+        biased = {under_adapters(getattr(parent, name)).bias is not None for name in names if name in specs}
         if len(layers) == len(names) and len(likes) == len(biased) == 1:
             rows = tuple(layer.out_features for layer in layers)
-            found |= {name: replace(layer, siblings=rows) for name, layer in zip(names, layers, strict=True)}
-    return found
+            specs |= {name: replace(layer, siblings=rows) for name, layer in zip(names, layers, strict=True)}
+    return specs
 
 
 def layer_spec(source: SourceSpec | str, scheme: Scheme) -> LayerSpec | str:

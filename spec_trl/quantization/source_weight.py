@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BNB_WEIGHTS = ("Params4bit", "Int8Params")  # told by name: importing bitsandbytes takes seconds and a GPU build
+BNB_WEIGHTS = ("Params4bit", "Int8Params")  # by name: importing bitsandbytes takes seconds and a GPU build
 
 # What torch.compile and FSDP's activation checkpointing call the module that they wrap.
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -103,7 +103,7 @@ def read_projection(module: Any) -> tuple[Tensor, Tensor | None]:
 def merge_copy(adapter: nn.Module) -> Any:
     """A copy of the layer below peft's `adapter`, with the active adapters merged by peft itself."""
     layer: Any = copy.deepcopy(adapter)  # one layer: the policy is never touched
-    with torch.autocast(next(layer.parameters()).device.type, enabled=False):  # merge in the weight's own precision
+    with torch.autocast(next(layer.parameters()).device.type, enabled=False):  # merge in the weight's precision
         while is_adapter(layer):
             if not layer.disable_adapters:
                 layer.merge()

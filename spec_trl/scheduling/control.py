@@ -1,6 +1,8 @@
-"""A control decides when drafters draft: it plans each decoding round, and is told what the round did.
-`NeverSpeculate` and `AlwaysSpeculate` plan the same whatever they are told, `toggle.py` goes by a roofline, and
-`planner.py` learns."""
+"""A control decides when drafters draft: it plans each decoding round, and learns what the round did.
+
+`NeverSpeculate` and `AlwaysSpeculate` ignore what rounds did; `planner.py` learns from it, and
+`efficient_rollout/toggle.py` goes by a roofline.
+"""
 
 import operator
 from abc import ABC, abstractmethod
@@ -9,13 +11,43 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..papers import load
-from .account import FAILED, Account, too_many_rows
 from .plain_decoding import PlainRounds
 
 
 NO_METHOD = "none"  # plain decoding, where methods are named
 RoundSeconds: TypeAlias = Callable[[Mapping[str, int], int, int, float], float]
 """Predicted seconds of a round: by γ of each drafter, most draft tokens of a row, rows, and their mean length."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a control predicted for a rollout, and why its rows drafted or did not."""
+
+    # Over plain decoding: the mean over the rounds that drafted or, where none did, the largest prediction. None:
+    # nothing is predicted.
+    predicted_speedup: float | None
+    reason: str  # one sentence
+
+    @classmethod
+    def too_many_rows(cls, batch: int, max_rows: int) -> "Explanation":
+        """Why nothing drafts for `batch` rows."""
+        return cls(None, f"more rows ({batch}) than the drafter's kernels serve ({max_rows})")
+
+
+FAILED = "the drafter failed"  # the engine has already warned of the error
+
+
+def promise(name: str, speedup: float, batch: int, length: float, by: str = "predicted") -> str:
+    """The speedup that `name` promises for a round of `batch` rows of mean length `length`."""
+    return f"{name} {by} {speedup:.2f}× at {batch} {'row' if batch == 1 else 'rows'} × {length:.0f} tokens"
+
+
+def decision(speedup: float, margin: float) -> str:
+    """What follows from a promised speedup."""
+    if speedup >= 1 + margin:
+        return "speculating"
+    asked = f", since sd_margin asks for {1 + margin:.2f}×" if speedup >= 1 else ""
+    return f"decoding plainly{asked}"
 
 
 @dataclass
@@ -86,13 +118,14 @@ class Control(ABC):
     candidates: Sequence[Candidate]
     tallies: list[Tally]
     races = False  # whether a row may get chains of several candidates in one round
-    listens_to: Sequence[int] = ()  # lookups of which it wants to be told what they would have drafted (`overheard`)
-    most_listened = 0  # draft tokens of each that are compared
+    # Lookups whose unverified drafts the engine compares with the text (`record_unverified`), and how many tokens.
+    compared_lookups: Sequence[int] = ()
+    compared_length = 0
 
     @property
     def most_drafted(self) -> int:
         """Most draft tokens of a row in one round, over all its chains: cache columns are allotted for them."""
-        return max((candidate.draft_length for candidate in self.candidates), default=0)
+        return max([0, *(candidate.draft_length for candidate in self.candidates)])
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         """A rollout starts.
@@ -117,8 +150,20 @@ class Control(ABC):
             waiting: number of requests that have no row yet.
         """
 
+    def record_rows(
+        self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Records the verdicts on a round's chains, before `record`; not called after autoregressive rounds.
+
+        Args:
+            requests: those that the plan was made for.
+            accepted: by candidate, per row: draft tokens accepted, whether or not its chain won; -1: it had none.
+            drafted: likewise tokens drafted, up to the row's end; fewer than γ, or 0, where it knew no more.
+        """
+        return
+
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
-        """Takes what the planned round did.
+        """Records a planned round.
 
         Args:
             draft_length: most draft tokens verified in any row; less than planned where no row had room for more.
@@ -129,35 +174,23 @@ class Control(ABC):
         """
         return
 
-    def spend(self, seconds: float) -> bool:
-        """Takes so many seconds from the account that trials are paid from; False: it does not hold them. A control
-        without an account pays all."""
-        return True
-
-    def record_rows(
-        self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
-    ) -> None:
-        """Takes what became of the round's chains, before `record`; not called after autoregressive rounds.
-
-        Args:
-            requests: those that the plan was made for.
-            accepted: by candidate, per row: draft tokens accepted, whether or not its chain won; -1: it had none.
-            drafted: likewise tokens drafted, up to the row's end; fewer than γ, or 0, where it found no more.
-        """
-        return
-
-    def overheard(
+    def record_unverified(
         self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
     ) -> None:
-        """Records the acceptance of unverified drafts of candidate `which`, judged by the text of `requests`: of
+        """Records drafts of candidate `which` that no forward verified, judged by the text of `requests`: of
         `attempted` tokens `accepted` were right."""
         return
+
+    def spend(self, seconds: float) -> bool:
+        """Takes `seconds` from the exploration budget; False: the budget holds less. A control without a budget pays
+        all."""
+        return True
 
     def further_method(
         self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
     ) -> tuple[str, list[int]] | None:
-        """A method with which a free rank may race for some of `requests`, and for which; None: nothing is to be
-        gained. `helpers`: the ranks that race already, by request and method."""
+        """A method with which a free rank may race for some of `requests`, and for which; None: no race pays.
+        `helpers`: the ranks that race already, by request and method."""
         return None
 
     def helper(self, which: int) -> "Control":
@@ -173,32 +206,21 @@ class Control(ABC):
         """The rollout is over."""
         return
 
-    def account(self) -> Account:
-        """What was predicted for the newest rollout, and why it drafted or did not."""
-        return Account(sum(self.tallies, Tally()).predicted_speedup, f"decided by {type(self).__name__}")
+    def explain(self) -> Explanation:
+        """Of the newest rollout."""
+        return Explanation(sum(self.tallies, Tally()).predicted_speedup, f"decided by {type(self).__name__}")
 
-    def forecast(self, batch: int, length: float) -> Account:
+    def forecast(self, batch: int, length: float) -> Explanation:
         """The same before any rollout, for one of `batch` rows of mean length `length`."""
-        return self.account()
+        return self.explain()
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
-        """What these autoregressive rounds would take, by what is known of them so far; None: too little is."""
+        """Seconds that these autoregressive rounds would take, by what is known of them so far; None: too little
+        is."""
         return None
 
 
-class OneDrafter(Control):
-    """A control under which one drafter at a time drafts for all rows."""
-
-    @abstractmethod
-    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
-        """(index of the candidate, γ) of a round; γ = 0: decode autoregressively."""
-
-    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
-        which, draft_length = self.decide(len(requests), length, waiting)
-        return (Chain(which, draft_length),) if draft_length else ()
-
-
-class NeverSpeculate(OneDrafter):
+class NeverSpeculate(Control):
     """Decodes autoregressively, for `reason`."""
 
     candidates: Sequence[Candidate] = ()
@@ -207,17 +229,17 @@ class NeverSpeculate(OneDrafter):
     def __init__(self, reason: str = "no drafter") -> None:
         self._reason = reason
 
-    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
-        return 0, 0
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        return ()
 
     def drop(self, index: int) -> None:
-        pass
+        return
 
-    def account(self) -> Account:
-        return Account(None, self._reason)
+    def explain(self) -> Explanation:
+        return Explanation(None, self._reason)
 
 
-class AlwaysSpeculate(OneDrafter):
+class AlwaysSpeculate(Control):
     """Speculates in every round that its drafter's kernels can serve: the paper's always-on quantized self-SD."""
 
     def __init__(self, candidate: Candidate) -> None:
@@ -229,10 +251,11 @@ class AlwaysSpeculate(OneDrafter):
         self.tallies = [Tally()]
         self._failed = False
 
-    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
-        self._batch = batch
-        candidate = self.candidates[0]
-        return 0, 0 if self._failed or batch > candidate.max_rows else candidate.draft_length
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        self._batch, (candidate,) = len(requests), self.candidates
+        if self._failed or self._batch > candidate.max_rows:
+            return ()
+        return (Chain(0, candidate.draft_length),)
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         if draft_length == self.candidates[0].draft_length:  # less: a rollout's last rounds
@@ -241,9 +264,9 @@ class AlwaysSpeculate(OneDrafter):
     def drop(self, index: int) -> None:
         self._failed = True
 
-    def account(self) -> Account:
-        return Account(None, FAILED) if self._failed else self.forecast(self._batch, 0.0)
+    def explain(self) -> Explanation:
+        return Explanation(None, FAILED) if self._failed else self.forecast(self._batch, 0.0)
 
-    def forecast(self, batch: int, length: float) -> Account:
+    def forecast(self, batch: int, length: float) -> Explanation:
         most = self.candidates[0].max_rows
-        return Account(None, too_many_rows(batch, most) if batch > most else "sd_toggle=always")
+        return Explanation.too_many_rows(batch, most) if batch > most else Explanation(None, "sd_toggle=always")

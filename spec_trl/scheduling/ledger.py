@@ -1,11 +1,11 @@
-"""The ledger of decoding rounds: what they take (`Times`), and what becomes of drafts (`Drafts`).
+"""The ledger of decoding rounds: seconds beside their prediction (`Times`), and acceptance of drafts (`Drafts`).
 
-A control reads both, and writes to them what each round did. Plain numpy: it runs in every round, and in simulations.
+A control reads both, and records each round in them. Plain numpy: it runs in every round, and in simulations.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +19,12 @@ Bools = NDArray[np.bool_]
 DRIFT = 0.02  # sd by which the machine's level moves in a round, and plain rounds of one size are off; log seconds
 CELL_ERROR = 0.1  # sd of log(measured / predicted) of a plan and size beyond its method's, and of a calibrated method
 NOISE = 0.02, 0.05  # least, and first, sd of a round's time: formulas are no truer than 2 %
-SURPRISE = 3.0  # sds beyond which something has jumped: a machine's noise has such errors once in 400 rounds
+OUTLIER = 3.0  # sds: a longer round is an outlier or a jump; a machine's noise has such errors once in 400 rounds
 UNTRIED = math.log(6)  # sd of a method's term when it is first measured: a probe may be off six times
 LEAST_SHARE = 0.3  # of a drafted round that its method's term moves at least: the host is in no prediction
-MOST_OFF = math.log(36)  # of a method's term, either way: a draft that takes less than a 36th is found free
-SHOCKS = 20  # rounds of a kind, of which one may be set aside as a shock; more often they are no shocks
-STEPS = 5  # of a fit of a method's term: one that is off by e^2 is then found within 1 %
+MOST_OFF = math.log(36)  # largest term of a method, either way: a draft that takes less than a 36th counts as free
+OUTLIER_ROUNDS = 20  # rounds of a kind, of which one may be set aside as an outlier
+STEPS = 5  # of a fit of a method's term: one that is off by e^2 is fitted within 1 %
 FADE = 0.95  # weight of the noise and of a row's evidence one round, and of all evidence one rollout, later
 FIRST_GUESS = 0.6, 2.0  # acceptance of a method that never drafted, and the draft positions that this guess counts
 LIKENESS = 15.0  # prior strength, in draft positions: of a method for a prompt, and of a prompt for a row
@@ -41,7 +41,7 @@ class Kind(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What makes up rounds of several kinds beside an autoregressive one; M methods at most draft in one."""
+    """The terms by which rounds of several kinds differ from a baseline; M methods at most draft in one."""
 
     weights: Floats  # [kinds, terms] of the terms that add up: level and kinds
     methods: Integers  # [kinds, M], places of the methods' terms
@@ -60,118 +60,120 @@ class Times:
     run: so a control comes back to them before long, and sees whether drafts still gain.
 
     Args:
-        method_error: sd of a method's term before it was measured, in log seconds, as an account covers it. The first
-            measurement may find it off by far more (`UNTRIED`).
+        method_error: sd of a method's term before it was measured, in log seconds. The first measurement may find it
+            off by far more (`UNTRIED`).
     """
 
     def __init__(self, method_error: float) -> None:
         self._method_error = method_error
         self._places: dict[Any, int] = {"level": 0}
+        self._plain_places: list[int] = []  # of the terms of autoregressive kinds
         self._mean, self._covariance = np.zeros(1), np.ones((1, 1))  # [terms], [terms, terms]
         self._noise = NOISE[1] ** 2
         self._last: Kind | None = None
-        self._next_shock: dict[Kind, int] = {}  # the round from which on one of the kind may be set aside again
+        self._next_outlier: dict[Kind, int] = {}  # the round from which on one of the kind may be set aside again
         self.tried: set[str] = set()  # methods of which a round counted
         self.rounds = 0
 
     def observe(self, kind: Kind, *log_ratios: float, shares: Sequence[float] = ()) -> Bools:
-        """Takes rounds in a row: log(measured / predicted), finite numbers. `shares`: as in `Terms`, of each method;
+        """Records rounds in a row: log(measured / predicted), finite numbers. `shares`: as in `Terms`, of each method;
         without: all of the round, in equal parts.
 
         Returns:
-            `[rounds]`: which of them count. One round of a kind in `SHOCKS` that took far longer than expected is set
-            aside: it compiled, or touched memory for the first time, and the next ones will not.
+            `[rounds]`: which of them count. One round of a kind in `OUTLIER_ROUNDS` that took far longer than expected
+            is set aside: it compiled, or touched memory for the first time, and the next ones will not.
         """
         ratios, counts = np.array(log_ratios), np.ones(len(log_ratios), dtype=bool)
-        form = self.weights([kind], None, [shares])
-        covariance, places = self._covariance, self._terms(kind)
+        terms = self.terms([kind], None, [shares])
+        covariance, places = self._covariance, self._terms_of(kind)
         covariance[0, 0] += len(ratios) * DRIFT**2
         if kind.methods:  # drafts that got slower look like a slower machine, until an autoregressive round tells
-            plain = [place for name, place in self._places.items() if isinstance(name, Kind) and not name.methods]
-            covariance[plain, plain] += len(ratios) * DRIFT**2
-        (expected,), (slopes,) = self._linear(form)
-        spread = slopes @ covariance @ slopes + self._noise
+            covariance[self._plain_places, self._plain_places] += len(ratios) * DRIFT**2
+        (expected,), (slopes,) = self._linear(terms)
+        variance = slopes @ covariance @ slopes + self._noise
         longest = int(ratios.argmax())
         others = np.delete(ratios, longest)
-        usual, deviation = expected, spread
+        usual = expected
         if len(others):
-            usual, deviation = others.mean(), self._noise * (1 + 1 / len(others))
-        if ratios[longest] - usual > SURPRISE * math.sqrt(deviation) and self.rounds >= self._next_shock.get(kind, 0):
+            usual, variance = others.mean(), self._noise * (1 + 1 / len(others))
+        may_be_outlier = self.rounds >= self._next_outlier.get(kind, 0)
+        if may_be_outlier and ratios[longest] - usual > OUTLIER * math.sqrt(variance):
             counts[longest] = False
-            self._next_shock[kind] = self.rounds + len(ratios) + SHOCKS
+            self._next_outlier[kind] = self.rounds + len(ratios) + OUTLIER_ROUNDS
         self.rounds += len(ratios)
         ratios = ratios[counts]
         if not len(ratios):
             return counts
-        for name in filter(self.is_untried, set(kind.methods)):
-            covariance[self._places[name], self._places[name]] = UNTRIED**2
+        for name in kind.methods:
+            if self.is_untried(name):
+                covariance[self._places[name], self._places[name]] = UNTRIED**2
         self.tried.update(kind.methods)
-        noise, found = self._noise / len(ratios), float(ratios.mean())
-        error, spread = found - expected, slopes @ covariance @ slopes + noise
-        surprise = error * error / spread
-        scatter, told = surprise * self._noise, 1  # how far it was off, or rounds were from each other
+        noise, measured = self._noise / len(ratios), float(ratios.mean())
+        error, variance = measured - expected, slopes @ covariance @ slopes + noise
+        surprise = error * error / variance
+        scatter, weight = surprise * self._noise, 1  # how far it was off, or rounds were from each other
         if len(ratios) > 1:
-            scatter, told = float(ratios.var(ddof=1)), len(ratios) - 1
-        scatter = max(min(scatter, SURPRISE**2 * self._noise), NOISE[0] ** 2)
-        self._noise += (scatter - self._noise) * told / (FADE / (1 - FADE) + told)
-        if surprise > SURPRISE**2:
+            scatter, weight = float(ratios.var(ddof=1)), len(ratios) - 1
+        scatter = max(min(scatter, OUTLIER**2 * self._noise), NOISE[0] ** 2)
+        self._noise += (scatter - self._noise) * weight / (FADE / (1 - FADE) + weight)
+        if surprise > OUTLIER**2:
             # The machine has jumped; or, where drafts ran, their prediction is off: an autoregressive round will tell.
             covariance[0, 0] += error * error
             if kind.methods and kind != self._last:
                 covariance[places, places] += np.minimum((error / slopes[places]) ** 2, MOST_OFF**2) / len(places)
         self._last = kind
-        before, methods = self._mean.copy(), [place for name, place in self._places.items() if name in self.tried]
+        before, methods = self._mean.copy(), [self._places[name] for name in self.tried]
         for _ in range(STEPS if kind.methods else 1):  # the mean is where the line that is fitted touches the curve
-            (expected,), (slopes,) = self._linear(form)
+            (expected,), (slopes,) = self._linear(terms)
             cross = covariance @ slopes  # [terms]
-            spread = slopes @ cross + noise
-            self._mean = before + cross * ((found - expected - slopes @ (before - self._mean)) / spread)
+            variance = slopes @ cross + noise
+            self._mean = before + cross * ((measured - expected - slopes @ (before - self._mean)) / variance)
             self._mean[methods] = self._mean[methods].clip(-MOST_OFF, MOST_OFF)
-        self._covariance = covariance - np.outer(cross, cross / spread)
+        self._covariance = covariance - np.outer(cross, cross / variance)
         return counts
 
     def is_untried(self, method: str) -> bool:
         """Whether a probe predicts rounds of `method`, and no round has counted."""
         return self._method_error > CELL_ERROR and method not in self.tried
 
-    def weights(
+    def terms(
         self, kinds: Sequence[Kind], baseline: Kind | None, shares: Sequence[Sequence[float]] | None = None
     ) -> Terms:
-        """By which terms rounds of `kinds` differ from `baseline`, an autoregressive one, or, where that is None, from
-        their predictions. `shares` of each kind: as `observe` takes them."""
-        own = [self._terms(kind) for kind in kinds]  # may add terms
-        less = self._terms(baseline) if baseline else []
-        most = max(len(kind.methods) for kind in kinds)
+        """The terms by which rounds of `kinds` differ from `baseline`, an autoregressive one, or, where that is None,
+        from their predictions. `shares` of each kind: as `observe` takes them."""
+        places = list(map(self._terms_of, kinds))  # may add terms
+        baseline_places = self._terms_of(baseline) if baseline else []
+        count = max(map(len, places)) - 1
         weights = np.zeros((len(kinds), len(self._mean)))
-        methods, parts = np.zeros((len(kinds), most), dtype=np.int64), np.zeros((len(kinds), most))
-        for row, (kind, places) in enumerate(zip(kinds, own, strict=True)):
-            if count := len(kind.methods):
-                methods[row, :count] = places[:count]
-                parts[row, :count] = shares[row] if shares and shares[row] else 1 / count
-            weights[row, places[count:]] = 1.0
-        weights[:, less] -= 1.0
+        methods, parts = np.zeros((len(kinds), count), dtype=np.int64), np.zeros((len(kinds), count))
+        for row, (*of_methods, of_kind) in enumerate(places):
+            if drafting := len(of_methods):
+                methods[row, :drafting] = of_methods
+                parts[row, :drafting] = shares[row] if shares and shares[row] else 1 / drafting
+            weights[row, of_kind] = 1.0
+        weights[:, baseline_places] -= 1.0
         weights[:, 0] = 0.0 if baseline else 1.0
         return Terms(weights, methods, parts)
 
-    def _linear(self, form: Terms) -> tuple[Floats, Floats]:
-        """What is expected of them, in logarithms `[kinds]`, and its slopes by the terms `[kinds, terms]`."""
-        parts = form.shares * np.exp(self._mean[form.methods])  # [kinds, M]
-        whole = 1 - form.shares.sum(1) + parts.sum(1)  # [kinds]
-        slopes = form.weights.copy()
-        np.add.at(slopes, (np.arange(len(slopes))[:, None], form.methods), parts / whole[:, None])
-        return form.weights @ self._mean[: slopes.shape[1]] + np.log(whole), slopes
+    def _linear(self, terms: Terms) -> tuple[Floats, Floats]:
+        """Expected logarithms `[kinds]`, and their slopes by the terms `[kinds, terms]`."""
+        parts = terms.shares * np.exp(self._mean[terms.methods])  # [kinds, M]
+        whole = 1 - terms.shares.sum(1) + parts.sum(1)  # [kinds]
+        slopes = terms.weights.copy()
+        np.add.at(slopes, (np.arange(len(slopes))[:, None], terms.methods), parts / whole[:, None])
+        return terms.weights @ self._mean[: slopes.shape[1]] + np.log(whole), slopes
 
-    def offsets(self, form: Terms) -> tuple[Floats, Floats]:
+    def offsets(self, terms: Terms) -> tuple[Floats, Floats]:
         """How much longer rounds take than their predictions say, beside the baseline: mean and variance of the
-        logarithm, `[kinds]` each. `form` may have been made before the last terms were added."""
-        means, slopes = self._linear(form)
-        terms = slopes.shape[1]
-        variances = ((slopes @ self._covariance[:terms, :terms]) * slopes).sum(1)
+        logarithm, `[kinds]` each. `terms` may have been made before the last ones were added."""
+        means, slopes = self._linear(terms)
+        count = slopes.shape[1]
+        variances = ((slopes @ self._covariance[:count, :count]) * slopes).sum(1)
         return means, np.maximum(variances, 0.0)
 
     def seconds(self, kind: Kind, predicted: float) -> float:
-        """What a round of `kind` takes now."""
-        places = [0, *self._terms(kind)]  # first, as this may add terms to the mean
+        """Expected seconds of a round of `kind` now."""
+        places = [0, *self._terms_of(kind)]  # first, as this may add terms to the mean
         return predicted * math.exp(self._mean[places].sum())
 
     def end_rollout(self) -> None:
@@ -180,28 +182,26 @@ class Times:
         variance = self._covariance[place, place]
         self._covariance[place, place] = np.where(variance < CELL_ERROR**2, variance / FADE, variance)
 
-    def _terms(self, kind: Kind) -> list[int]:
-        """Places of its terms, without the level; unknown ones are added."""
-        if kind.methods:
-            wanted = [*((name, self._method_error) for name in kind.methods), (kind, CELL_ERROR)]
-        else:
-            wanted = [(kind, DRIFT)]
-        for name, error in wanted:
+    def _terms_of(self, kind: Kind) -> list[int]:
+        """Places of its methods' terms and, last, its own term, without the level; unknown ones are added."""
+        places = []
+        for name in (*kind.methods, kind):
             if name not in self._places:
-                place = self._places[name] = len(self._mean)
+                self._places[name] = place = len(self._mean)
+                error = DRIFT if not kind.methods else CELL_ERROR if name == kind else self._method_error
+                if not kind.methods:
+                    self._plain_places.append(place)
                 self._mean = np.append(self._mean, 0.0)
-                wider = np.zeros((place + 1, place + 1))
-                wider[:place, :place] = self._covariance
-                wider[place, place] = error**2
-                self._covariance = wider
-        return [self._places[name] for name, _ in wanted]
+                self._covariance = np.pad(self._covariance, (0, 1))
+                self._covariance[place, place] = error**2
+            places.append(self._places[name])
+        return places
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; JSON."""
-        terms = [[*name] if isinstance(name, Kind) else name for name in self._places]
+        """The state that a checkpoint keeps; JSON."""
         return {
             "version": VERSION,
-            "terms": terms,
+            "terms": [[*name] if isinstance(name, Kind) else name for name in self._places],
             "mean": self._mean.tolist(),
             "covariance": self._covariance.tolist(),
             "noise": self._noise,
@@ -210,13 +210,17 @@ class Times:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave. The machine may be another: its level is as open as at first. What
-        releases before `VERSION` wrote is left out: they predicted otherwise, and in some a round that compiled could
-        rule out drafts for good."""
+        """Continues from a `state_dict`. The machine may be another: its level is as open as at first. A state that
+        releases before `VERSION` wrote is ignored: they predicted otherwise, and in some a round that compiled could
+        rule out drafts for good.
+
+        Raises:
+            ValueError: the numbers do not fit the terms, or are not finite.
+        """
         if state.get("version") != VERSION:
             return
         names = [
-            each if isinstance(each, str) else Kind(tuple(each[0]), tuple(each[1]), each[2]) for each in state["terms"]
+            name if isinstance(name, str) else Kind(tuple(name[0]), tuple(name[1]), name[2]) for name in state["terms"]
         ]
         mean, covariance = (np.array(state[name], dtype=float) for name in ("mean", "covariance"))
         shape = len(set(names)), len(names)
@@ -226,21 +230,27 @@ class Times:
                 f"finite numbers of {len(names)} different terms. Delete the file that holds it."
             )
         self._places = {name: place for place, name in enumerate(names)}
+        self._plain_places = [
+            place for name, place in self._places.items() if isinstance(name, Kind) and not name.methods
+        ]
         self._mean, self._covariance = mean, covariance
         self._covariance[0, 0] += 1.0
-        self._noise, self.rounds, self._next_shock = state["noise"], state["rounds"], {}
+        self._noise, self.rounds, self._next_outlier = state["noise"], state["rounds"], {}
         self.tried = set(state["tried"])
 
 
-@dataclass
 class _Rollout:
-    """What is known of the rows of a rollout; M methods, 4 counts each as in `Drafts`."""
+    """Acceptance in one rollout, of B requests and P different prompts; M methods, four counts as in `Drafts`."""
 
-    keys: list[str]  # of the prompts, each once
-    prompt_of: Integers  # [requests]
-    prompts: Floats  # [prompts, M, 4]
-    rows: Floats  # [requests, M, 4]
-    hot: NDArray[np.bool_]  # [requests, M], whether the last draft was accepted whole
+    def __init__(self, prompts: Sequence[str], known: Mapping[str, Floats], methods: int) -> None:
+        place = dict(zip(dict.fromkeys(prompts), itertools.count()))
+        self.keys = list(place)
+        self.prompt_of = np.array([place[key] for key in prompts], dtype=np.int64)  # [B]
+        self.prompts = np.zeros((len(place), methods, 4))  # [P, M, 4]
+        for key in known.keys() & place.keys():
+            self.prompts[place[key]] = known[key] * FADE
+        self.rows = np.zeros((len(prompts), methods, 4))  # [B, M, 4]
+        self.continues = np.zeros((len(prompts), methods), dtype=bool)  # [B, M], the last draft was accepted whole
 
 
 class Drafts:
@@ -260,34 +270,25 @@ class Drafts:
 
     def begin(self, prompts: Sequence[str]) -> None:
         """A rollout of these prompts, one per request, starts."""
-        number = {key: place for place, key in enumerate(dict.fromkeys(prompts))}
-        shape = len(self.methods), 4
-        nothing = np.zeros(shape)
-        self._now = _Rollout(
-            keys=list(number),
-            prompt_of=np.array([number[key] for key in prompts], dtype=np.int64),
-            prompts=np.array([self._prompts.get(key, nothing) * FADE for key in number]).reshape(-1, *shape),
-            rows=np.zeros((len(prompts), *shape)),
-            hot=np.zeros((len(prompts), len(self.methods)), dtype=bool),
-        )
+        self._now = _Rollout(prompts, self._prompts, len(self.methods))
 
     def record(self, method: int, requests: Integers, accepted: Integers, attempted: Integers) -> None:
         """Adds R rounds' drafts for each of `requests` `[n]`: of `attempted` tokens that had a verdict `accepted` were
         right, `[R, n]` each; -1: there was no draft."""
-        now, had, first = self._now, accepted >= 0, np.ones_like(accepted)  # [R, n]
-        hot, whole = now.hot[requests, method], (0 < attempted) & (attempted == accepted)  # [n], [R, n]
-        for row, drew, ended in zip(first, had, whole, strict=True):
-            row[:] = ~hot | ~self._looked_up[method]
-            hot = np.where(drew, ended, hot)
-        now.hot[requests, method] = hot
-        right, tried = np.where(had, accepted, 0), np.where(had, attempted, 0)
+        now, drew, first = self._now, accepted >= 0, np.ones_like(accepted)  # [R, n]
+        continues, whole = now.continues[requests, method], (0 < attempted) & (attempted == accepted)  # [n], [R, n]
+        for row, drew_now, whole_now in zip(first, drew, whole, strict=True):
+            row[:] = ~continues | ~self._looked_up[method]
+            continues = np.where(drew_now, whole_now, continues)
+        now.continues[requests, method] = continues
+        right, tried = np.where(drew, accepted, 0), np.where(drew, attempted, 0)
         firsts = [np.minimum(right, first), np.minimum(tried, first)]
         counts = np.stack([*firsts, right - firsts[0], tried - firsts[1]], axis=-1)  # [R, n, 4]
-        own = counts.sum(0)  # [n, 4]
-        self._counts[method] += own.sum(0)
-        np.add.at(now.prompts[:, method], now.prompt_of[requests], own)
-        later = had[::-1].cumsum(0)[::-1]  # [R, n], drafts from this one on
-        faded = (FADE ** (later - had)[..., None] * counts).sum(0)
+        total = counts.sum(0)  # [n, 4]
+        self._counts[method] += total.sum(0)
+        np.add.at(now.prompts[:, method], now.prompt_of[requests], total)
+        later = drew[::-1].cumsum(0)[::-1]  # [R, n], drafts from this one on
+        faded = (FADE ** (later - drew)[..., None] * counts).sum(0)
         now.rows[requests, method] = FADE ** later[0][:, None] * now.rows[requests, method] + faded
 
     def end_rollout(self) -> None:
@@ -303,11 +304,10 @@ class Drafts:
     def survivals(self, requests: Integers, most: int) -> Floats:
         """`[B, M, most]`: probabilities that a draft for each of `requests` `[B]` gets 1, 2, … tokens far."""
         now = self._now
-        rates = self._rates()  # [M, 2]
-        rates = _drawn(now.prompts[now.prompt_of[requests]], rates, LIKENESS)  # [B, M, 2]
+        rates = _drawn(now.prompts[now.prompt_of[requests]], self._rates(), LIKENESS)  # [B, M, 2]
         rates = _drawn(now.rows[requests], rates, LIKENESS)
-        goes_on = now.hot[requests] & self._looked_up  # [B, M]
-        first = np.where(goes_on, rates[..., 1], rates[..., 0])
+        continues = now.continues[requests] & self._looked_up  # [B, M]
+        first = np.where(continues, rates[..., 1], rates[..., 0])
         return first[..., None] * rates[..., 1:] ** np.arange(most)
 
     def variances(self, most: int) -> Floats:
@@ -315,19 +315,17 @@ class Drafts:
         rates = self._rates()
         spread = np.sqrt(rates * (1 - rates) / (self._counts[:, 1::2] + FIRST_GUESS[1] + 1))  # [M, 2], sd of Beta
         higher = np.minimum(rates + spread, 1.0)
-        further = np.arange(most)
-        tau, *others = (
-            1 + (first[:, None] * rate[:, None] ** further).cumsum(1)  # [M, most]
-            for first, rate in (rates.T, (higher[:, 0], rates[:, 1]), (rates[:, 0], higher[:, 1]))
-        )
-        return sum((other / tau - 1) ** 2 for other in others)
+        first = np.stack([rates[:, 0], higher[:, 0], rates[:, 0]])  # [3, M]: as believed, or one rate an sd higher
+        further = np.stack([rates[:, 1], rates[:, 1], higher[:, 1]])
+        tau = 1 + (first[..., None] * further[..., None] ** np.arange(most)).cumsum(-1)  # [3, M, most]
+        return ((tau[1:] / tau[0] - 1) ** 2).sum(0)
 
     def _rates(self) -> Floats:
         """`[M, 2]`: a method's rate of first and of further tokens."""
         return _drawn(self._counts, np.full((len(self.methods), 2), FIRST_GUESS[0]), FIRST_GUESS[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; JSON."""
+        """The state that a checkpoint keeps; JSON."""
         return {
             "methods": {name: counts.tolist() for name, counts in zip(self.methods, self._counts, strict=True)},
             "prompts": [
@@ -336,14 +334,14 @@ class Drafts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave, with as many of its methods as draft here; what earlier releases wrote
-        has one number more before a prompt's four counts."""
+        """Continues from a `state_dict`, with as many of its methods as draft here. Earlier releases wrote one number
+        more before a prompt's four counts."""
 
-        def own(found: Mapping[str, Sequence[float]]) -> Floats:
-            return np.array([found.get(name, [0.0] * 4)[-4:] for name in self.methods], dtype=float).reshape(-1, 4)
+        def counts_of(state: Mapping[str, Sequence[float]]) -> Floats:
+            return np.array([state.get(name, [0.0] * 4)[-4:] for name in self.methods], dtype=float).reshape(-1, 4)
 
-        self._counts = own(state["methods"])
-        self._prompts = {key: own(found) for key, found in state["prompts"]}
+        self._counts = counts_of(state["methods"])
+        self._prompts = {key: counts_of(counts) for key, counts in state["prompts"]}
 
 
 def _drawn(counts: Floats, towards: Floats, weight: float) -> Floats:

@@ -1,7 +1,8 @@
-"""What forwards of a model and of its drafter move and compute, as plain numbers (ER App. E.3)."""
+"""Constants of a model that its times depend on (ER App. E.3), and the key under which measured times are stored."""
 
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 
+from ..user_cache import file_name
 from ..value_checks import require_field
 
 
@@ -43,3 +44,21 @@ class ModelConstants:
     def _untouched(self, tokens: int) -> float:
         """The share of the routed experts that none of `tokens` tokens uses, routing taken as uniform."""
         return (1.0 - self.experts_per_token / self.experts) ** tokens if self.experts else 0.0
+
+
+@dataclass(frozen=True)
+class ProfileKey:
+    """What a profile is valid for. A model's name is no part of it: two models of one shape share a profile."""
+
+    hardware: str  # device name; on a CPU with the number of threads
+    shape: str  # fingerprint of the target's and the drafter's shape
+    dtype: str  # of the target's weights
+    quantization: str  # the drafter's
+    kernel: str  # the drafter's
+    runner: str = "eager"  # or how forwards are captured: one of the ways of `SpeculativeConfig.runner`
+
+    @property
+    def file_name(self) -> str:
+        """A readable file name that no other key has."""
+        text = "_".join(astuple(self))
+        return file_name(text, text)

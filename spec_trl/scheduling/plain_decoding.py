@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .admission import Patience
+from .admission import AdmissionDelay
 
 
 class PlainRounds(NamedTuple):
@@ -29,18 +29,18 @@ def plain_rounds(
     rounds: list[PlainRounds] = []
     # A heap of (round in which it ends, length that it would have had in round 0, key).
     rows: list[tuple[int, int, str]] = []
-    patience, now, admitted, lengths = Patience(capacity), 0, 0, 0
+    delay, now, admitted, lengths = AdmissionDelay(capacity), 0, 0, 0
     while rows or admitted < len(prompts):
         free, wait = capacity - len(rows), 0
         if free and admitted < len(prompts):
-            wait = patience.rounds(free, {key for *_, key in rows}, prompts[admitted][1])
+            wait = delay.rounds(free, {key for *_, key in rows}, prompts[admitted][1])
         while not wait and admitted < len(prompts) and len(rows) < capacity:
             start = prompts[admitted][0] - now
             heapq.heappush(rows, (now + tokens[admitted], start, prompts[admitted][1]))
             lengths += start
             admitted += 1
         end, first = min(rows[0][0], now + (wait or rows[0][0])), max(now, done)
-        patience.wait(free if wait else 0, end - now)
+        delay.wait(free if wait else 0, end - now)
         if end > first:
             rounds.append(PlainRounds(end - first, len(rows), lengths / len(rows) + (first + end - 1) / 2))
         now = end

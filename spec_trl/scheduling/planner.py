@@ -1,30 +1,90 @@
 """One rule for when to draft, with what and how far: the plan of least expected time to the last row.
 
-It chooses among no draft, each drafter at each γ, rows divided among two of them, and races of two. What is not known
-well yet is tried, and paid for from an account: so a rollout is never much slower than one without drafts.
+It chooses among no draft, each drafter at each γ, rows divided among two of them, and races of two. What is uncertain
+is tried, and paid for from an exploration budget: so a rollout is never much slower than one without drafts.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..papers import load
-from .account import FAILED, INCOME, MOST_SAVED, Account, decision, first_trial, no_budget, promise, too_many_rows
-from .arms import PLAIN, Arm, Kept, Table
-from .control import NO_METHOD, Candidate, Chain, Control, RoundSeconds, Tally
-from .ledger import LEAST_SHARE, UNTRIED, Drafts, Floats, Kind, Times
+from .control import FAILED, NO_METHOD, Candidate, Chain, Control, Explanation, RoundSeconds, Tally, decision, promise
+from .ledger import LEAST_SHARE, UNTRIED, Bools, Drafts, Floats, Integers, Kind, Terms, Times
 from .plain_decoding import PlainRounds
 
 
+ROUND_BUDGET = 0.015  # autoregressive rounds that each round adds to the exploration budget: what trials may cost
+MAX_BUDGET = 8.0  # autoregressive rounds that the budget holds or owes at most: what is long ago counts no more
+CARRIED_BUDGET = 1.0  # autoregressive rounds of it that pass on to the next rollout, which may be short
 SHARE = 0.005  # of a rollout's time that each may take: planning, and each lookup that drafts beside rounds
-CARRIED = 1.0  # autoregressive rounds of the account that pass on to the next rollout, which may be short
-KNOWN = 0.05  # variance of log(arm / plain seconds) above which gains are discounted
+CERTAIN = 0.05  # variance of log(arm / plain seconds) above which gains are discounted
 YARDSTICK = 5  # γ at which accepted shares are compared, since shares at different γ cannot be
 CAUTION = 1.5  # sds by which a plan may turn out worse than expected where its worst case is asked for
+
+
+class Arm(NamedTuple):
+    """One choice for a round: (candidate, γ) of each chain; none: decode autoregressively."""
+
+    chains: tuple[tuple[int, int], ...]
+    race: bool = False  # rows get all chains; else each row the best one for it
+
+    @property
+    def width(self) -> int:
+        """Most draft tokens of a row."""
+        lengths = [0, *(length for _, length in self.chains)]
+        return sum(lengths) if self.race else max(lengths)
+
+
+PLAIN = Arm(())
+
+
+class ArmTable(NamedTuple):
+    """Quantities of A arms that stay from round to round while the number of rows stays."""
+
+    arms: tuple[Arm, ...]
+    seconds: Floats  # [A, B], predicted of rounds of 1 to B rows
+    plain: float  # of an autoregressive round of B rows
+    shares: list[tuple[float, ...]]  # of each arm's round that its chains add, see `Terms`
+    terms: Terms  # by which seconds are corrected
+    untried: Floats  # [A], variance of log seconds beyond the ledger's while a method was never measured
+    waits: Bools  # [A], whether another arm must first measure its method
+    most: Floats  # [A], log of the most tokens that a round may commit for a row: γ + 1
+    drafters: Integers  # [A, 2], the first and the last candidate
+    places: Integers  # [A, 2], of these at their γ in `Drafts.variances`
+
+
+@dataclass
+class CurrentPlan:
+    """The plan of the present rounds, and the rounds that the ledger does not hold yet."""
+
+    arm: Arm = PLAIN
+    requests: list[int] = field(default_factory=list)
+    waiting: bool = False  # whether requests have no row yet
+    shares: tuple[float, ...] = ()  # of the round that each chain adds, see `Terms`
+    predicted: float = math.nan  # seconds of a round
+    plain: float = math.nan  # seconds of an autoregressive round instead, by what was known
+    gain: float = math.nan  # expected, of the tokens per second
+    width: int = 0  # most draft tokens of a row
+    chains: tuple[Chain, ...] = ()
+    lasts: float = 0.0  # seconds of rounds after which another plan is made
+    passed: float = 0.0  # seconds of its rounds
+    failed: bool = False  # whether a drafter did: the round is of no kind, and has no verdicts
+    measured: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens of each round
+    # Of each round that drafted: accepted and drafted tokens, by candidate, of each row.
+    verdicts: list[tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]] = field(default_factory=list)
+
+    @property
+    def loses(self) -> bool:
+        """Whether drafts took longer, so far, than autoregressive rounds for the same tokens."""
+        if not self.chains or not self.measured:
+            return False
+        seconds, tokens = map(sum, zip(*self.measured, strict=True))
+        return seconds * len(self.requests) > tokens * self.plain
 
 
 class Planner(Control):
@@ -33,24 +93,22 @@ class Planner(Control):
     * **Expected**: an arm's τ on each row in flight (`Drafts`) and its seconds (predicted, corrected by `Times`) give
       the time until the last row ends; while requests wait for a row, tokens per second count instead.
     * **Rule**: the arm of largest log gain over autoregressive decoding plus its standard deviation, among those whose
-      worst case the account covers. So what might be better is tried, and what is known to be worse is not.
+      worst case the budget covers. So what might be better is tried, and what is known to be worse is not.
     * **First trial**: a prediction that was never measured may be off six times, either way. A method that would pay
-      then is tried once, at the shortest γ, when the account holds what that is predicted to cost, or `MOST_SAVED`:
-      `MOST_SAVED` / `INCOME` rounds after the first, at most.
-    * **Account**, in autoregressive rounds: it has an income, and what speculation measurably gained or lost.
-    * **Planning takes time**: a plan is kept until planning is at most `SHARE` of the time, while its rows stay and it
-      does not lose. The ledger is told of its rounds at once when the next plan is made.
+      then is tried once, at the shortest γ, when the budget holds what that is predicted to cost, or `MAX_BUDGET`:
+      `MAX_BUDGET` / `ROUND_BUDGET` rounds after the first, at most.
+    * **Budget**, in autoregressive rounds: `ROUND_BUDGET` per round, and what speculation measurably gained or lost.
+    * **Planning takes time**: a plan lasts until planning is at most `SHARE` of the time, while its rows stay and it
+      does not lose. The ledger gets its rounds when the next plan is made.
 
     Without uncertainty, with one candidate of one γ and rows that are alike, the rule is ER's π_SD (Eq. 3).
 
     Args:
         candidates: drafters of different names, at least one.
-        draft_lengths: γ that may be chosen, ascending.
-        seconds: predicts rounds.
         times, drafts: the ledger, which outlives the control.
         margin: ε of ER Eq. 3: log gain, about, from which drafting begins.
         race: whether rows may get chains of two drafters.
-        budget: most tokens of a race's verification, all rows together; None: as many as pay.
+        race_budget: most tokens of a race's verification, all rows together; None: as many as pay.
         clock: seconds; limits planning time. A constant clock plans every round.
     """
 
@@ -63,356 +121,330 @@ class Planner(Control):
         drafts: Drafts,
         margin: float = 0.05,
         race: bool = True,
-        budget: int | None = None,
+        race_budget: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.candidates = list(candidates)
         self._lengths, self._margin, self._may_race = np.array(sorted(draft_lengths)), margin, race
-        self._budget = math.inf if budget is None else budget
+        self._race_budget = math.inf if race_budget is None else race_budget
         self._predict, self.times, self.drafts, self._clock = seconds, times, drafts, clock
         self._singles = [
-            Arm(((which, int(length)),)) for which in range(len(self.candidates)) for length in self._lengths
+            Arm(((which, length),)) for which in range(len(self.candidates)) for length in self._lengths.tolist()
         ]
-        self._kind = lru_cache(self._kind_of)
-        self.listens_to = [which for which, candidate in enumerate(self.candidates) if not candidate.is_network]
-        self.most_listened = int(self._lengths[-1])
-        self.saved = self._needed = 0.0
-        self.tallies = [Tally() for _ in self.candidates]
+        self.compared_lookups = [which for which, candidate in enumerate(candidates) if not candidate.is_network]
+        self.compared_length = int(self._lengths[-1])
+        networks = [which for which, candidate in enumerate(candidates) if candidate.is_network]
+        self._couples = [(network, lookup) for network in networks for lookup in self.compared_lookups]
+        self.races = bool(self._couples)
+        self.budget = self._trial_cost = 0.0
         self.begin(1, [])
 
     @property
-    def races(self) -> bool:  # type: ignore[override]
-        """Whether a round may have chains of two drafters."""
-        return len({candidate.is_network for candidate in self.candidates}) == 2
-
-    @property
     def most_drafted(self) -> int:
-        return int(self._lengths[-1]) * (2 if self.races and self._may_race else 1)
-
-    # ---- a rollout ------------------------------------------------------------------------------------------------
+        return self.compared_length * (2 if self.races and self._may_race else 1)
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         self._capacity = max(capacity, 1)
-        self._sizes = sorted({min(1 << power, self._capacity) for power in range(self._capacity.bit_length() + 1)})
+        self._sizes = [*(1 << power for power in range((self._capacity - 1).bit_length())), self._capacity]
         self._predicted: dict[Arm, Floats] = {}
-        self._length_then = math.nan
+        self._tables: dict[tuple[tuple[Arm, ...], int, int], ArmTable] = {}
+        self._batch, self._planned_length = 1, math.nan
+        self._max_rows = np.array([candidate.max_rows for candidate in self.candidates])  # [M], 0: it failed
         self.drafts.begin(prompts)
-        self.saved = min(self.saved, max(CARRIED, self._needed))
+        self.budget = min(self.budget, max(CARRIED_BUDGET, self._trial_cost))
         self.tallies = [Tally() for _ in self.candidates]
-        self._dropped: set[int] = set()
-        self._tables: dict[tuple[tuple[Arm, ...], int, int], Table] = {}
-        self._kept, self._said = Kept(PLAIN, [], False), Account(None, "no round was planned")
+        self._current, self._explanation = CurrentPlan(), Explanation(None, "no round was planned")
 
     def drop(self, index: int) -> None:
-        self._dropped.add(index)
-        self._kept.failed, self._kept.lasts = True, 0.0  # perhaps within a round, of which nothing is told then
+        self._max_rows[index] = 0
+        self._current.failed, self._current.lasts = True, 0.0  # perhaps within a round, which then has no verdicts
 
     def further_method(
         self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
     ) -> tuple[str, list[int]] | None:
         """By SA Algorithm 3, for the requests of this rank: methods are ordered by what they gain for one row."""
-        arms = [arm for arm in self._singles if self._may_draft(arm)]
-        if not self._may_race or not arms or not len(requests):
+        arms = [arm for arm in self._singles if self._may_race and self._batch <= self._max_rows[arm.chains[0][0]]]
+        if not arms or not len(requests):
             return None
-        survivals = self.drafts.survivals(np.array(requests), max(int(self._lengths[-1]), YARDSTICK))  # [B, M, most]
+        survivals = self.drafts.survivals(np.array(requests), max(self.compared_length, YARDSTICK))  # [B, M, most]
         gains: dict[str, float] = {}
         for arm in arms:
             ((which, length),) = arm.chains
-            name, tau = self.candidates[which].name, 1 + survivals[:, which, :length].sum(1).mean()
+            tau, name = 1 + survivals[:, which, :length].sum(1).mean(), self.candidates[which].name
             gains[name] = max(gains.get(name, 0.0), tau / self._seconds(arm)[0])
-        drafting = [self.candidates[which].name for which, _ in self._kept.arm.chains]
-        own = drafting[0] if drafting else NO_METHOD
-        judge = [candidate.name for candidate in self.candidates].index(own if own in gains else next(iter(gains)))
+        names = [candidate.name for candidate in self.candidates]
+        method = next((names[which] for which, _ in self._current.arm.chains), NO_METHOD)
+        judge = names.index(method if method in gains else next(iter(gains)))
         rates = 1 + survivals[:, judge, :YARDSTICK].sum(1)  # [B]
-        order = sorted(gains, key=gains.__getitem__, reverse=True)
         speeds = dict(zip(requests, rates.tolist(), strict=True))
-        added: tuple[str, list[int]] | None = load("specactor.assignment").further_method(speeds, order, own, helpers)
-        return added
+        order = sorted(gains, key=gains.__getitem__, reverse=True)
+        choice: tuple[str, list[int]] | None
+        choice = load("specactor.assignment").further_method(speeds, order, method, helpers)
+        return choice
 
-    def account(self) -> Account:
-        return self._said
+    def explain(self) -> Explanation:
+        return self._explanation
 
-    def forecast(self, batch: int, length: float) -> Account:
+    def forecast(self, batch: int, length: float) -> Explanation:
         if batch > (most := max(candidate.max_rows for candidate in self.candidates)):
-            return Account(None, too_many_rows(batch, most))
-        return Account(None, f"rounds will tell when to draft; trials may take {INCOME:.1%} of the time")
+            return Explanation.too_many_rows(batch, most)
+        return Explanation(None, f"rounds will tell when to draft; trials may take {ROUND_BUDGET:.1%} of the time")
 
     def finish(self) -> None:
         self._settle()
         self.times.end_rollout()
         self.drafts.end_rollout()
 
-    # ---- a round --------------------------------------------------------------------------------------------------
-
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
-        started, before = self._clock(), self._kept
+        started, before = self._clock(), self._current
         same = before.requests == requests and before.waiting == (waiting > 0)
         if same and before.passed < before.lasts and not before.loses:
             return before.chains
         self._settle()
         self._batch = len(requests)
-        if not 0.8 < length / self._length_then < 1.25:  # predictions move little within that
-            self._predicted, self._tables, self._length_then = {}, {}, length
-        survivals = self.drafts.survivals(np.array(requests), int(self._lengths[-1]))  # [B, M, most γ]
+        if not 0.8 < length / self._planned_length < 1.25:  # predictions move little within that
+            self._predicted, self._tables, self._planned_length = {}, {}, length
+        survivals = self.drafts.survivals(np.array(requests), self.compared_length)  # [B, M, most γ]
         efficiencies = (1 + survivals.cumsum(-1)[..., self._lengths - 1]).transpose(1, 2, 0)  # [M, Γ, B]
-        taus = efficiencies.reshape(len(self._singles), -1)  # [arms, B]
-        singles = self._table(())
-        gains = self._log_gains(singles, taus, waiting)  # [arms]
-        pairs = list(self._pairs(gains, taus, survivals, waiting))
-        table = self._table(tuple(arm for arm, _ in pairs))
-        if pairs:
-            taus = np.concatenate([taus, [tau for _, tau in pairs]])
+        taus = efficiencies.reshape(len(self._singles), -1)  # [A, B]
+        table = self._table(())
+        gains = self._log_gains(table, taus, waiting)  # [A]
+        if pairs := self._pairs(gains, taus, survivals, waiting):
+            table = self._table(tuple(pairs))
+            taus = np.concatenate([taus, [*pairs.values()]])
             gains = self._log_gains(table, taus, waiting)
-        arm = self._choose(table, gains)
-        kept = Kept(
-            arm, list(requests), waiting > 0, arm.width, self._shares(arm), float(self._seconds(arm)[self._batch - 1]),
-            gain=self._gain,
-        )  # fmt: skip
-        for which, chosen in kept.arm.chains:
-            self.candidates[which].draft_length = chosen
-        kept.chains, kept.plain = self._chains(kept.arm, efficiencies), self._plain_seconds()
-        self._kept, kept.lasts = kept, (self._clock() - started) / SHARE
-        return kept.chains
+        current = CurrentPlan(requests=list(requests), waiting=waiting > 0, predicted=table.plain)
+        if (best := self._choose(table, gains)) is not None:
+            arm, current.gain = table.arms[best], self._explanation.predicted_speedup or 0.0
+            current.arm, current.width, current.shares = arm, arm.width, table.shares[best]
+            current.predicted = float(table.seconds[best, -1])
+            current.chains = self._chains(arm, efficiencies)
+            for which, chosen in arm.chains:
+                self.candidates[which].draft_length = chosen
+        current.plain = self._plain_seconds()
+        self._current, current.lasts = current, (self._clock() - started) / SHARE
+        return current.chains
 
-    def _choose(self, table: Table, gains: Floats) -> Arm:
-        """The arm of largest optimistic gain that the account covers; `gains` `[arms]` are the predicted ones."""
+    def _choose(self, table: ArmTable, gains: Floats) -> int | None:
+        """The arm of largest optimistic gain that the budget covers, None: no drafts; `gains` `[A]` are predicted."""
         offsets, variances = self.times.offsets(table.terms)
-        unsure = self.drafts.variances(int(self._lengths[-1])).ravel()[table.drafts].max(1)  # [arms]
+        unsure = self.drafts.variances(self.compared_length).ravel()[table.places].max(1)  # [A]
         gains = np.minimum(gains - offsets, table.most)  # no draft makes a round shorter
         # Each of its rounds commits a token per row at least, so it costs at most this many autoregressive rounds.
         ratios = table.seconds[:, -1] / table.plain * np.exp(offsets)
         # A first trial is covered as predicted: it is one round of the shortest γ, and what it will cost nobody knows.
         caution = np.where(table.untried, 0.0, CAUTION)
         tokens = np.maximum(np.exp(gains - caution * np.sqrt(unsure)) * ratios, 1.0)
-        worst = ratios * np.exp(caution * np.sqrt(variances)) - tokens  # [arms]
-        worst = np.where(table.untried, np.minimum(worst, MOST_SAVED), worst)
+        worst = ratios * np.exp(caution * np.sqrt(variances)) - tokens  # [A], rounds that a trial may cost
+        worst = np.where(table.untried, np.minimum(worst, MAX_BUDGET), worst)
         # What a long rollout saves while nothing drafts lets it doubt more: a few unlucky drafts rule no method out.
-        doubt = 1 + (max(self.saved - 2 * CARRIED, 0.0) / MOST_SAVED if self._kept.arm == PLAIN else 0.0)
-        begins = math.log1p(self._margin) if self._kept.arm == PLAIN else 0.0
-        served = [self._may_draft(arm) for arm in table.arms]
+        is_plain = self._current.arm == PLAIN
+        doubt = 1 + (max(self.budget - 2 * CARRIED_BUDGET, 0.0) / MAX_BUDGET if is_plain else 0.0)
+        begins = math.log1p(self._margin) if is_plain else 0.0
+        served = self._max_rows[table.drafters].min(1) >= self._batch  # [A]
         hopes = gains + np.sqrt(doubt**2 * (variances + unsure) + table.untried) - begins
         hopes = np.where(served, hopes, -np.inf)
         firsts = np.flatnonzero((table.untried > 0) & ~table.waits)
-        for at in firsts:  # a first trial tells of all γ of its method
+        for at in firsts:  # a first trial measures its method for all γ
             hopes[at] = hopes[at : at + len(self._lengths)].max()
-        next_trial = min(((float(worst[at]), int(at)) for at in firsts if hopes[at] > 0), default=None)
-        self._needed = next_trial[0] if next_trial else 0.0
+        trial = min(firsts[hopes[firsts] > 0], key=worst.__getitem__, default=None)
+        self._trial_cost = 0.0 if trial is None else float(worst[trial])
         known = (table.untried == 0) | (self.times.rounds > 0)  # a trial is compared with an autoregressive round
-        hopes = np.where((worst <= self.saved) & known & ~table.waits, hopes, -np.inf)
+        hopes = np.where((worst <= self.budget) & known & ~table.waits, hopes, -np.inf)
         best = int(hopes.argmax())
-        self._gain = math.exp(gains[best])
-        chosen = table.arms[best] if hopes[best] > 0 else PLAIN
-        if chosen.chains:
-            self._say(chosen, self._gain, "drafting")
-        else:
-            self._say_why_not(table.arms, gains, worst, None if next_trial is None else next_trial[1])
-        return chosen
+        if hopes[best] > 0:
+            self._explain_arm(table.arms[best], math.exp(gains[best]), "drafting")
+            return best
+        if not any(tally.rounds for tally in self.tallies):  # else the newest draft stays explained
+            self._explain_no_draft(table, np.where(served, gains, -np.inf), worst, trial)
+        return None
 
-    def _say(self, arm: Arm, gain: float, then: str) -> None:
-        """Keeps what is said of the rollout: `arm` promises `gain`, and `then` what follows from it."""
+    def _explain_arm(self, arm: Arm, gain: float, then: str) -> None:
+        """`arm` promises `gain`, and `then` follows from it."""
         names = " and ".join(f'"{self.candidates[which].name}" (γ = {length})' for which, length in arm.chains)
-        said = promise(names, gain, self._batch, self._length_then, by="promises")
-        self._said = Account(gain, f"{said}: {then}")
+        promised = promise(names, gain, self._batch, self._planned_length, by="promises")
+        self._explanation = Explanation(gain, f"{promised}: {then}")
 
-    def _say_why_not(self, arms: Sequence[Arm], gains: Floats, worst: Floats, trial: int | None) -> None:
-        """Says of the arm that promises most why it does not draft, or when the first trial, arm `trial`, will run;
-        nothing after drafts of this rollout."""
-        if any(tally.rounds for tally in self.tallies):
+    def _explain_no_draft(self, table: ArmTable, gains: Floats, worst: Floats, trial: int | None) -> None:
+        """Why the arm that promises most does not draft, or when the first trial, of arm `trial`, will run. `gains`
+        of arms that cannot serve are -inf."""
+        best = int(gains.argmax()) if trial is None else trial
+        gain, missing = math.exp(gains[best]), worst[best] - self.budget
+        if not gain:
+            most = int(self._max_rows.max())
+            self._explanation = Explanation.too_many_rows(self._batch, most) if most else Explanation(None, FAILED)
             return
-        served = [self._may_draft(arm) for arm in arms]
-        if not any(served):
-            left = [each.max_rows for which, each in enumerate(self.candidates) if which not in self._dropped]
-            self._said = Account(None, too_many_rows(self._batch, max(left)) if left else FAILED)
-            return
-        best = int(np.where(served, gains, -np.inf).argmax()) if trial is None else trial
-        gain = math.exp(gains[best])
-        if trial is not None:
-            self._say(arms[trial], gain, first_trial(worst[trial], self.saved))
-            return
-        too_little = gain < 1 + self._margin
-        self._say(arms[best], gain, decision(gain, self._margin) if too_little else no_budget(worst[best], self.saved))
+        when = f"for about {max(math.ceil(missing / ROUND_BUDGET), 1)} more rounds, until the budget covers a"
+        if trial is not None:  # it may promise little: the prediction may be wrong
+            then = f"decoding plainly {when} first trial"
+        elif gain < 1 + self._margin:
+            then = decision(gain, self._margin)
+        elif worst[best] > MAX_BUDGET:
+            remedy = 'sd_toggle="always" drafts without trials'
+            then = f"decoding plainly, since a trial may cost more than {MAX_BUDGET:.0f} rounds; {remedy}"
+        else:
+            then = f"decoding plainly {when} trial (longer completions help)"
+        self._explain_arm(table.arms[best], gain, then)
 
-    def _may_draft(self, arm: Arm) -> bool:
-        if arm.race and self._batch * (1 + arm.width) > self._budget:
-            return False
-        served = (
-            which not in self._dropped and self._batch <= self.candidates[which].max_rows for which, _ in arm.chains
-        )
-        return all(served)
-
-    def _pairs(self, gains: Floats, taus: Floats, survivals: Floats, waiting: int) -> Iterator[tuple[Arm, Floats]]:
-        """A network beside a lookup, each at the γ that is best alone, with τ of each row."""
+    def _pairs(self, gains: Floats, taus: Floats, survivals: Floats, waiting: int) -> dict[Arm, Floats]:
+        """τ of each row, for a network beside a lookup, each at the γ that is best alone."""
+        pairs: dict[Arm, Floats] = {}
         best = gains.reshape(len(self.candidates), -1).argmax(1) + np.arange(len(self.candidates)) * len(self._lengths)
         for network, lookup in self._couples:
             one, other = best[network], best[lookup]
             chains = (*self._singles[one].chains, *self._singles[other].chains)
             if self._batch > 1:
-                yield Arm(chains), np.maximum(taus[one], taus[other])
-            if self._may_race and not waiting:
+                pairs[Arm(chains)] = np.maximum(taus[one], taus[other])
+            race = Arm(chains, race=True)
+            if self._may_race and not waiting and self._batch * (1 + race.width) <= self._race_budget:
                 both = min(length for _, length in chains)  # of two chains the longer one counts
                 shared = (survivals[:, network, :both] * survivals[:, lookup, :both]).sum(1)  # [B]
-                yield Arm(chains, race=True), taus[one] + taus[other] - 1 - shared
+                pairs[race] = taus[one] + taus[other] - 1 - shared
+        return pairs
 
-    @property
-    def _couples(self) -> list[tuple[int, int]]:
-        networks, lookups = (
-            [which for which, candidate in enumerate(self.candidates) if candidate.is_network == is_network]
-            for is_network in (True, False)
-        )
-        return [(network, lookup) for network in networks for lookup in lookups]
-
-    def _log_gains(self, table: Table, taus: Floats, waiting: int) -> Floats:
-        """How much sooner the rows end than autoregressively, `[arms]`, with τ of each row `[arms, B]`."""
+    def _log_gains(self, table: ArmTable, taus: Floats, waiting: int) -> Floats:
+        """How much sooner the rows end than autoregressively, `[A]`, with τ of each row `[A, B]`."""
         if waiting:
             return np.log(taus.mean(1) * table.plain / table.seconds[:, -1])
         stays = np.sort(1 / taus, axis=1)  # rounds per token of each row, the first to end first
         stays[:, 1:] -= stays[:, :-1].copy()
         return np.log(table.plain / (stays * table.seconds[:, ::-1]).sum(1))
 
-    def _table(self, pairs: tuple[Arm, ...]) -> Table:
+    def _table(self, pairs: tuple[Arm, ...]) -> ArmTable:
         """All single arms and `pairs`, for rounds of the present size."""
         key = pairs, self._batch, len(self.times.tried)
         if key not in self._tables:
-            arms, batch, most = (*self._singles, *pairs), self._batch, int(self._lengths[-1])
-            places = [[which * most + length - 1 for which, length in arm.chains] for arm in arms]
-            untried = np.array([self._is_untried(arm) for arm in arms])
-            self._tables[key] = Table(
+            arms, batch, plain = (*self._singles, *pairs), self._batch, self._seconds(PLAIN)[self._batch - 1]
+            shares = [self._shares(arm, plain) for arm in arms]
+            firsts, lasts = (np.array([arm.chains[place] for arm in arms]) for place in (0, -1))  # [A, 2] each
+            is_untried = np.array([self.times.is_untried(candidate.name) for candidate in self.candidates])  # [M]
+            # A lookup beside a network needs no first trial: alone it may never promise more than the network.
+            untried = is_untried[firsts[:, 0]]
+            most = np.maximum(firsts, lasts)[:, 1]
+            drafters = np.stack([firsts[:, 0], lasts[:, 0]], 1)
+            self._tables[key] = ArmTable(
                 arms,
                 np.array([self._seconds(arm)[:batch] for arm in arms]),
-                self._seconds(PLAIN)[batch - 1],
-                self.times.weights(
-                    [self._kind(arm, batch) for arm in arms], self._kind(PLAIN, batch),
-                    [self._shares(arm) for arm in arms],
-                ),
-                np.where(untried, [(UNTRIED * sum(self._shares(arm))) ** 2 for arm in arms], 0.0),
-                untried & [len(arm.chains) > 1 or arm.width > self._lengths[0] for arm in arms],
-                np.log1p([max(length for _, length in arm.chains) for arm in arms]),
-                np.array([(own[0], own[-1]) for own in places]),
+                plain,
+                shares,
+                self.times.terms([self._kind(arm, batch) for arm in arms], self._kind(PLAIN, batch), shares),
+                np.where(untried, (UNTRIED * np.array([sum(of_chains) for of_chains in shares])) ** 2, 0.0),
+                untried & ((drafters[:, 0] != drafters[:, 1]) | (most > self._lengths[0])),
+                np.log1p(most),
+                drafters,
+                drafters * self.compared_length + np.stack([firsts[:, 1], lasts[:, 1]], 1) - 1,
             )
         return self._tables[key]
 
     def _chains(self, arm: Arm, efficiencies: Floats) -> tuple[Chain, ...]:
+        """The chains of a plan; where two drafters share the rows, each row gets the one of larger τ."""
         if len(arm.chains) < 2 or arm.race:
-            return tuple(Chain(which, length) for which, length in arm.chains)
+            return tuple([Chain(which, length) for which, length in arm.chains])
         taus = np.array([efficiencies[which, self._lengths == length][0] for which, length in arm.chains])  # [2, B]
-        best = taus.argmax(0)
-        rows = [tuple(np.flatnonzero(best == place).tolist()) for place in range(len(arm.chains))]
-        return tuple(
-            Chain(which, length, None if len(own) == self._batch else own)
-            for (which, length), own in zip(arm.chains, rows, strict=True)
-            if own
-        )
-
-    # ---- what rounds did --------------------------------------------------------------------------------------------
+        chains = []
+        for place, (which, length) in enumerate(arm.chains):
+            if rows := tuple(np.flatnonzero(taus.argmax(0) == place).tolist()):
+                chains.append(Chain(which, length, None if len(rows) == self._batch else rows))
+        return tuple(chains)
 
     def record_rows(
         self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
     ) -> None:
-        if not self._kept.failed:
-            self._kept.verdicts.append((accepted, drafted))
+        if not self._current.failed:
+            self._current.verdicts.append((accepted, drafted))
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
-        kept = self._kept
-        kept.passed += seconds
-        if kept.failed or not is_typical or draft_length < kept.width or seconds <= 0:
+        current = self._current
+        current.passed += seconds
+        if current.failed or not is_typical or draft_length < current.width or seconds <= 0:
             return  # forwards were captured, or these were a rollout's last rounds: they are of no kind
-        kept.measured.append((seconds, tokens))
+        current.measured.append((seconds, tokens))
 
-    def overheard(
+    def record_unverified(
         self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
     ) -> None:
         self.drafts.record(which, np.array(requests), np.array([accepted]), np.array([attempted]))
 
     def _settle(self) -> None:
-        """Writes to the ledger, the account and the tallies what the rounds of the plan that was kept did."""
-        kept = self._kept
-        if rounds := len(kept.measured):
-            measured = np.array(kept.measured)  # [rounds, 2], seconds and tokens
-            kind, ratios = self._kind(kept.arm, kept.batch), np.log(measured[:, 0] / kept.predicted)
-            counts = self.times.observe(kind, *ratios, shares=kept.shares)
+        """Adds the rounds of the current plan to the ledger, the budget and the tallies."""
+        current, batch = self._current, len(self._current.requests)
+        if rounds := len(current.measured):
+            measured = np.array(current.measured)  # [rounds, 2], seconds and tokens
+            kind, ratios = self._kind(current.arm, batch), np.log(measured[:, 0] / current.predicted)
+            counts = self.times.observe(kind, *ratios, shares=current.shares)
             gained = 0.0
-            if kept.arm.chains:
+            if current.arm.chains:
                 plain = self._plain_seconds()
                 # After a jump of the machine drafts may seem cheap, as nothing else was measured: no credit for that.
-                terms = self.times.weights([kind], self._kind(PLAIN, kept.batch), [kept.shares])
-                doubt = math.sqrt(max(self.times.offsets(terms)[1].item() - KNOWN, 0.0))
+                terms = self.times.terms([kind], self._kind(PLAIN, batch), [current.shares])
+                doubt = math.sqrt(max(self.times.offsets(terms)[1].item() - CERTAIN, 0.0))
                 seconds, tokens = measured[counts].sum(0)
-                gained = tokens / kept.batch - seconds / plain * math.exp(CAUTION * doubt)
+                gained = tokens / batch - seconds / plain * math.exp(CAUTION * doubt)
                 seconds, tokens = measured.sum(0).tolist()
-                for which, _ in kept.arm.chains:  # a race or a mixture counts for both
+                for which, _ in current.arm.chains:  # a race or a mixture counts for both
                     self.tallies[which] += Tally(
-                        rounds, rounds * kept.batch, int(tokens), seconds,
-                        plain * tokens / kept.batch, rounds * kept.gain, rounds,
+                        rounds, rounds * batch, int(tokens), seconds, plain * tokens / batch,
+                        rounds * current.gain, rounds,
                     )  # fmt: skip
-            self.saved = min(max(self.saved + INCOME * rounds + gained, -MOST_SAVED), MOST_SAVED)
-            kept.measured = []
-        for which in {which for accepted, _ in kept.verdicts for which in accepted}:
-            of_rounds = [(accepted[which], drafted[which]) for accepted, drafted in kept.verdicts if which in accepted]
-            right, tried = np.array(of_rounds).swapaxes(0, 1)  # [R, B] each; -1: no draft
-            if not self.candidates[which].is_network:  # it drafts less than γ where it knows no more: that is no hit
-                tried = np.full_like(tried, dict(kept.arm.chains).get(which, 0))
-            self.drafts.record(which, np.array(kept.requests), right, np.minimum(right + 1, tried))
-        kept.verdicts.clear()
+            self.budget = min(max(self.budget + ROUND_BUDGET * rounds + gained, -MAX_BUDGET), MAX_BUDGET)
+            current.measured = []
+        for which, candidate in enumerate(self.candidates):
+            verdicts = [(right[which], tried[which]) for right, tried in current.verdicts if which in right]
+            if not verdicts:
+                continue
+            right, tried = np.array(verdicts).swapaxes(0, 1)  # [R, B] each; -1: no draft
+            if not candidate.is_network:  # it drafts less than γ where it knows no more: that is no hit
+                tried = np.full_like(tried, dict(current.arm.chains).get(which, 0))
+            self.drafts.record(which, np.array(current.requests), right, np.minimum(right + 1, tried))
+        current.verdicts.clear()
 
     def spend(self, seconds: float) -> bool:
         self._settle()
         rounds = seconds / self._plain_seconds()
-        if self.saved < rounds:
-            return False
-        self.saved -= rounds
-        return True
-
-    # ---- predictions ------------------------------------------------------------------------------------------------
+        covered = self.budget >= rounds
+        self.budget -= rounds if covered else 0.0
+        return covered
 
     def _seconds(self, arm: Arm) -> Floats:
         """Predicted seconds of a round of 1, 2, … rows: `[capacity]`, between powers of two by straight lines."""
         if arm not in self._predicted:
-            lengths = {self.candidates[which].name: length for which, length in arm.chains}
-            at = [self._predict(lengths, arm.width, rows, self._length_then) for rows in self._sizes]
-            self._predicted[arm] = np.interp(np.arange(1, self._capacity + 1), self._sizes, at)
+            lengths, width = {self.candidates[which].name: length for which, length in arm.chains}, arm.width
+            seconds = [self._predict(lengths, width, rows, self._planned_length) for rows in self._sizes]
+            self._predicted[arm] = np.interp(np.arange(1, self._capacity + 1), self._sizes, seconds)
         return self._predicted[arm]
 
-    def _shares(self, arm: Arm) -> tuple[float, ...]:
-        """Of a round that each of its chains adds to an autoregressive one, as predicted."""
-        plain, whole = (float(self._seconds(own)[self._batch - 1]) for own in (PLAIN, arm))
-        alone = [float(self._seconds(Arm((chain,)))[self._batch - 1]) for chain in arm.chains]
-        added = [max(seconds - plain, LEAST_SHARE * seconds) for seconds in alone]
-        share = max(1 - plain / whole, LEAST_SHARE)
-        return tuple(share * own / sum(added) for own in added)
-
-    def _is_untried(self, arm: Arm) -> bool:
-        """Whether a first trial has yet to tell what it takes. A lookup beside a network needs none: alone it may
-        never promise more than the network."""
-        candidates = [self.candidates[which] for which, _ in arm.chains]
-        alone = len(candidates) == 1
-        return any(self.times.is_untried(each.name) for each in candidates if alone or each.is_network)
+    def _shares(self, arm: Arm, plain: float) -> tuple[float, ...]:
+        """Of a round that each of its chains adds to an autoregressive one of `plain` seconds, as predicted."""
+        added = []
+        for chain in arm.chains:
+            alone = float(self._seconds(Arm((chain,)))[self._batch - 1])
+            added.append(max(alone - plain, LEAST_SHARE * alone))
+        share = max(1 - plain / float(self._seconds(arm)[self._batch - 1]), LEAST_SHARE)
+        return tuple([share * seconds / sum(added) for seconds in added])
 
     def _plain_seconds(self) -> float:
-        """What an autoregressive round takes now."""
+        """Expected seconds of an autoregressive round now."""
         return self.times.seconds(self._kind(PLAIN, self._batch), float(self._seconds(PLAIN)[self._batch - 1]))
 
-    def _kind_of(self, arm: Arm, batch: int) -> Kind:
-        names = tuple(self.candidates[which].name for which, _ in arm.chains)
-        return Kind(names, (*(length for _, length in arm.chains), int(arm.race)), batch.bit_length())
+    def _kind(self, arm: Arm, batch: int) -> Kind:
+        names = tuple([self.candidates[which].name for which, _ in arm.chains])
+        return Kind(names, (*[length for _, length in arm.chains], int(arm.race)), batch.bit_length())
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
         self._settle()
         if not self.times.rounds:
             return None
-        return sum(
-            each.rounds
-            * self.times.seconds(self._kind(PLAIN, each.batch), self._predict({}, 0, each.batch, each.length))
-            for each in rounds
-        )
-
-    # ---- checkpoints ------------------------------------------------------------------------------------------------
+        total = 0.0
+        for count, batch, length in rounds:
+            total += count * self.times.seconds(self._kind(PLAIN, batch), self._predict({}, 0, batch, length))
+        return total
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger, as a checkpoint keeps it; JSON."""
         return {"times": self.times.state_dict(), **self.drafts.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave, or from the acceptance that earlier releases kept."""
+        """Continues from a `state_dict`, or from the acceptance that earlier releases kept."""
         self.drafts.load_state_dict(state)
         if "times" in state:
             self.times.load_state_dict(state["times"])

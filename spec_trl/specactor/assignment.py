@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from ..scheduling.account import Account
-from ..scheduling.control import Control, OneDrafter
+from ..scheduling.control import Chain, Control, Explanation
 from ..scheduling.plain_decoding import PlainRounds
 
 
@@ -94,7 +93,7 @@ def further_method(
     return (pairs[0][1], [request for request, _ in pairs]) if pairs else None
 
 
-class RaceHelper(OneDrafter):
+class RaceHelper(Control):
     """The control of a rank that races for rows of another one: candidate `which` drafts for them in each round.
 
     Args:
@@ -108,10 +107,10 @@ class RaceHelper(OneDrafter):
         self._which = which
         self._batch = 0
 
-    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
-        self._batch = batch
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        self._batch = len(requests)
         candidate = self.candidates[self._which]
-        return self._which, 0 if batch > candidate.max_rows else candidate.draft_length
+        return () if self._batch > candidate.max_rows else (Chain(self._which, candidate.draft_length),)
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         if draft_length:
@@ -123,8 +122,8 @@ class RaceHelper(OneDrafter):
     def finish(self) -> None:
         self.control.finish()
 
-    def account(self) -> Account:
-        return self.control.account()
+    def explain(self) -> Explanation:
+        return self.control.explain()
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
         return self.control.plain_seconds(rounds)

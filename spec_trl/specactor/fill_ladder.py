@@ -13,8 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..efficient_rollout.round_bench import RoundBench, bar_text, warm_up_rounds
-from ..generation import kept
+from ..efficient_rollout.fill_profile import RoundBench, bar_text, warm_up_rounds
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
@@ -23,10 +22,11 @@ from ..generation.engine.drafter import Drafter
 from ..generation.engine.noise import Draw, RoundNoise
 from ..generation.engine.requirements import position_limit
 from ..generation.engine.rollout import Rollout
-from ..measuring.calibrated import ladder_folder
+from ..generation.session import Session
+from ..measuring.known_rounds import ladder_folder
 from ..measuring.machine import profile_key
 from ..scheduling.control import Chain
-from ..scheduling.profile_key import ProfileKey
+from ..scheduling.model_constants import ProfileKey
 from ..user_cache import read_kept, save_kept
 from .ladder import Ladder, Rung, ladder_path
 
@@ -106,7 +106,8 @@ def find_ladder(
     key = profile_key(model, config)
     shape = _fingerprint(key, drafters, draft_lengths)
     path = _path(key, config, shape)
-    ladder: Ladder | None = kept.look(model, _NAME)
+    session = Session.of(model)
+    ladder = session.ladder
     if ladder is None or ladder.shape != shape:
         ladder = read_kept(path, Ladder.load, ", and the drafters are profiled again")
         if ladder is not None and ladder.shape != shape:
@@ -117,12 +118,8 @@ def find_ladder(
         batches = [batch for batch in BATCHES if 2 * batch <= max_batch_size] + [max_batch_size]
         ladder = build_ladder(model, drafters, batches, draft_lengths, config=config, kept_in=path.parent)
         save_kept(ladder.save, path, "draft ladder")
-    if ladder is not None:
-        kept.keep(model, _NAME, ladder)
+    session.ladder = ladder
     return ladder
-
-
-_NAME = "ladder"
 
 
 def _path(key: ProfileKey, config: SpeculativeConfig, shape: str) -> Path:

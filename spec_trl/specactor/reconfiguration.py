@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from ..efficient_rollout.profile import Profile
+from ..efficient_rollout.profile import Profile, roofline_of
 from ..efficient_rollout.roofline import Roofline
-from ..efficient_rollout.rounds import roofline_of
-from ..scheduling.affine_seconds import AffineSeconds, fit_affine
+from ..scheduling.forward_seconds import AffineSeconds, fit_affine
 from .decoupled_plan import ExecutionPlan, Mode, SpeedModel, best_window, plan_of_machine
 from .token_speed import (
     DraftSeconds,

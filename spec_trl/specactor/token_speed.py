@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from ..scheduling.acceptance import expected_block_efficiency
-from ..scheduling.affine_seconds import AffineSeconds
+from ..scheduling.forward_seconds import AffineSeconds
 
 
 DraftSeconds: TypeAlias = Callable[[int], AffineSeconds]

@@ -23,24 +23,24 @@ _LEDGER_FILE = "rollout_acceptance_{}.json"
 _MEMORY_FILES = {HistoryDrafter.strategy: "rollout_history_{}.pt", DistilledDrafter.strategy: "rollout_tts_{}.pt"}
 
 
-def find_checkpoint(given: str | bool | None, output_dir: str) -> str | bool | None:
+def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | bool | None:
     """The `resume_from_checkpoint` for transformers, which takes for True the newest folder, be it whole or not. Where
     it is not, this gives the newest whole one and warns.
 
     Raises:
-        ValueError: `given` names a checkpoint that is not whole, or no checkpoint is.
+        ValueError: `wanted` names a checkpoint that is not whole, or no checkpoint is.
     """
-    if not given:
-        return given
-    siblings = Path(output_dir) if given is True else Path(given).parent
-    steps = {each: each.name.rpartition("-")[2] for each in siblings.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
-    folders = sorted((each for each, step in steps.items() if step.isdecimal()), key=lambda each: int(steps[each]))
-    asked = Path(given) if given is not True else folders[-1] if folders else siblings / "none"
+    if not wanted:
+        return wanted
+    siblings = Path(output_dir) if wanted is True else Path(wanted).parent
+    steps = {folder: folder.name.rpartition("-")[2] for folder in siblings.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    folders = sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
+    asked = Path(wanted) if wanted is not True else folders[-1] if folders else siblings / "none"
     if not asked.is_dir() or _is_whole(asked):
-        return given  # transformers says what is wrong with a path
-    whole = [each for each in folders if _is_whole(each)]
+        return wanted  # transformers says what is wrong with a path
+    whole = [folder for folder in folders if _is_whole(folder)]
     reason = f"{asked} has no readable {TRAINER_STATE_NAME}, which is written last: a run died while it saved it"
-    if given is not True or not whole:
+    if wanted is not True or not whole:
         remedy = f"Resume from {whole[-1]}, the newest one that is whole" if whole else "Train from the start"
         raise ValueError(f"{reason}. {remedy}.")
     warnings.warn(f"{reason}. The run goes on from {whole[-1]}, the newest one that is whole.", stacklevel=3)
@@ -147,9 +147,9 @@ class RankState:
         path, ledger = Path(folder) / _LEDGER_FILE.format(rank), None
         with only_for_speed(path):
             if path.exists():
-                found = json.loads(path.read_text())
-                Drafts([*found["methods"]], [False] * len(found["methods"])).load_state_dict(found)
-                if "times" in found:  # what older releases wrote has none
-                    Times(CELL_ERROR).load_state_dict(found["times"])
-                ledger = found
+                saved = json.loads(path.read_text())
+                Drafts([*saved["methods"]], [False] * len(saved["methods"])).load_state_dict(saved)
+                if "times" in saved:  # what older releases wrote has none
+                    Times(CELL_ERROR).load_state_dict(saved["times"])
+                ledger = saved
         return cls(memories, ledger)

@@ -23,6 +23,7 @@ from ..generation.engine.given_completions import read_completions
 from ..generation.engine.kept_runner import exactness, runner_for
 from ..generation.engine.requirements import policy_in
 from ..generation.engine.shadow import decoder_layers
+from ..generation.session import Session
 from ..native_code import compiler
 from .sampler_mismatch import is_comparable
 
@@ -76,17 +77,19 @@ class ExactLogprobs:
                         )  # fmt: skip
                     logprobs, entropies = _Value.apply(output.log_probs, logprobs), output.entropy
             parts.append((logprobs, entropies))
-        found = [torch.cat(part) for part in zip(*parts, strict=True) if part[0] is not None]
-        return found[0], found[1] if compute_entropy else None, None
+        joined = [torch.cat(part) for part in zip(*parts, strict=True) if part[0] is not None]
+        return joined[0], joined[1] if compute_entropy else None, None
 
     def _read(self, policy: PreTrainedModel, ids: Tensor, mask: Tensor, width: int) -> tuple[Tensor, list[Tensor]]:
         """Log-probabilities `[B, width]`, and what the decoder layers after the first are fed, `[B, T, hidden]` each;
         padding has any values."""
-        prompts = [row[own.bool()] for row, own in zip(ids[:, :-width], mask[:, :-width], strict=True)]
+        prompts = [row[is_real.bool()] for row, is_real in zip(ids[:, :-width], mask[:, :-width], strict=True)]
         columns, exact = max(map(len, prompts)) + width, self._config.exact is True
-        runner = runner_for(policy, len(ids), columns, self._config, exact=exact)
         layers = range(1, len(decoder_layers(policy)))
-        logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
+        with Session.lend(policy) as session:
+            runner = runner_for(session, policy, len(ids), columns, self._config, exact=exact)
+            logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
+            session.check_shadow()
         positions = _positions(mask)[..., None]  # [B, T, 1]
         return logprobs, [state.take_along_dim(positions, dim=1) for state in states]
 
@@ -172,7 +175,7 @@ def _replacement(
     usual one. It checks that it is fed what the layer before has left there."""
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        others = [given for given in (*args, *kwargs.values()) if isinstance(given, Tensor) and given.requires_grad]
+        others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
         if others or (returned and hidden_states is not returned[0]):
             raise RuntimeError(
                 f"exact_logprobs=True: a {type(layer).__name__} is fed more than what the layer before returns. Set "
@@ -181,11 +184,11 @@ def _replacement(
         if output is None:
             return usual(hidden_states, *args, **kwargs)
 
-        def compute(given: Tensor) -> Tensor:
+        def compute(fed: Tensor) -> Tensor:
             checkpoints = getattr(layer, "gradient_checkpointing", False)
             layer.gradient_checkpointing = False  # it is this very thing
             try:
-                return usual(given, *args, **kwargs)
+                return usual(fed, *args, **kwargs)
             finally:
                 layer.gradient_checkpointing = checkpoints
 
@@ -210,17 +213,17 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         hidden, *learned = ctx.saved_tensors
         with torch.enable_grad(), torch.autocast(hidden.device.type, ctx.autocast, ctx.autocast is not None):
-            given = hidden.detach().requires_grad_()
-            output = ctx.compute(given)
-        return None, None, *torch.autograd.grad(output, [given, *learned], gradient, allow_unused=True)
+            fed = hidden.detach().requires_grad_()
+            output = ctx.compute(fed)
+        return None, None, *torch.autograd.grad(output, [fed, *learned], gradient, allow_unused=True)
 
 
 class _Value(torch.autograd.Function):
-    """`value`, with the gradient of `given`, of the same shape."""
+    """`value`, with the gradient of `scored`, of the same shape."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, value: Tensor) -> Tensor:
-        return value.to(given.dtype, copy=True)
+    def forward(ctx: Any, scored: Tensor, value: Tensor) -> Tensor:
+        return value.to(scored.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

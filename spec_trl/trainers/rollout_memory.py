@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from ..generation.engine.kept_runner import drop_runner, kept_runner
 from ..generation.engine.memory import forget_peak, peak_memory
 from ..generation.engine.requirements import policy_in
+from ..generation.session import capturing_session
 
 
 MARGIN = 0.1
@@ -61,29 +61,28 @@ class KeptGraphs:
     def __init__(self, setting: bool | Literal["auto"], device: torch.device, in_place: bool) -> None:
         self._decides, self._may_keep, self._device = setting == "auto", in_place, device
         self._first_step: int | None = None  # optimizer steps when the first rollout ended; None: none has
-        self._kept = 0  # bytes of the peak that are not training's
+        self._held = 0  # bytes of the peak that are not training's
         self._peak = 0  # bytes that training took at most
 
     @contextmanager
     def rollout(self, policy: nn.Module, steps: int) -> Iterator[None]:
         """Surrounds a rollout of `policy`, which may be wrapped, after so many optimizer steps."""
-        found = None if self._first_step is None else peak_memory(self._device)
-        if found is not None:
-            self._peak = max(self._peak, found[0] - self._kept)
+        usage = None if self._first_step is None else peak_memory(self._device)  # peak and total, bytes
+        if usage is not None:
+            self._peak = max(self._peak, usage[0] - self._held)
         yield
-        runner = kept_runner(policy)
-        if not self._decides or runner is None:
+        session = capturing_session(policy)
+        if not self._decides or session is None or session.runner is None:
             return
-        held, captured = runner.held_bytes, runner.captured[1]
-        del runner
+        held, captured = session.runner.held_bytes, session.runner.captured[1]
         has_trained = self._first_step is not None and steps > self._first_step
-        keeps = self._may_keep and has_trained and found is not None and held <= found[1] * (1 - MARGIN) - self._peak
+        keeps = self._may_keep and has_trained and usage is not None and held <= usage[1] * (1 - MARGIN) - self._peak
         what = "captured forwards, K/V and copies of weights"
         logger.info("%s, %.2f GiB, are %s", what, held / 2**30, "kept" if keeps else "freed")
         if not keeps:
-            drop_runner(policy)
+            session.drop_runner()
         # Between replays captured forwards use almost nothing of their pool, so the peak does not count it.
-        self._kept = held - captured if keeps else 0
+        self._held = held - captured if keeps else 0
         self._first_step = steps if self._first_step is None else self._first_step
         forget_peak(self._device)
 
@@ -93,12 +92,11 @@ class KeptGraphs:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            if (runner := kept_runner(policy)) is not None:
+            if (session := capturing_session(policy)) is not None and session.runner is not None:
                 error.add_note(
-                    f"{runner.held_bytes / 2**30:.2f} GiB were kept for the next rollout (captured forwards, K/V "
-                    "cache, copies of weights) and are free now. keep_graphs=False frees them after each rollout."
+                    f"{session.runner.held_bytes / 2**30:.2f} GiB were kept for the next rollout (captured forwards, "
+                    "K/V cache, copies of weights) and are free now. keep_graphs=False frees them after each rollout."
                 )
-                del runner
-                drop_runner(policy)
+                session.drop_runner()
             self._may_keep = False
             raise

@@ -16,11 +16,10 @@ from ..drafter_training.adaptation import Adaptable, DrafterAdaptation
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine.drafter import Drafter
-from ..generation.engine.shadow import structure
 from ..generation.registry import CHOOSING
+from ..generation.session import Session, structure
 from ..generation.strategies import copy_again, make_control, make_drafters, policy_copies
-from ..measuring.calibrated import find_ladder, find_profile
-from ..measuring.known_rounds import KnownRounds, find_known_rounds
+from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
 from ..measuring.machine import profile_key
 from ..papers import load
 from ..quantization.awq import ActivationStatistics
@@ -99,7 +98,9 @@ class RunDrafting:
     def _make_drafters(self, policy: PreTrainedModel) -> None:
         args, strategy = self._args, self._args.assistant_strategy
         strategy, assistant = ("none", None) if args.sd_toggle == "never" else (strategy, args.assistant_model)
-        self.drafters = make_drafters(strategy, policy, assistant, self.config)
+        with Session.lend(policy) as session:
+            self.drafters = make_drafters(session, strategy, policy, assistant, self.config)
+            session.drafters.clear()  # the trainer's alone from now on
         names = [drafter.strategy for drafter in self.drafters]
         self._draft_lengths = args.draft_length_controllers(names, self._saved_lengths)
         for drafter in self.drafters:
@@ -177,16 +178,16 @@ class RunDrafting:
 
     def _on_one_rank(self, measure: Callable[[], T]) -> T:
         """What `measure` returns on one rank, for all: if others measured too, they would disturb its times."""
-        found: list[Any] = [None]
+        result: list[Any] = [None]
         if self._accelerator.is_main_process:
             try:
-                found[0] = measure()
+                result[0] = measure()
             except Exception as error:  # raised on all ranks, or the others would wait for ever
-                found[0] = error
-        broadcast_object_list(found)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0]
+                result[0] = error
+        broadcast_object_list(result)
+        if isinstance(result[0], Exception):
+            raise result[0]
+        return result[0]
 
     # ---- from rollout to rollout ------------------------------------------------------------------------------------
 
@@ -204,11 +205,11 @@ class RunDrafting:
     def save(self, folder: str, rollouts: dict[str, int], is_shared: bool) -> None:
         """Writes this rank's state to a checkpoint, and that of all ranks where this rank `is_shared`'s writer."""
         if is_shared:
-            now = {name: DraftLengthState(**each.state_dict()) for name, each in self._draft_lengths.items()}
+            now = {name: DraftLengthState(**one.state_dict()) for name, one in self._draft_lengths.items()}
             RolloutState(rollouts, now or self._saved_lengths).save(folder)
             if self.adaptation is not None:
                 self.adaptation.save_state(folder)
-        learning = (each for each in self.drafters if isinstance(each, HistoryDrafter | DistilledDrafter))
+        learning = (one for one in self.drafters if isinstance(one, HistoryDrafter | DistilledDrafter))
         memories = {drafter.strategy: memory for drafter in learning if (memory := drafter.state_dict())}
         ledger = self.control.state_dict() if isinstance(self.control, Planner) else self._saved.ledger
         RankState(memories, ledger).save(folder, self._accelerator.process_index)

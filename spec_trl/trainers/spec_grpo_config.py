@@ -163,7 +163,7 @@ class SpecGRPOConfig(GRPOConfig):
 
     def __new__(cls, *_: Any, **options: Any) -> "SpecGRPOConfig":
         known = signature(cls.__init__).parameters  # a subclass may take more
-        if any(each.kind is Parameter.VAR_KEYWORD for each in known.values()):
+        if any(one.kind is Parameter.VAR_KEYWORD for one in known.values()):
             return super().__new__(cls)
         for name in sorted(options.keys() - known.keys()):
             remedy = _INSTEAD.get(name) or did_you_mean(name, known).strip() or "The installed TRL has none."
@@ -274,9 +274,9 @@ class SpecGRPOConfig(GRPOConfig):
             "decoupled_execution": ("never", "auto"), "sd_toggle": ("always", "measured", "roofline"),
         }  # fmt: skip
         for name, choices in needed.items():
-            if (given := vars(self)[name]) not in choices:
+            if (value := vars(self)[name]) not in choices:
                 raise ValueError(
-                    f"draft_ranks={self.draft_ranks} does not go with {name}={given!r}; choose one of "
+                    f"draft_ranks={self.draft_ranks} does not go with {name}={value!r}; choose one of "
                     f"{list(choices)}, or draft_ranks=0."
                 )
 
@@ -287,14 +287,14 @@ class SpecGRPOConfig(GRPOConfig):
 
     def speculative_config(self) -> SpeculativeConfig:
         """The same options as `generate` takes them; their checks name the options of this class."""
-        given = {name: value for name, value in vars(self).items() if name in OPTIONS}  # `seed` of GRPOConfig too
-        given["draft_length"] = self.initial_draft_length or self.draft_lengths[0]  # γ₀
-        given["max_batch_size"] = self.rollout_batch_size
+        options = {name: value for name, value in vars(self).items() if name in OPTIONS}  # `seed` of GRPOConfig too
+        options["draft_length"] = self.initial_draft_length or self.draft_lengths[0]  # γ₀
+        options["max_batch_size"] = self.rollout_batch_size
         for name in ("keep_graphs", "exact"):
-            given[name] = {"true": True, "false": False}.get(str(given[name]).lower(), given[name])
-        given["tts_stride"] = int(self.tts_stride) if str(self.tts_stride).isdecimal() else self.tts_stride
-        given["best_of_n_race"] = self.best_of_n_race and self.assistant_strategy == "best_of_n"
-        return SpeculativeConfig(**given)
+            options[name] = {"true": True, "false": False}.get(str(options[name]).lower(), options[name])
+        options["tts_stride"] = int(self.tts_stride) if str(self.tts_stride).isdecimal() else self.tts_stride
+        options["best_of_n_race"] = self.best_of_n_race and self.assistant_strategy == "best_of_n"
+        return SpeculativeConfig(**options)
 
     def choice_of_draft_lengths(self) -> tuple[int, ...]:
         """Each γ that a planner may choose, ascending; one alone where plans are for that one."""

@@ -143,9 +143,9 @@ class SpecGRPOTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         score = self._exact or super()._get_per_token_logps_and_entropies
         with self._clock.phase("logprobs") if not torch.is_grad_enabled() else nullcontext():
-            found = score(*args, **kwargs)
-        self._mismatch.forward = found[0].detach()
-        return found
+            scores = score(*args, **kwargs)
+        self._mismatch.forward = scores[0].detach()
+        return scores
 
     # ---- a rollout --------------------------------------------------------------------------------------------------
 
@@ -171,8 +171,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         check_text(images, multimodal_fields)
         check_drawn(policy_in(self.model), self.generation_config, prompt_ids, self._tokenizer)
         completions = self._take_turn(self._sharing.gather(prompt_ids))
-        logprobs = [own.logprobs for own in completions]  # TRL puts zeros where tools answer, and pads
-        return [own.tokens for own in completions], logprobs if self._mismatch.is_logged else None
+        logprobs = [sampled.logprobs for sampled in completions]  # TRL puts zeros where tools answer, and pads
+        return [sampled.tokens for sampled in completions], logprobs if self._mismatch.is_logged else None
 
     def _tool_call_loop(self, *args: Any) -> Any:
         result = super()._tool_call_loop(*args)
@@ -225,10 +225,10 @@ class SpecGRPOTrainer(GRPOTrainer):
                         control=control,
                         make_queue=self._sharing.make_queue(turn, rows),
                     )
-                found = zip(turn.decoded, output.sequences, output.logprobs, output.lengths.tolist(), strict=True)
+                answers = zip(turn.decoded, output.sequences, output.logprobs, output.lengths.tolist(), strict=True)
                 decoded = {
-                    place: Sampled(row[width : width + count].tolist(), own[:count].tolist())
-                    for place, row, own, count in found
+                    place: Sampled(row[width : width + count].tolist(), logprobs[:count].tolist())
+                    for place, row, logprobs, count in answers
                     if count  # other ranks' rows are empty; with many ranks they are most of them
                 }
                 seconds = time.perf_counter() - started

@@ -25,8 +25,7 @@ from ..generation.engine.statistics import (
     slowest,
     thin,
 )
-from ..scheduling.account import Account
-from ..scheduling.control import Control, Tally
+from ..scheduling.control import Control, Explanation, Tally
 from .run_log import TIMELINES, Mode, RolloutRecord
 
 
@@ -116,7 +115,7 @@ class RolloutTotals:
         counts, durations: of this rank; after `over_ranks` of all ranks.
         rounds, phase_seconds, speculating, completion_curve, points, timeline: of this rank. Requests, rounds and
             seconds of a later call count from those of the calls before it.
-        account: of the first call, which had all requests.
+        explanation: of the first call, which had all requests.
         idle_seconds: in which this rank waited for other ranks of its pool.
         rank_seconds: seconds of decoding by rank; set by `over_ranks`.
     """
@@ -130,7 +129,7 @@ class RolloutTotals:
     completion_curve: list[tuple[float, int]] = field(default_factory=list)
     points: list[RoundPoint] = field(default_factory=list)
     timeline: list[RequestTimeline] = field(default_factory=list)
-    account: Account | None = None
+    explanation: Explanation | None = None
     idle_seconds: float = 0.0
     rank_seconds: list[float] = field(default_factory=list)
 
@@ -152,8 +151,8 @@ class RolloutTotals:
         for timeline in statistics.timeline:
             moved = [(begun + second, rounds + round_, names) for second, round_, names in timeline.changes]
             self.timeline.append(RequestTimeline(done + timeline.request, moved, begun + timeline.ended))
-        if self.account is None:
-            self.account = Account(statistics.predicted_speedup, statistics.reason)
+        if self.explanation is None:
+            self.explanation = Explanation(statistics.predicted_speedup, statistics.reason)
         self.rounds += statistics.rounds
         learning, racing = statistics.learning, statistics.racing
         updates, waited = (0, 0.0) if learning is None else (learning.updates, learning.waited)
@@ -196,8 +195,8 @@ class RolloutTotals:
         main = max((name for name in drafted_by if drafted_by[name]), key=drafted_by.__getitem__, default=None)
         speculation = sum(counts.tallies.values(), Tally())
         predicted = speculation.predicted_speedup
-        if predicted is None and self.account is not None:  # nothing was drafted, since this promised too little
-            predicted = self.account.predicted_speedup
+        if predicted is None and self.explanation is not None:  # nothing was drafted, since this promised too little
+            predicted = self.explanation.predicted_speedup
         plans: list[Any] = list(self.speculating)
         thin(plans, MOST_PLANS, 0)
         step_size = -(-len(self.completion_curve) // CURVE_POINTS) or 1
@@ -226,7 +225,7 @@ class RolloutTotals:
             per_depth=dict(sorted(counts.per_depth.items())),
             points=self.points,
             timeline=slowest(self.timeline, TIMELINES),
-            reason=None if self.account is None else self.account.reason,
+            reason=None if self.explanation is None else self.explanation.reason,
             drafted_by=drafted_by,
             race_wins=counts.race_wins,
             rank_seconds=self.rank_seconds,

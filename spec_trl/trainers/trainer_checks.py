@@ -71,12 +71,12 @@ def check_methods(ours: type, theirs: type) -> None:
             raise _unknown(f"{theirs.__name__} has no {name}")
         if name in _CALLED:
             continue
-        mine, given = signature(getattr(ours, name)), signature(getattr(theirs, name))
-        passes_on = any(each.kind is Parameter.VAR_POSITIONAL for each in mine.parameters.values())
-        wanted = [each.name for each in mine.parameters.values() if each.kind in _POSITIONAL]
-        found = list(given.parameters)[: len(wanted) if passes_on else None]
-        if found != wanted:
-            known, new = (", ".join(each.parameters) for each in (mine, given))
+        mine, base = signature(getattr(ours, name)), signature(getattr(theirs, name))
+        passes_on = any(one.kind is Parameter.VAR_POSITIONAL for one in mine.parameters.values())
+        wanted = [one.name for one in mine.parameters.values() if one.kind in _POSITIONAL]
+        named = list(base.parameters)[: len(wanted) if passes_on else None]
+        if named != wanted:
+            known, new = (", ".join(one.parameters) for one in (mine, base))
             raise _unknown(f"{theirs.__name__}.{name} takes ({new}), where ({known}) is known")
     keywords = {"gather_deepspeed3_params", "generation_kwargs", "gradient_checkpointing_kwargs"}
     if unknown := sorted(keywords - {*signature(unwrap_model_for_generation).parameters}):

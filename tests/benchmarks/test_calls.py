@@ -1,19 +1,16 @@
 """Ratios, shares and identity of timed calls: mistakes here would falsify every figure. No test looks at a time."""
 
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import control_machine, rollout
-from benchmarks.calls import Call, rotated
+from benchmarks.calls import Call
 from benchmarks.rollout import PLAIN, Run
 from benchmarks.workload import Workload
-from spec_trl.generation import kept
 from spec_trl.generation.engine.statistics import DraftCounts, RoundPoint, SpeculationStatistics
 
 
@@ -27,15 +24,6 @@ def call(seconds: float, rows: list[list[int]], drafted: int, prefill: float = 0
     points = [RoundPoint(2, 9.0, 5, "self", drafted), RoundPoint(2, 9.0, 0, None, 10 - drafted)]
     statistics = SpeculationStatistics("self", total, rounds=10, points=points, phase_seconds=phases)
     return Call(seconds, [list(row) for row in rows], statistics)
-
-
-def test_each_turn_starts_with_the_next_way() -> None:
-    assert ["".join(rotated("abc", turn)) for turn in range(4)] == ["abc", "bca", "cab", "abc"]
-
-
-def test_share_of_rounds_that_speculated() -> None:
-    assert [call(1.0, [], drafted).speculative_share for drafted in (0, 5, 7)] == [0, 0.5, 0.7]
-    assert Call(1.0, [[1]], SpeculationStatistics("self")).speculative_share == 0  # a token each, and no round
 
 
 def test_starts_are_paired_call_by_call() -> None:
@@ -85,12 +73,6 @@ def test_auto_is_compared_with_the_best_of_the_other_ways_of_ours() -> None:
     assert ("m, d, batch 4: ours none, rounds that drafted", "") not in found
 
 
-def test_rows_are_copies_of_a_prompt_where_groups_fill_the_batch() -> None:
-    prompts = [[n] for n in range(12)]
-    assert rollout.rows_of(prompts, 3, 2, 1) == [[3], [4], [5]]
-    assert rollout.rows_of(prompts, 4, 2, 1) == [[2], [2], [3], [3]]
-
-
 def test_a_warm_up_has_work_of_its_own() -> None:
     """Else a history would have seen what the first timed pass writes."""
     seen: list[tuple[Workload, int]] = []
@@ -101,43 +83,6 @@ def test_a_warm_up_has_work_of_its_own() -> None:
     seen.clear()
     rollout.compare({"a": method, rollout.AUTO: method}, works, torch.device("cpu"), 5, int, warm_up_tokens=3)
     assert [work.max_new_tokens for work, _ in seen] == [3, 9, 9, 9, 9, 9]  # the first call of auto is a whole one
-
-
-def test_auto_starts_from_nothing_for_each_batch_and_no_method_has_a_history(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What is known of rounds is kept with the model and in files, and other methods have written the same texts."""
-    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
-    calls: list[str] = []
-    real_way, real_forget = rollout.way, rollout.forget
-
-    def way(model: Any, strategy: str, config: Any, **options: Any) -> Any:
-        call = real_way(model, strategy, config, **options)
-        assert config.sd_toggle == ("measured" if strategy == "auto" else "always")
-        assert config.draft_quantization == "rtn-w4-g128", "the overlap of synthetic weights is that of 4 bits"
-
-        def watched(work: Any, seed: int) -> Any:
-            assert kept.look(model, "history") is None
-            calls.append(f"{strategy} {len(set(map(tuple, work.prompts)))}x{len(work.prompts)} {seed}")
-            return call(work, seed)
-
-        return watched
-
-    def forget(model: Any) -> None:
-        real_forget(model)
-        folder = Path(os.environ["SPEC_TRL_CACHE"])
-        assert folder != tmp_path and not folder.exists()
-        calls.append("forget")
-
-    monkeypatch.setattr(rollout, "way", way)
-    monkeypatch.setattr(rollout, "forget", forget)
-    output = str(tmp_path / "result.json")
-    rollout.main(["--tiny", "--strategies", "history", "auto", "--baselines", "--output", output, "--threads", "1"])
-    assert calls == [
-        "forget", "history 1x1 0", "auto 1x1 0", "history 1x1 1", "auto 1x1 1",
-        "forget", "history 1x2 0", "auto 1x2 0", "history 1x2 1", "auto 1x2 1",
-    ]  # fmt: skip
-    assert os.environ["SPEC_TRL_CACHE"] == str(tmp_path)
 
 
 def test_each_way_starts_with_nothing_kept_and_a_differing_row_fails(

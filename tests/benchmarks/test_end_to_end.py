@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from benchmarks import end_to_end as known
-from benchmarks.end_to_end import best_fixed, expand, identical_until, in_turns, over_steps, summarise
+from benchmarks.end_to_end import identical_until, over_steps, summarise
 from benchmarks.training import Training
 from spec_trl import SpecGRPOConfig
 from spec_trl.trainers.run_log import RolloutRecord, StepRecord
@@ -49,26 +47,6 @@ def test_means_of_medians_and_identity_up_to_the_first_difference() -> None:
     assert identical_until(one, [[[1], [2]], [[3], [9]], [[5], [6]]]) == 1
 
 
-def test_every_second_repeat_runs_in_reverse() -> None:
-    order: list[tuple[str, int]] = []
-
-    def work(name: str, repeat: int) -> Training:
-        order.append((name, repeat))
-        return training([1.0], [0.0])
-
-    runs = in_turns(["a", "b"], 3, work)
-    assert order == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
-    assert [len(made) for made in runs.values()] == [3, 3]
-
-
-def test_the_best_fixed_draft_length_has_the_shortest_rollouts() -> None:
-    rollouts = {
-        known.always_on(n): [training([1.0, s], [0.0, 0.0])] for n, s in zip(known.FIXED, (3, 1, 2), strict=True)
-    }
-    assert best_fixed({name: summarise(runs, None) for name, runs in rollouts.items()}) == known.always_on(5)
-    assert best_fixed({}) is None
-
-
 def test_every_configuration_is_one_that_the_trainer_takes(tmp_path: Path) -> None:
     for name, fields in (known.METHODS | known.ABLATIONS | known.learned("eagle3", "somewhere", 1e-5)).items():
         if name != known.TRL:
@@ -78,23 +56,3 @@ def test_every_configuration_is_one_that_the_trainer_takes(tmp_path: Path) -> No
     assert known.METHODS.keys().isdisjoint(known.ABLATIONS)
     assert known.METHODS[known.EFFICIENT_ROLLOUT]["draft_lengths"] == [5, 7, 9, 11]
     assert known.ABLATIONS["self-toggle-7"]["draft_lengths"] == [7]
-
-
-@pytest.mark.parametrize(
-    ("methods", "ablations", "drafter", "expected"),
-    [
-        (["history"], False, None, [known.AUTOREGRESSIVE, "history"]),
-        ([known.ALWAYS], False, None, [known.AUTOREGRESSIVE, *map(known.always_on, known.FIXED)]),
-        ([known.TRL], True, None, [known.TRL, *known.ABLATED, *known.ABLATIONS]),
-        (
-            [],
-            False,
-            ("dflash", "somewhere", 1e-6),
-            [known.AUTOREGRESSIVE, *known.learned("dflash", "somewhere", 1e-6)],
-        ),
-        (known.CHOICES, True, None, [*known.METHODS, *known.ABLATIONS]),
-    ],
-)
-def test_methods_are_expanded(methods, ablations, drafter, expected) -> None:
-    found = list(expand(methods, ablations, drafter))
-    assert found == sorted(expected, key=found.index) and len(found) == len(set(expected))

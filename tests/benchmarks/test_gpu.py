@@ -1,7 +1,6 @@
 """The GPU benchmark, as far as a CPU can show: what fails is named, and what no GPU measured counts for nothing. That
 every part runs on a tiny shape is in test_smoke. No test looks at a time."""
 
-import itertools
 import json
 import math
 import os
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.gpu import checks, part, rounds, shapes, summary
+from benchmarks.gpu import checks, part, summary
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,25 +34,6 @@ def test_a_failure_is_kept_with_its_error_and_the_part_goes_on(tmp_path: Path) -
     assert found["measured"] == {"two": None}  # JSON knows no NaN
     assert found["skipped"]["three"].startswith("no time left")
     assert found["status"] == "complete, with gaps"
-
-
-def test_without_a_gpu_cuda_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit):
-        rounds.main(["--output", str(tmp_path)])
-    assert "--tiny" in capsys.readouterr().err
-
-
-def test_shapes() -> None:
-    billions = {"qwen2.5-7b": 7.62, "qwen2.5-0.5b": 0.49, "qwen3-8b": 8.19, "tiny": 0.0}
-    assert billions.keys() == shapes.CONFIGS.keys()
-    for name, wanted in billions.items():
-        with torch.device("meta"):
-            model = shapes.AutoModelForCausalLM.from_config(shapes.config_of(name))
-        weights = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
-        assert weights / 1e9 == pytest.approx(wanted, abs=0.01), name
-        assert model.config.eos_token_id is None
 
 
 # ---- the summary ----------------------------------------------------------------------------------------------------
@@ -106,38 +85,6 @@ def test_the_worst_batch_and_the_faster_baseline_count() -> None:
     assert rows["none over generate_batch, the faster of two ways, batch 1"].met == "not run"
 
 
-def test_the_newest_folder_that_measured_counts(tmp_path: Path) -> None:
-    folders = []
-    for ratio in (2.0, 4.0, None):
-        folders.append(tmp_path / str(ratio))
-        folders[-1].mkdir()
-        found = decoded(ratio or 0.0) | ({"measured": {}} if ratio is None else {})
-        (folders[-1] / "decode_default.json").write_text(json.dumps(found))
-    assert summary.main([*map(str, folders), "--quiet"]) == 0
-    assert figure_in(folders[-1], "none over generate, batch 1")["measured"] == 4.0
-
-
-def test_what_checks_and_probe_found() -> None:
-    gpu = {"accelerator": "a GPU"}
-    checked = {"state": "failed", "failed": ["tests/a.py::b", "tests/a.py::c"]}, {"state": "failed", "failed": []}
-    speculation = {"self, measured, first call, B 1": {"facts": {"speculative_rounds": 3, "rounds": 4}}}
-    measured: dict[str, dict[str, Any]] = {
-        "checks_cuda": {"tests": checked[0]},
-        "checks_sanitizer": {"memcheck": checked[1]},
-        "rounds": {"believed over taken, first": {"draft": {"1": 0.25, "8": 3.0}}},
-        "speculation": speculation,
-    }
-    rows = by_name(summary.figures({name: {"machine": gpu, "measured": found} for name, found in measured.items()}))
-    wanted = {
-        "failed tests, and findings of compute-sanitizer": 3.0,  # a finding that names no test counts as one
-        "T_q, probed over measured or the reverse, first probe": 4.0,
-        "share of rounds that draft, the default toggle, batch 1, first call": 0.75,
-    }
-    assert {what: rows[what].measured for what in wanted} == wanted
-    assert [rows[what].met for what in wanted] == ["no", "no", "yes"]
-    assert rows["T_q, probed over measured or the reverse, second probe"].met == "not run"
-
-
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
@@ -160,17 +107,6 @@ ERROR tests/a.py::test_three - ValueError
     assert checks.outcome(-9, interrupted + "[gw1] [ 30%] FAILED tests/a.py::test_two\n")["state"] == "failed"
     assert checks.outcome(0, "== 84 skipped, 70 deselected in 8.51s ==")["state"] == "no test"
     assert checks.outcome(0, "== 2 passed, 84 skipped in 8.51s ==")["state"] == "passed"
-
-
-def test_what_the_checks_name_exists() -> None:
-    assert {"tests/quantization/kernels/test_on_gpu.py", "tests/generation/engine/test_on_cuda.py"} <= set(
-        checks.of_a_gpu(ROOT)
-    )
-    for chosen, file in itertools.chain(*checks.SANITIZED.values()):
-        text = (ROOT / file).read_text()
-        names = [word for word in chosen.split() if word.startswith("test_")]
-        assert names and all(f"def {name}" in text for name in names), chosen
-    assert all((ROOT / each).exists() for each in (*checks.KERNELS, checks.SMOKE))
 
 
 # ---- the scripts ----------------------------------------------------------------------------------------------------
@@ -229,15 +165,6 @@ def test_a_command_gives_one_archive_and_one_summary(named: str, parts: set[str]
     assert result["parts"].keys() == parts and all(result["parts"][part]["measured"] for part in parts)
 
 
-def test_after_failed_tests_those_run_alone(tmp_path: Path) -> None:
-    (tmp_path / "checks_kernels.failed").touch()
-    ran = script(tmp_path, "fast", GPU_BENCH_SECONDS="0")
-    assert "they run again, alone" in ran.stdout
-    assert json.loads((tmp_path / summary.SUMMARY).read_text())["parts"].keys() == {"checks_kernels"}
-    ran = script(tmp_path, "rounds", GPU_BENCH_SECONDS="0")  # named
-    assert "rounds" in json.loads((tmp_path / summary.SUMMARY).read_text())["parts"]
-
-
 @pytest.mark.slow
 def test_the_script_knows_its_parts_and_goes_on_after_one_that_fails(tmp_path: Path) -> None:
     failing = script(tmp_path, "grpo", "checks_kernels", PYTHON="false")
@@ -247,21 +174,3 @@ def test_the_script_knows_its_parts_and_goes_on_after_one_that_fails(tmp_path: P
     for wrong in (["decode"], []):
         unknown = script(tmp_path, *wrong)
         assert unknown.returncode == 2 and "is unknown; choose right, fast or training" in unknown.stderr
-
-
-def test_the_wheels_are_those_of_the_pinned_releases(tmp_path: Path) -> None:
-    """pip is not run: `echo` shows what it is asked for."""
-    ran = subprocess.run(
-        ["bash", str(ROOT / "benchmarks/gpu/wheels.sh"), "more==1.0"],
-        env=os.environ | {"PYTHON": "echo", "WHEELS": str(tmp_path / "wheels")},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-    asked = ran.stdout.splitlines()[0].split()
-    pinned = (ROOT / "constraints.txt").read_text().split()
-    names = {word.split("==")[0]: word in pinned for word in asked if "==" in word}
-    own = dict.fromkeys(("datasets", "dill", "multiprocess", "humming-kernels", "more"), False)
-    assert names == own | dict.fromkeys(
-        ("trl", "pydantic", "pydantic_core", "annotated-types", "typing-inspection"), True
-    )

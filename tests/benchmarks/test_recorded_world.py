@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import control_regret
-from benchmarks.control_worlds import Bounds, Cell, Decoder, Noise, World, decode
+from benchmarks.control_worlds import Cell, Decoder, Noise, World, decode
 from benchmarks.recorded_world import RecordedMachine, RecordedWorld, acceptance_of, lengths_of
 from spec_trl.generation.engine.record import Round, points_and_plans
 from spec_trl.generation.engine.statistics import RequestTimeline, RoundPoint
 from spec_trl.scheduling.acceptance import Acceptance
 from spec_trl.scheduling.control import Candidate, Chain, Control, Tally
 from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RunLog
-from tests.cli.sample_run import make_header, make_rollout, write_run
+from tests.cli.sample_run import make_header, make_rollout
 
 
 PLANS = [(), (Chain(0, 5),), (Chain(1, 10),), (Chain(0, 2),), (), (Chain(0, 5), Chain(1, 2)), (Chain(0, 10),)]
@@ -142,27 +141,6 @@ def test_texts_are_as_long_as_rows_were_in_flight() -> None:
     assert lengths_of(record) == [10, 10, 10, 30, 80]  # first come, first ended
     timeline = [RequestTimeline(4, [(10.0, 9, [])], 30.0), RequestTimeline(0, [(0.0, 0, [])], 50.0)]
     assert lengths_of(replace(record, timeline=timeline)) == [10, 10, 10, 90, 20]
-
-
-def test_regret_on_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path, rollouts=3)
-    control_regret.main(["--log", str(tmp_path), "--worlds", "1", "--noises", "0%"])
-    printed = capsys.readouterr().out
-    assert printed.startswith("64 rows, self\n") and "| noise 0%: worst rollout |" in printed
-    world = RecordedWorld(tmp_path)
-    assert world.predict({}, 0, 8, 100.0) != world.machine.round_seconds(8, 100.0, {}, 0)
-    assert all(fixed <= plain for fixed, plain in zip(Bounds(world).fixed, Bounds(world).plain, strict=True))
-
-
-def test_what_the_first_rollout_took_does_not_count(tmp_path: Path) -> None:
-    log = RunLog(tmp_path / LOG_FILE)
-    log.append(make_header())
-    for number, seconds in enumerate([9.0, 1.0, 1.0]):
-        drafted = RoundPoint(4, 64.0, 5, "self", 9, 18.0 * seconds, 90)
-        points = [RoundPoint(4, 64.0, 0, None, 9, 9 * seconds, 36), drafted]
-        log.append(make_rollout(number, points=points))
-    machine = RecordedWorld(tmp_path).machine
-    assert [machine.round_seconds(4, 64.0, lengths, 5) for lengths in ({}, {"self": 5})] == pytest.approx([1.0, 2.0])
 
 
 def test_a_log_without_drafts_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import measure, results_page
-from benchmarks.chat_tables import END, MARK, TABLES, with_table
-from benchmarks.measure import RESULTS, Finding, Result, findings_table, number, read_result, write_result
+from benchmarks.chat_tables import TABLES, with_table
+from benchmarks.measure import RESULTS, Finding, Result, read_result, write_result
 from spec_trl import SpecGRPOConfig
 
 
@@ -35,24 +35,10 @@ def test_the_page_is_made_of_the_files(capsys: pytest.CaptureFixture[str]) -> No
         results_page.main(["nothing"])
 
 
-def test_rows_join_what_differs_in_a_number_alone() -> None:
-    found = [Finding(f"m, batch {b}: ours none", 1.0 + b, "×", "generate", (1.0, 9.0)) for b in (1, 4)]
-    result = Result("t", "T", "s", "c", None, {}, [*found, Finding("m, batch 1: ours self", 2.0, "×", "generate")], {})
-    first, _ = results_page.rows("rollout_none", result)
-    values = "2.00× (1.000 to 9.00) · 5.00× (1.000 to 9.00)"
-    assert first.endswith(f"batch 1: ours none; then batch 4 | {values} | generate |")
-
-
 @pytest.mark.parametrize("page", TABLES, ids=lambda page: page.stem)
 def test_tables_about_a_chat_model_are_made_of_the_files(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert with_table(text, TABLES[page](results_page.read_results())) == text
-
-
-def test_a_table_stands_between_its_marks() -> None:
-    assert with_table(f"a\n{MARK}old{END}\nb\n", "new\n") == f"a\n{MARK}\nnew\n\n{END}\nb\n"
-    with pytest.raises(ValueError, match="put them around its table"):
-        with_table(f"a\n{MARK}b", "new")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -88,14 +74,6 @@ def test_a_result_is_written_and_read(
     (tmp_path / "y.json").write_text(json.dumps({"theme": "tts"}))
     with pytest.raises(ValueError, match="y.json is not a valid result of a benchmark: title.*run its command again"):
         read_result(tmp_path / "y.json")
-
-
-def test_numbers_and_tables() -> None:
-    assert [number(value, "×") for value in (0.9876, 1.736, None)] == ["0.988×", "1.74×", "–"]
-    assert [number(0.156, "%"), number(0.156, "±%"), number(-0.0004, "±%")] == ["15.6 %", "+15.6 %", "-0.0 %"]
-    assert [number(40522, "tokens"), number(0.00123, "s"), number(7.3e-08)] == ["40522 tokens", "0.00123 s", "7.3e-08"]
-    table = findings_table([Finding("a", 1.0, "s"), Finding("b", 2.0, "s")])
-    assert table.splitlines() == ["| what | value |", "| --- | --- |", "| a | 1 s |", "| b | 2 s |"]
 
 
 @pytest.mark.parametrize(

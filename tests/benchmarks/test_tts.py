@@ -11,10 +11,8 @@ from benchmarks.tts_drafters import FROZEN, NONE, TTS
 from benchmarks.tts_report import (
     THIRDS,
     Record,
-    acceptance_length,
     by_depth,
     gain_interval,
-    last_quarter,
     speed_ratio,
     summarise,
 )
@@ -36,12 +34,6 @@ def test_rounds_are_counted_where_they_began() -> None:
     assert sum(by_depth([1] * 41, 42)[0]) == 40
 
 
-def test_acceptance_length_is_pooled() -> None:
-    records = [record(1, 4), record(3, 4), record(1, 9, where=2)]
-    assert acceptance_length(records) == 17 / 5
-    assert [acceptance_length(records, slice(i, i + 1)) for i in range(3)] == [2.0, None, 9.0]
-
-
 def test_gain_and_speed_are_compared_within_requests() -> None:
     # Requests differ a lot, the gain is 20 % in each: an unpaired bootstrap would be wide.
     frozen = [record(100 * i, 200 * i) for i in range(1, 9)]
@@ -53,14 +45,6 @@ def test_gain_and_speed_are_compared_within_requests() -> None:
     frozen = [record(1, 1, seconds) for seconds in (1.0, 10.0, 4.0)]
     for first, ratio in ((2.0, 1.0), (0.5, 2.0)):
         assert speed_ratio(frozen, [record(1, 1, seconds) for seconds in (first, 5.0, 4.0)]) == ratio
-
-
-def test_the_last_quarter_of_a_run() -> None:
-    cells = [{FROZEN: record(10, 20), TTS: record(10, 20 + i) | {"updates": 7}} for i in range(8)]
-    row = last_quarter(cells, 0)
-    assert (row["requests"], row["updates"], row["last"]) == (8, 56, 2)
-    assert (row["frozen"], row["tau"]) == (2.0, 2.65)
-    assert row["gain"] == pytest.approx(0.325) and row["speed_ratio"] == 1.0
 
 
 def test_requests_of_a_batch_are_resampled_one_by_one() -> None:

@@ -8,8 +8,7 @@ from spec_trl.efficient_rollout.profile import Profile
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.efficient_rollout.sweep import Sample
 from spec_trl.generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline, RoundPoint
-from spec_trl.scheduling.model_constants import ModelConstants
-from spec_trl.scheduling.profile_key import ProfileKey
+from spec_trl.scheduling.model_constants import ModelConstants, ProfileKey
 from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RunHeader, RunLog, StepRecord
 
 

@@ -21,8 +21,7 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.rows import Request, RequestQueue
 from spec_trl.generation.engine.shadow import make_shadow
-from spec_trl.scheduling.migration import MoveCosts
-from spec_trl.scheduling.shared_order import longest_first
+from spec_trl.scheduling.shared_work import MoveCosts, longest_first
 from tests.conftest import WIDE, add_noise
 from tests.distributed import test_moved_rows as moved_rows
 from tests.distributed.ranks import Helped, Patient, links, run_ranks, unfair

@@ -10,8 +10,7 @@ import pytest
 from spec_trl.efficient_rollout.profile import Profile, ProfileMismatch
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.efficient_rollout.sweep import Sample
-from spec_trl.scheduling.model_constants import ModelConstants
-from spec_trl.scheduling.profile_key import ProfileKey
+from spec_trl.scheduling.model_constants import ModelConstants, ProfileKey
 
 
 KEY = ProfileKey("Some CPU, 2 threads", "LlamaForCausalLM-2x64", "bfloat16", "rtn-w4-g128", "torch_int4")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from spec_trl.efficient_rollout.profile import RooflineRounds
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
-from spec_trl.efficient_rollout.rounds import RooflineRounds
 from spec_trl.efficient_rollout.toggle import RooflineToggle
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate
 from spec_trl.scheduling.model_constants import ModelConstants
@@ -97,7 +97,7 @@ def test_tau_is_that_of_the_last_rollout() -> None:
 )  # fmt: skip
 def test_reasons(control: Control, batches: list[int], prediction: float | None, reason: str) -> None:
     run(control, batches)
-    account = control.account()
+    account = control.explain()
     assert account.reason.removeprefix("speculation predicted ") == reason
     assert account.predicted_speedup == (None if prediction is None else pytest.approx(prediction))
 
@@ -106,10 +106,10 @@ def test_reasons(control: Control, batches: list[int], prediction: float | None,
 def test_too_many_rows_and_failures(control: Control) -> None:
     assert not any(run(control, [64] * 3))
     expected = "more rows (64) than the drafter's kernels serve (16)"
-    assert control.account().reason == control.forecast(64, LENGTH).reason == expected
-    assert all(run(control, [8] * 3)) and control.account().reason != expected
+    assert control.explain().reason == control.forecast(64, LENGTH).reason == expected
+    assert all(run(control, [8] * 3)) and control.explain().reason != expected
     control.drop(0)
-    assert control.account().reason == "the drafter failed" and not control.plan(range(8), LENGTH, 0)
+    assert control.explain().reason == "the drafter failed" and not control.plan(range(8), LENGTH, 0)
     control.begin(8, [""] * 8)  # a new rollout, perhaps a new drafter
     assert control.plan(range(8), LENGTH, 0)[0].draft_length == 5
 

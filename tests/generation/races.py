@@ -66,11 +66,11 @@ class Plans(Control):
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         self.rounds[-1] |= {"width": draft_length, "seconds": seconds, "tokens": tokens, "is_typical": is_typical}
 
-    def overheard(
+    def record_unverified(
         self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
     ) -> None:
         for right, tried in zip(accepted, attempted, strict=True):
-            assert 0 <= right <= tried <= self.most_listened and tried >= 1
+            assert 0 <= right <= tried <= self.compared_length and tried >= 1
             self.heard.append((which, right))
 
     def drop(self, index: int) -> None:
@@ -97,7 +97,7 @@ class Planned(Plans):
         self.planner.begin(capacity, prompts)
 
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
-        self.planner.saved = 8.0  # trials cost nothing here
+        self.planner.budget = 8.0  # trials cost nothing here
         self._next = iter([self.planner.plan(requests, length, waiting)])
         return super().plan(requests, length, waiting)
 
@@ -111,11 +111,11 @@ class Planned(Plans):
         super().record(draft_length, seconds, tokens, is_typical)
         self.planner.record(draft_length, self._chance.uniform(0.5, 2.0), tokens)
 
-    def overheard(
+    def record_unverified(
         self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
     ) -> None:
-        super().overheard(which, requests, accepted, attempted)
-        self.planner.overheard(which, requests, accepted, attempted)
+        super().record_unverified(which, requests, accepted, attempted)
+        self.planner.record_unverified(which, requests, accepted, attempted)
 
     def drop(self, index: int) -> None:
         super().drop(index)

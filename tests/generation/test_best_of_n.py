@@ -9,7 +9,7 @@ from spec_trl import release
 from spec_trl.generation import decoding
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.measuring import known_rounds
-from spec_trl.scheduling.round_costs import ForwardSeconds, ProbedRounds
+from spec_trl.scheduling.forward_seconds import ForwardSeconds, ProbedRounds
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, generate, outputs
 from tests.generation.conftest import Make
@@ -55,12 +55,12 @@ def test_races_keep_the_tokens_and_the_budget(
 def test_a_control_serves_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A judge, who generates with the same model within the call, has one of its own."""
     model = tiny_llama()
-    keep, taken = decoding.keep_control, []
-    monkeypatch.setattr(decoding, "keep_control", lambda model, own: (taken.append(own.control), keep(model, own)))
+    find, taken = decoding.control_for, []
+    monkeypatch.setattr(decoding, "control_for", lambda *given: taken.append(find(*given)) or taken[-1])
     judge = EachRound(lambda number: number == 3 and generate(model, PROMPTS, "auto"))
     assert_same_tokens(generate(model, PROMPTS, "auto", stopping_criteria=[judge]), model)
     assert judge.round > 3
-    drafting = [control for control in taken if control.candidates]
+    drafting = [entry.control for entry in taken if entry.control.candidates]
     assert len(drafting) == 2 and drafting[0] is not drafting[1]
     release(model)
 

@@ -17,7 +17,7 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from spec_trl.generation.engine.captured import GraphRunner
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.kept import look
+from spec_trl.generation.session import Session
 from spec_trl.scheduling.planner import Planner
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, Prompts, generate, outputs, pad_left, random_rows
@@ -107,12 +107,12 @@ def test_a_call_that_fails_puts_its_drafter_back(way, fresh: LlamaForCausalLM, s
     """Packing the copy takes seconds, and what was learned in a run cannot be had again."""
     call = way(strategy)
     call(PROMPTS)
-    drafter = look(fresh, strategy)
+    drafter = Session.of(fresh).drafters.get(strategy)
     with pytest.raises(ZeroDivisionError):
         call(PROMPTS, stopping_criteria=[EachRound(lambda number: 1 // 0)])
     with pytest.raises(ValueError, match="would not fit in memory"):
         call(PROMPTS, max_new_tokens=10**12)
-    assert drafter is not None and look(fresh, strategy) is drafter
+    assert drafter is not None and Session.of(fresh).drafters.get(strategy) is drafter
     assert outputs(call(PROMPTS)) == outputs(way("none")(PROMPTS))
 
 
@@ -139,7 +139,10 @@ def test_release_collects_only_what_was_captured(way, fresh, monkeypatch) -> Non
     for strategy in ("none", "self", "tts", "auto"):
         way(strategy, "eager", assistant)(PROMPTS)
     gc.collect()
-    held = [weakref.ref(look(fresh, name)) for name in ("shadow", "snapshot", "self", "tts", "history")]
+    session = Session.of(fresh)
+    held = [session.shadow.network, session.snapshot, *(session.drafters[name] for name in ("self", "tts", "history"))]
+    held = list(map(weakref.ref, held))
+    del session
     collections: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda *_: collections.append(1))
     spec_trl.release(fresh)

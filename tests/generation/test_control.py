@@ -11,26 +11,25 @@ from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
 from spec_trl.efficient_rollout import profile_cache
-from spec_trl.efficient_rollout.profile import Profile
+from spec_trl.efficient_rollout.profile import Profile, roofline_of
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
-from spec_trl.efficient_rollout.rounds import roofline_of
 from spec_trl.efficient_rollout.toggle import RooflineToggle
-from spec_trl.generation import decoding
+from spec_trl.generation import strategies
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.room import model_constants
-from spec_trl.generation.strategies import KeptControl, keep_control, make_control, take_control
+from spec_trl.generation.session import Session
+from spec_trl.generation.strategies import control_for, make_control
 from spec_trl.measuring.known_rounds import KnownRounds
 from spec_trl.scheduling.control import AlwaysSpeculate, Chain, Control, NeverSpeculate
+from spec_trl.scheduling.forward_seconds import ForwardSeconds, ProbedRounds
 from spec_trl.scheduling.ledger import Times
-from spec_trl.scheduling.model_constants import ModelConstants
+from spec_trl.scheduling.model_constants import ModelConstants, ProfileKey
 from spec_trl.scheduling.plain_decoding import PlainRounds
 from spec_trl.scheduling.planner import Planner
-from spec_trl.scheduling.profile_key import ProfileKey
-from spec_trl.scheduling.round_costs import ForwardSeconds, ProbedRounds
 from spec_trl.specactor import fill_ladder
 from spec_trl.specactor.ladder import Ladder, Rung
 from tests.conftest import tiny_llama
@@ -114,7 +113,7 @@ def test_controls_by_configuration(four: list[Drafter]) -> None:
     assert [(each.name, each.is_network) for each in planner.candidates] == [
         ("self", True), ("history", False), ("model", True), ("ngram", False),
     ]  # fmt: skip
-    assert [planner.candidates[which].name for which in planner.listens_to] == ["history", "ngram"]
+    assert [planner.candidates[which].name for which in planner.compared_lookups] == ["history", "ngram"]
     with pytest.raises(ValueError, match=r"drafter has the strategies \['ngram', 'ngram'\]"):
         controlled([four[3], NgramDrafter(3)])
     with pytest.raises(ValueError, match='sd_toggle="always" is for one drafter, and drafter has'):
@@ -164,7 +163,9 @@ def test_predictions_and_the_margin_act(tiny: LlamaForCausalLM, four: list[Draft
     assert plain.predicted_speedup is None and plain.measured_speedup is None
 
 
-def test_the_control_is_kept_for_the_same_options(tiny: LlamaForCausalLM, drafters: Make) -> None:
+def test_the_control_is_kept_for_the_same_options(
+    tiny: LlamaForCausalLM, drafters: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It knows what rounds took. Another seed is the same job; other drafters, options, profile or ladder are not."""
     release(tiny)
     members = drafters("self", "ngram")
@@ -175,9 +176,10 @@ def test_the_control_is_kept_for_the_same_options(tiny: LlamaForCausalLM, drafte
 
     def control(**changes: Any) -> Control:
         given = {"drafters": members, "config": config, "profile": PROFILE, "ladder": ladder} | changes
-        taken = take_control(tiny, draft_lengths=LENGTHS, **given)
-        keep_control(tiny, taken)
-        return taken.control
+        for source in ("profile", "ladder"):
+            monkeypatch.setattr(strategies, f"find_{source}", lambda *_, found=given[source]: found)
+        with Session.lend(tiny) as session:
+            return control_for(session, "best_of_n", tiny, given["drafters"], given["config"], 2, 64).control
 
     kept = control()
     assert control(config=replace(config, seed=2)) is kept
@@ -201,8 +203,8 @@ def test_the_control_is_kept_for_the_same_options(tiny: LlamaForCausalLM, drafte
 
 def test_what_runs_a_network_is_no_lookup(drafters: Make) -> None:
     ahead = DecoupledDrafter(DraftThread(*drafters("self")))
-    assert not ahead.has_probabilities and controlled([ahead]).listens_to == []
-    assert controlled(drafters("self", "ngram")).listens_to == [1]
+    assert not ahead.has_probabilities and controlled([ahead]).compared_lookups == []
+    assert controlled(drafters("self", "ngram")).compared_lookups == [1]
 
 
 # ---- the default: no calibration before the first token; rounds tell what pays, and later calls remember ------------
@@ -245,21 +247,23 @@ def test_what_is_dear_is_hardly_tried(model: LlamaForCausalLM, clock: Clock) -> 
 def test_a_planner_keeps_what_it_learned(
     model: LlamaForCausalLM, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[KeptControl] = []
-    monkeypatch.setattr(decoding, "keep_control", lambda model, own: (taken.append(own), keep_control(model, own)))
+    taken: list[Control] = []
+    make = strategies.make_control
+    monkeypatch.setattr(strategies, "make_control", lambda *given: taken.append(make(*given)) or taken[-1])
     config = MEASURED | ({"best_of_n_drafters": ["self", "ngram"]} if strategy == "best_of_n" else {})
     expected, rounds = outputs(generate(model, TWO, max_new_tokens=60)), []
+    taken.clear()  # of "none"
     for _ in range(3):
         assert outputs(generate(model, TWO, strategy, config, max_new_tokens=60)) == expected
-        rounds.append(taken[-1].control.times.rounds)
-    (planner,) = {each.control for each in taken if each.control.candidates}
+        rounds.append(taken[-1].times.rounds)
+    (planner,) = taken
     assert rounds == sorted(set(rounds))
     assert isinstance(planner, Planner)
-    (heard,) = (planner.drafts.methods[which] for which in planner.listens_to)
+    (heard,) = (planner.drafts.methods[which] for which in planner.compared_lookups)
     assert any(planner.drafts.state_dict()["methods"][heard])  # though it may never draft
     release(model)
     generate(model, TWO, strategy, config)
-    assert taken[-1].control is not planner
+    assert taken[-1] is not planner
 
 
 def test_where_a_round_is_cheap_the_planner_drafts(model: LlamaForCausalLM, clock: Clock) -> None:

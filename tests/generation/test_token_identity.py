@@ -336,7 +336,7 @@ def check(
     happened = scenario.fault.put_into(members[scenario.fault.which]) if scenario.fault else []
     lookups = [which for which, member in enumerate(members) if not member.has_probabilities]
     control = Plans(len(members), scenario.rounds) if scenario.rounds else Planned(members)
-    control.listens_to, control.most_listened = lookups if scenario.listened else (), scenario.listened
+    control.compared_lookups, control.compared_length = lookups if scenario.listened else (), scenario.listened
     trie, options = sampling_options(scenario.sampling, rows)
     with warnings.catch_warnings(record=True) as warned, autocast_of(scenario.dtype):
         warnings.simplefilter("always")

@@ -23,7 +23,7 @@ from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
 from spec_trl.measuring import probe as probing
 from spec_trl.measuring.probe import TOKENS, probe
 from spec_trl.native_code import compiler
-from spec_trl.scheduling.round_costs import ForwardSeconds
+from spec_trl.scheduling.forward_seconds import ForwardSeconds
 from tests.conftest import tiny_llama
 from tests.tiny_families import make
 

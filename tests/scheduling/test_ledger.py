@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from spec_trl.scheduling.ledger import SHOCKS, Kind, Times
+from spec_trl.scheduling.ledger import OUTLIER_ROUNDS, Kind, Times
 
 
 PLAIN, DRAFTED = Kind((), (0,), 2), Kind(("history",), (2, 0), 2)
@@ -12,7 +12,7 @@ PLAIN, DRAFTED = Kind((), (0,), 2), Kind(("history",), (2, 0), 2)
 
 def offset(times: Times) -> tuple[float, float]:
     """How much longer drafted rounds are believed to take than predicted, beside plain ones; and the sd of that."""
-    mean, variance = times.offsets(times.weights([DRAFTED], PLAIN))
+    mean, variance = times.offsets(times.terms([DRAFTED], PLAIN))
     return float(mean[0]), math.sqrt(variance[0])
 
 
@@ -60,11 +60,11 @@ def test_a_drafted_round_that_compiles_is_no_news(times_as_long: float, together
 
 
 def test_what_is_slow_again_and_again_counts() -> None:
-    """One round in `SHOCKS` is set aside, no more. Plain rounds then tell that drafts are slow, not the machine."""
+    """One round in `OUTLIER_ROUNDS` is set aside. Plain rounds then tell that drafts are slow, not the machine."""
     times = Times(0.3)
     usual(times, PLAIN, 50)
-    counted = [bool(times.observe(DRAFTED, math.log(6.0))[0]) for _ in range(SHOCKS)]
-    assert counted == [False, *[True] * (SHOCKS - 1)]
+    counted = [bool(times.observe(DRAFTED, math.log(6.0))[0]) for _ in range(OUTLIER_ROUNDS)]
+    assert counted == [False, *[True] * (OUTLIER_ROUNDS - 1)]
     usual(times, PLAIN, 5)
     mean, deviation = offset(times)
     assert mean == pytest.approx(math.log(6.0), abs=0.1) and deviation < 0.1
@@ -98,5 +98,5 @@ def test_a_load_that_ends_while_drafts_run_leaves_terms_finite() -> None:
             for kind, rounds, seconds in ((PLAIN, 20, load), (DRAFTED, 5, 1.0), (PLAIN, 30, 1.0), (DRAFTED, 30, 1.0)):
                 for _ in range(rounds):
                     times.observe(kind, math.log(seconds), shares=(share,) if kind.methods else ())
-            mean, variance = times.offsets(times.weights([DRAFTED], PLAIN, [(share,)]))
+            mean, variance = times.offsets(times.terms([DRAFTED], PLAIN, [(share,)]))
             assert abs(float(mean[0])) < 3 and 0 <= float(variance[0]) < 3

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_trl.scheduling.admission import PATIENCE
+from spec_trl.scheduling.admission import MAX_EMPTY_ROUNDS
 from spec_trl.scheduling.plain_decoding import plain_rounds
 
 
@@ -24,7 +24,7 @@ def test_rounds_are_those_of_decoding_round_by_round(
     while waiting or rows:
         empty += capacity - len(rows)
         shares = waiting and prompts[waiting[0]] in {prompts[row] for row in rows}
-        if not rows or shares or empty >= PATIENCE * capacity:
+        if not rows or shares or empty >= MAX_EMPTY_ROUNDS * capacity:
             empty = 0
             while waiting and len(rows) < capacity:
                 rows[waiting.pop(0)] = 0

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from spec_trl.efficient_rollout.rounds import RooflineRounds
-from spec_trl.scheduling.account import Account
-from spec_trl.scheduling.control import Candidate
+from spec_trl.efficient_rollout.profile import RooflineRounds
+from spec_trl.scheduling.control import Candidate, Explanation, NeverSpeculate
 from spec_trl.scheduling.ledger import Drafts, Kind, Times
 from spec_trl.scheduling.planner import Planner
 from tests.efficient_rollout.test_toggle import A100
@@ -42,15 +41,6 @@ def accept(control: Planner, which: int, accepted: list[int], drafts: int = 30) 
 # ---- words ----------------------------------------------------------------------------------------------------------
 
 
-def test_before_a_rollout() -> None:
-    control = planner("self", "ngram")
-    assert control.account().reason == "no round was planned" and control.account().predicted_speedup is None
-    assert control.forecast(64, 100.0).reason == "rounds will tell when to draft; trials may take 1.5% of the time"
-    forecast = control.forecast(65, 100.0)
-    assert forecast.reason == "more rows (65) than the drafter's kernels serve (64)"
-    assert forecast.predicted_speedup is None
-
-
 def test_where_nothing_was_drafted_the_best_promise_is_said() -> None:
     control = planner("model", "self")
     control.begin(2, ["a", "b"])
@@ -58,7 +48,7 @@ def test_where_nothing_was_drafted_the_best_promise_is_said() -> None:
     for which in (0, 1):
         accept(control, which, [0, 0])
     assert not control.plan([0, 1], 100.0, 0)
-    said = control.account()
+    said = control.explain()
     assert said.predicted_speedup is not None and 1 / 1.2 <= said.predicted_speedup < 0.9  # by a single token each
     promised = f'"self" (γ = 5) promises {said.predicted_speedup:.2f}× at 2 rows × 100 tokens'
     assert said.reason == f"{promised}: decoding plainly"
@@ -68,8 +58,8 @@ def test_where_nothing_was_drafted_the_best_promise_is_said() -> None:
     ("dear", "margin", "promised", "why"),
     [
         (0.2, 3.0, "1.67×", "decoding plainly, since sd_margin asks for 4.00×"),
-        (3.0, 0.05, "0.50×", "decoding plainly for about 134 more rounds, until the account covers a first trial"),
-        (10.0, 0.05, "0.20×", "decoding plainly for about 534 more rounds, until the account covers a first trial"),
+        (3.0, 0.05, "0.50×", "decoding plainly for about 134 more rounds, until the budget covers a first trial"),
+        (10.0, 0.05, "0.20×", "decoding plainly for about 534 more rounds, until the budget covers a first trial"),
     ],
 )
 def test_what_was_never_tried_says_when_it_will_be(
@@ -82,7 +72,7 @@ def test_what_was_never_tried_says_when_it_will_be(
     control.begin(1, ["a"])
     accept(control, 0, [1], drafts=1 if dear == 10 else 30)  # two tokens in each round
     assert not control.plan([0], 100.0, 0)
-    assert control.account().reason.startswith(f'"self" (γ = 5) promises {promised} at 1 row × 100 tokens: {why}')
+    assert control.explain().reason.startswith(f'"self" (γ = 5) promises {promised} at 1 row × 100 tokens: {why}')
 
 
 def test_what_is_uncertain_waits_for_the_account() -> None:
@@ -91,10 +81,10 @@ def test_what_is_uncertain_waits_for_the_account() -> None:
     control.begin(8, ["a"] * 8)
     known(control, Kind(("self",), (5, 0), 1))
     accept(control, 0, [1] * 8, drafts=1)
-    control.saved = -1.0
+    control.budget = -1.0
     assert not control.plan(range(8), 100.0, 0)
-    said = control.account().reason
-    assert "decoding plainly for about" in said and "until the account covers a trial (longer" in said
+    said = control.explain().reason
+    assert "decoding plainly for about" in said and "until the budget covers a trial (longer" in said
 
 
 def test_who_cannot_draft_is_said() -> None:
@@ -104,16 +94,7 @@ def test_who_cannot_draft_is_said() -> None:
         if most == 64:
             control.drop(0)
         assert not control.plan([0, 1], 100.0, 0)
-        assert control.account() == Account(None, why)
-
-
-def test_a_lookup_that_failed_serves_no_rows() -> None:
-    control = planner("self", "ngram", most=1)
-    control.candidates[1].max_rows = 10**9
-    control.begin(2, ["a", "b"])
-    control.drop(1)
-    assert not control.plan([0, 1], 100.0, 0)
-    assert control.account().reason == "more rows (2) than the drafter's kernels serve (1)"
+        assert control.explain() == Explanation(None, why)
 
 
 def test_nothing_promises_more_than_its_tokens() -> None:
@@ -126,7 +107,7 @@ def test_nothing_promises_more_than_its_tokens() -> None:
     for _ in range(50):
         control.times.observe(Kind(("self",), (5, 0), 1), -2.0)
     control.plan([0], 100.0, 0)
-    promised = control.account().predicted_speedup
+    promised = control.explain().predicted_speedup
     assert promised is not None and 5.0 < promised <= 6.0
 
 
@@ -134,11 +115,11 @@ def test_the_newest_draft_is_said() -> None:
     control = planner("self", "ngram", race=False)
     control.begin(1, ["a"])
     known(control, Kind(("self",), (5, 0), 1))
-    control.saved = 8.0
+    control.budget = 8.0
     accept(control, 0, [4])
     accept(control, 1, [0])
     (chain,) = control.plan([0], 100.0, 0)
-    said = control.account()
+    said = control.explain()
     tau = 1 + 1 + 0.75 + 0.75**2 + 0.75**3 + 0.75**4  # of four further tokens three were right
     assert chain.which == 0 and said.predicted_speedup == pytest.approx(tau / 1.2, rel=0.02)
     assert said.reason == f'"self" (γ = 5) promises {said.predicted_speedup:.2f}× at 1 row × 100 tokens: drafting'
@@ -146,20 +127,9 @@ def test_the_newest_draft_is_said() -> None:
     control.drop(0)
     control.drop(1)
     assert not control.plan([0], 300.0, 0)
-    assert control.account() == said  # rounds without a draft change nothing
+    assert control.explain() == said  # rounds without a draft change nothing
     control.begin(1, ["a"])
-    assert control.account().reason == "no round was planned"
-
-
-def test_two_that_draft_are_both_said() -> None:
-    control = planner("self", "ngram", race=False)
-    control.begin(4, ["copies", "copies", "new", "new"])
-    known(control, Kind(("self",), (5, 0), 3), Kind(("ngram",), (5, 0), 3))
-    control.saved = 8.0
-    accept(control, 1, [5, 5, 0, 0])
-    accept(control, 0, [0, 0, 5, 5])
-    assert len(control.plan(range(4), 100.0, 0)) == 2
-    assert control.account().reason.startswith('"self" (γ = 5) and "ngram" (γ = 5) promises ')
+    assert control.explain().reason == "no round was planned"
 
 
 # ---- a worker that helps --------------------------------------------------------------------------------------------
@@ -170,7 +140,7 @@ def racing() -> Planner:
     control = planner("model", "self", "ngram")
     control.begin(2, ["a", "b"])
     known(control, *(Kind((name,), (5, 0), 2) for name in ("model", "self", "ngram")))
-    control.saved = 8.0
+    control.budget = 8.0
     for which in (0, 2):
         accept(control, which, [4, 4])
     accept(control, 1, [5, 3])
@@ -183,19 +153,6 @@ def test_a_helper_gets_the_best_method_that_nobody_has_and_the_slowest_rows_firs
     control = racing()
     assert control.further_method([0, 1], {}) == ("model", [1, 0])  # lookups have failed
     assert control.further_method([0, 1], {(0, "model"): 7, (1, "model"): 7}) is None
-
-
-def test_methods_are_ordered_by_their_gain() -> None:
-    control = planner("model", "self", "ngram")
-    control.begin(2, ["a", "b"])
-    for which in range(3):
-        accept(control, which, [0, 0])
-    assert not control.plan([0, 1], 100.0, 0)
-    taken: dict[tuple[int, str], int] = {}
-    for worker, wanted in enumerate(("ngram", "self", "model")):  # all draft equally well, and not equally fast
-        found = control.further_method([0, 1], taken)
-        assert found is not None and found[0] == wanted
-        taken |= {(request, wanted): worker for request in found[1]}
 
 
 def test_where_no_one_can_help() -> None:
@@ -223,3 +180,18 @@ def test_rounds_by_a_roofline(batch: int) -> None:
     drafts = 3 * A100.draft_seconds(batch, 512.0)
     raced = A100.verify_seconds(batch, 512.0, 8) + drafts
     assert rounds({"self": 3, "ngram": 5}, 8, batch, 512.0) == pytest.approx(raced)
+
+
+def test_spends_what_the_account_holds() -> None:
+    """In autoregressive rounds, which take a second here."""
+    control = planner("self")
+    control.begin(1, ["a"])
+    control.plan([0], 100.0, 0)
+    control.budget = 3.0
+    assert control.spend(2.0) and control.budget == pytest.approx(1.0)
+    assert not control.spend(1.5) and control.budget == pytest.approx(1.0)
+    assert control.spend(1.0) and control.budget == pytest.approx(0.0)
+
+
+def test_without_an_account_all_is_paid() -> None:
+    assert NeverSpeculate().spend(1e9)

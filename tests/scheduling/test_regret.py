@@ -8,11 +8,10 @@ import pytest
 
 from benchmarks.control_regret import Summary, long_world, planner, run
 from benchmarks.control_worlds import CELLS, PROBES, REGIMES, Bounds, Cell, Clock, World, decode, noise_named
-from spec_trl.scheduling.account import INCOME, MOST_SAVED
 from spec_trl.scheduling.control import Candidate
+from spec_trl.scheduling.forward_seconds import ForwardSeconds, ProbedRounds
 from spec_trl.scheduling.ledger import Drafts, Times
-from spec_trl.scheduling.planner import Planner
-from spec_trl.scheduling.round_costs import ForwardSeconds, ProbedRounds
+from spec_trl.scheduling.planner import MAX_BUDGET, ROUND_BUDGET, Planner
 
 
 @functools.cache
@@ -76,7 +75,7 @@ def test_drafts_that_are_dearer_or_cheaper_than_predicted_are_found_out(batch: i
         played = [decode(control, world, number, noise_named("5%", 1)) for number in range(len(world.rollouts))]
         assert control.times.tried == {method}
         plain_until = next(number for number, own in enumerate(played) if own.drafted)
-        assert sum(own.rounds for own in played[:plain_until]) <= MOST_SAVED / INCOME
+        assert sum(own.rounds for own in played[:plain_until]) <= MAX_BUDGET / ROUND_BUDGET
         found.append(sum(own.seconds for own in played) / sum(bounds.oracle))
     assert np.exp(np.log(found).mean()) <= 1.1
 

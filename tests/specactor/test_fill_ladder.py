@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
-from spec_trl.efficient_rollout.round_bench import RoundBench
+from spec_trl.efficient_rollout.fill_profile import RoundBench
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter

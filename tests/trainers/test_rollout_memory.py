@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 from trl.distributed import DistributedBackend
 
-from spec_trl.generation import kept
 from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.generation.session import Session
 from spec_trl.trainers import rollout_memory
 from spec_trl.trainers.rollout_memory import KeptGraphs, whole_weights
 from tests.generation.engine.tape import Tape, install_tape
@@ -41,9 +41,9 @@ def after_each(graphs: KeptGraphs, rollouts: int, steps_after: int = 1) -> list[
     policy, found = nn.Linear(1, 1), []
     for step in range(rollouts):
         with graphs.rollout(nn.Sequential(policy), step // steps_after):  # a wrapper's
-            if kept.look(policy, "runner") is None:
-                kept.keep(policy, "runner", SimpleNamespace(held_bytes=300, captured=(2, 50)))
-        found.append(kept.look(policy, "runner") is not None)
+            if Session.of(policy).runner is None:
+                Session.of(policy).runner = SimpleNamespace(held_bytes=300, captured=(2, 50))
+        found.append(Session.of(policy).runner is not None)
     return found
 
 
@@ -100,7 +100,7 @@ def test_memory_that_ends_in_training(tmp_path: Path, tape: Tape, where: str) ->
     run = make_run(tmp_path, "none", policy=policy, runner="graph", keep_graphs=True)
 
     def no_memory(*given: Any, **more: Any) -> None:
-        assert kept.look(policy, "runner") is not None
+        assert Session.of(policy).runner is not None
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     if where == "loss":
@@ -111,7 +111,7 @@ def test_memory_that_ends_in_training(tmp_path: Path, tape: Tape, where: str) ->
     with pytest.raises(torch.OutOfMemoryError) as error:
         run.train()
     assert any("keep_graphs=False frees them" in note for note in error.value.__notes__)
-    assert kept.look(policy, "runner") is None
+    assert Session.of(policy).runner is None
 
 
 # ---- whole weights --------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 import spec_trl
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOTrainer
-from spec_trl.generation import kept
 from spec_trl.generation.drafters.tts import drafter
 from spec_trl.generation.engine import kept_runner
 from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.generation.engine.shadow import unwrapped
+from spec_trl.generation.session import Session
 from tests.conftest import STORY_MODEL
 from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.tape import Tape, install_tape
@@ -158,7 +158,7 @@ def test_captured_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep
         run = train(tmp_path, strategy, policy=policy, max_steps=steps, runner="graph", keep_graphs=keep_graphs)
         assert_same_training(train_plainly(max_steps=steps), run)
         assert tape.replayed > 6 * steps
-        assert (kept.look(policy, "runner") is not None) == keep_graphs
+        assert (Session.of(policy).runner is not None) == keep_graphs
     assert min(run.metric("rollout/acceptance_rate")) > 0.25
 
 
@@ -316,7 +316,7 @@ def test_rollouts_are_captured_and_follow_the_policy(
     tape, policy = install_tape(monkeypatch), tiny_policy(num_hidden_layers=1).float()
     run = make_run(tmp_path, policy=policy, bf16=True, max_steps=2, learning_rate=0.02, **captured).train()
     assert tape.replayed > 8 and min(run.metric("rollout/acceptance_rate")) > 0.25
-    assert (kept.look(policy, "runner") is not None) == keep_graphs
+    assert (Session.of(policy).runner is not None) == keep_graphs
     found = {}
     for kind in (GRPOTrainer, SpecGRPOTrainer):  # with a policy that has learned in between
         found[kind] = roll_out(tmp_path, policy=policy, kind=kind, **greedy | captured).rewarded[0][1]

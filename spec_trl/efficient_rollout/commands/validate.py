@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...cli.arguments import table
 from ...generation.engine.room import model_constants
-from ...scheduling.model_constants import ModelConstants
-from ...scheduling.profile_key import ProfileKey
+from ...scheduling.model_constants import ModelConstants, ProfileKey
 from ..fit import BANDWIDTH_SHARE, Diagnostics, Form, evaluate, fit
 from ..profile import Profile
 from ..sweep import read_sweep

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...value_checks import require_value
 from ..configuration import SpeculativeConfig
 from ..engine.accept import Integers, Proposal
-from ..engine.drafter import Drafter, DraftSession, take_drafter
+from ..engine.drafter import Drafter, DraftSession
 from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
 from ..registry import register_drafter
@@ -55,8 +55,11 @@ class HistoryDrafter(Drafter):
 
     @classmethod
     def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "HistoryDrafter":
-        bound = config.history_max_tokens
-        return take_drafter(model, cls, (bound,), lambda: cls(bound))
+        return cls(config.history_max_tokens)
+
+    @classmethod
+    def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...]:
+        return (config.history_max_tokens,)
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)

@@ -23,8 +23,9 @@ from ..engine.cache import autocast_dtype
 from ..engine.drafter import DraftCost
 from ..engine.requirements import check_model, policy_in
 from ..engine.room import model_constants
-from ..engine.shadow import fingerprint, make_shadow
+from ..engine.shadow import make_shadow
 from ..registry import register_drafter
+from ..session import addresses, structure
 from .autoregressive import NetworkDrafter
 from .canvas import Canvas
 from .vocabulary import check_sizes
@@ -51,7 +52,8 @@ class SmallModelDrafter(NetworkDrafter):
         if assistant.device != target.device:
             move = f"assistant_model.to({str(target.device)!r})"
             raise ValueError(f"assistant_model is on {assistant.device}, the target on {target.device}; call {move}.")
-        super().__init__(make_shadow(assistant), shares_target_cache=False, made_of=fingerprint(assistant))
+        made_of = (*structure(assistant), *addresses(assistant))
+        super().__init__(make_shadow(assistant), shares_target_cache=False, made_of=made_of)
         self._vocabulary, self._shared = wanted, min(size, wanted)
         if size != wanted:
             feed, fit = _fit_to(size, wanted)

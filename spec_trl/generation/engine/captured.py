@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..session import addresses
 from .accept import Proposal
 from .attention import warn_of_masks
 from .cache import RaggedCache, autocast_dtype
@@ -34,7 +35,7 @@ from .cuda_graphs import (
 from .draft_loop import NetworkDraft
 from .linear_layers import copied_bytes
 from .runner import EagerRunner, FeatureRunner, Heard
-from .shadow import addresses, decoder_layers, make_shadow
+from .shadow import decoder_layers, make_shadow
 
 
 MOST_QUERIES = 65

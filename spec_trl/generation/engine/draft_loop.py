@@ -20,7 +20,7 @@ Forward = Callable[[Tensor, Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class NetworkDraft:
-    """One round's loop of a network, which is fed each token that was drawn.
+    """One round's loop of a network, which is fed every token that was drawn.
 
     Args:
         tokens: `[B, known + γ]` int64, the newest committed tokens, which are fed first, and room for the drafts.
@@ -28,9 +28,9 @@ class NetworkDraft:
         known: how many committed tokens there are, at least 1.
         noise: of the round; None: greedy.
         draw: of the session.
-        show: is given each step and its tokens `[B, 1]`, for processors that look at the text.
-        drawn_by: all that a draw depends on besides logits and noise, where these are numbers, and nothing has to be
-            shown or kept: such loops can be captured. None: it is more than that.
+        show: called with the step and its tokens `[B, 1]`, for processors that look at the text.
+        drawn_by: all that a draw depends on besides logits and noise, where these are numbers, and no text has to be
+            shown nor logits returned: such loops can be captured. None: it is more than that.
     """
 
     tokens: Tensor

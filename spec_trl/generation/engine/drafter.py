@@ -2,11 +2,11 @@
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Thread
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ...scheduling.acceptance import MAX_DRAFT_LENGTH
-from .. import kept
 from ..configuration import SpeculativeConfig
 from .accept import Integers, Proposal
 from .cache import RaggedCache
@@ -27,9 +26,6 @@ from .runner import EagerRunner
 from .statistics import LearningStatistics
 
 
-D = TypeVar("D", bound="Drafter")
-
-
 @dataclass(frozen=True)
 class DraftSession:
     """What a drafter sees of the generation it drafts for.
@@ -39,12 +35,12 @@ class DraftSession:
         pipeline: the target's processors: a drafter that samples applies them too (ER: the drafter uses the target's
             temperature, top-k and top-p).
         do_sample: False: greedy.
-        target: the target's runner; None inside transformers' own loop, where the target keeps its own cache.
+        target: the target's runner; None inside transformers' loop, where the target has another cache.
         keep_logits: whether proposals must carry their logits (rejection verification).
         most_drafted: largest γ of a round.
-        spend: takes seconds from the control's account of trials, for learning; False: it does not hold them.
-        tail: of a drafter that runs ahead, without `target`: where a copy of the target finds its K/V, and keeps its
-            own; None: it computes both.
+        spend: takes seconds from the control's exploration budget, for learning; False: it holds less.
+        tail: of a drafter that runs ahead, without `target`: the cache where a copy of the target reads the target's
+            K/V and writes the copy's; None: it computes both.
     """
 
     rows: Rows
@@ -97,30 +93,12 @@ class DraftCost:
     tokens: int = 1
 
 
-def take_drafter(model: PreTrainedModel, kind: type[D], made_for: tuple[object, ...], make: Callable[[], D]) -> D:
-    """The drafter of `kind` that an earlier call left for `model`, if it was `made_for` the same; else a new one. The
-    caller has it alone until :func:`keep_drafters`, and a caller that asks meanwhile gets another."""
-    drafter: D | None = kept.take(model, kind.strategy)
-    if drafter is None or drafter.made_for != made_for:
-        drafter = None  # frees its memory before another one takes some
-        drafter = make()
-        drafter.made_for = made_for
-    return drafter
-
-
-def keep_drafters(model: PreTrainedModel, drafters: Iterable["Drafter"]) -> None:
-    """Keeps those of `drafters` that serve further calls for `model`, until `spec_trl.release(model)`."""
-    for drafter in drafters:
-        if drafter.made_for is not None:
-            kept.keep(model, drafter.strategy, drafter)
-
-
 class Drafter(CandidateGenerator):
     """Proposes draft tokens for a ragged batch, and for batch 1 in transformers' assisted loop.
 
     The engine calls `begin` once per generation, then in each round `admit` for rows that came in, `move` for rows
-    that closed a gap, and `propose`. Rows come in without their first tokens, which `observe` tells. Any exception out
-    of these drops the drafter for the rest of the generation.
+    that closed a gap, and `propose`. Rows come in without their first tokens, which `observe` passes. Any exception
+    out of these drops the drafter for the rest of the generation.
     """
 
     strategy: str = "custom"
@@ -136,10 +114,10 @@ class Drafter(CandidateGenerator):
     cost: DraftCost | None = None
     """Of a network other than the policy's packed copy, whose cost a profile knows."""
     drafts_ahead: bool = True
-    """Whether it can draft on from its own drafts, and go back when its rows have become shorter. Not where it drafts
-    from what the target has computed, or keeps what was committed."""
+    """Whether it can go on drafting after its drafts, and go back when its rows have become shorter. Not where it
+    drafts from what the target has computed, or stores what was committed."""
     looks_up: bool = False
-    """Whether its drafts are found in texts, and cost no forward."""
+    """Whether it looks its drafts up in texts, which costs no forward."""
     learns: bool = False
     """Whether it wants to see the target's logits (`learn`)."""
     learning: LearningStatistics
@@ -147,14 +125,13 @@ class Drafter(CandidateGenerator):
     forwards: int = 0
     """Draft network forwards since `begin`."""
     made_for: tuple[object, ...] | None = None
-    """Later calls with the same get this drafter again (:func:`keep_drafters`); None: it is not kept."""
+    """What :meth:`kept_for` returned when it was made."""
     hangs_in: Thread | None = None
     """The thread of an earlier generation that was given up while in this drafter."""
 
     @classmethod
     def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "Drafter":
-        """The drafter of a call for `model` that names the strategy: a new one, or the one of an earlier call
-        (:func:`take_drafter`).
+        """Makes the drafter of a call for `model` that names the strategy.
 
         Args:
             model: the target.
@@ -165,6 +142,12 @@ class Drafter(CandidateGenerator):
             ValueError: the assistant cannot draft.
         """
         return cls()
+
+    @classmethod
+    def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...] | None:
+        """What `make` reads of these arguments, other than modules, dtypes and devices of `model`. A later call with
+        an equal tuple gets the same drafter while `model` keeps its structure; None: each call makes a new one."""
+        return None
 
     @classmethod
     def check_assistant(
@@ -181,8 +164,8 @@ class Drafter(CandidateGenerator):
     @contextmanager
     def claim(self) -> Iterator[None]:
         """Reserves the drafter for one generation; raises ValueError where another generation has it."""
-        own = object()
-        if self.__dict__.setdefault("_claim", own) is not own:  # at once: of two threads one gets it
+        token = object()
+        if self.__dict__.setdefault("_claim", token) is not token:  # atomic: of two threads one gets it
             raise ValueError(
                 f"drafter={type(self).__name__} is in use: a drafter serves one generation at a time. Make another "
                 "one for a generation inside a generation or in another thread, or name the strategy alone."
@@ -218,7 +201,7 @@ class Drafter(CandidateGenerator):
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         """Drafts up to `draft_length` (γ) tokens for every active row of the session; another drafter's may be taken.
 
-        `noise` is the very noise that the target samples with in this round; None: greedy.
+        `noise` is the noise that the target samples with in this round; None: greedy.
         """
 
     def learn(self, logits: Tensor, verified: Tensor) -> None:
@@ -231,8 +214,8 @@ class Drafter(CandidateGenerator):
 
     def observe(self, tokens: Integers, kept: Integers) -> None:
         """A round has committed the first `kept` `[B]` of `tokens` `[B, n]` of each row, on the host; `session.rows`
-        tells which drafts survived. Also called where the drafter did not draft, or another's drafts were taken, and
-        after `admit` with first tokens: then `kept` is 0 for the rows that have none."""
+        shows which drafts survived. Also called where the drafter did not draft, or another's drafts were taken, and
+        after `admit` with first tokens: then `kept` is 0 for rows without one."""
 
     def end(self) -> None:
         """Lets go of the session: the generation is over."""
@@ -240,7 +223,7 @@ class Drafter(CandidateGenerator):
 
     @property
     def cache_bytes(self) -> int:
-        """Most bytes of the drafter's own K/V cache since `begin`."""
+        """Most bytes of the drafter's K/V cache since `begin`."""
         return 0
 
     @property

@@ -10,6 +10,7 @@ import json
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ from ...cpu_products import reading_prompts
 from ...dense_linear import DenseConv1D, DenseLinear
 from ...json_files import write_atomically
 from ...native_code import cache_directory
+from ..session import snapshot_of
 from .cache import RaggedCache, autocast_dtype
 from .chains import ChainLayout
 from .linear_layers import make_copies
 from .runner import EagerRunner
 from .shadow import decoder_layers, make_shadow
-from .snapshot import while_unchanged
 
 
 ROWS = 12
@@ -51,7 +52,7 @@ def inexact_parts(model: PreTrainedModel, make: Callable[[PreTrainedModel, Ragge
     Tried once per machine, and kept with what is known of it. One warning says it, per model and process.
     """
     settings = f"exact {make.__name__} {torch.get_num_threads()} {autocast_dtype(model.device)}"
-    return while_unchanged(model, settings, lambda: _inexact_parts(model, make, settings))
+    return snapshot_of(model).find(settings, partial(_inexact_parts, model, make, settings))
 
 
 def _inexact_parts(

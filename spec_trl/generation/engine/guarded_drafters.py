@@ -96,7 +96,7 @@ class LookupEvaluation:
 
     def __init__(self, control: Control, drafters: GuardedDrafters, rows: Rows, vocabulary: int) -> None:
         self._control, self._drafters, self._rows, self._vocabulary = control, drafters, rows, vocabulary
-        self._lookups = {which: _Lookup() for which in control.listens_to}
+        self._lookups = {which: _Lookup() for which in control.compared_lookups}
 
     def before_round(self, drafting: Mapping[int, object]) -> None:
         """Has lookups draft that are not among those `drafting`, where the round before has left nothing to
@@ -110,11 +110,11 @@ class LookupEvaluation:
             rests = lookup.rounds >= 0 or started - lookup.since < lookup.seconds / SHARE
             if not rests and lookup.pending.keys().isdisjoint(self._rows.indices):
                 lookup.pending = self._drafters.ask(which, self._drafts) or {}
-                lookup.rounds, lookup.since = self._control.most_listened, started
+                lookup.rounds, lookup.since = self._control.compared_length, started
                 lookup.seconds = time.perf_counter() - started
 
     def _drafts(self, drafter: Drafter) -> dict[int, tuple[Integers, int]]:
-        length, indices = self._control.most_listened, self._rows.indices
+        length, indices = self._control.compared_length, self._rows.indices
         proposal = drafter.propose(length, None).checked(len(indices), length, self._vocabulary)
         steps = torch.arange(length, device=proposal.tokens.device)  # [γ]
         drafts = proposal.tokens.masked_fill(steps >= proposal.drafted()[:, None], _END)  # [B, γ]
@@ -137,7 +137,7 @@ class LookupEvaluation:
         tokens: Integers,
         counts: Integers,
     ) -> None:
-        ended, most = [], self._control.most_listened
+        ended, most = [], self._control.compared_length
         for request, text, count in zip(requests, tokens.tolist(), counts.tolist(), strict=True):
             if request not in pending:
                 continue
@@ -151,7 +151,7 @@ class LookupEvaluation:
             else:
                 pending[request] = draft, right
         if ended:
-            self._control.overheard(which, *zip(*ended, strict=True))
+            self._control.record_unverified(which, *zip(*ended, strict=True))
 
 
 def broken_logits(

@@ -15,7 +15,7 @@ class RolloutInStep(Rollout):
     """A rollout that goes the way of `generate`: all requests at once, one token per round, nothing drafted.
 
     Rows that have ended stay and go on until the last one ends, so that processors and criteria are shown all rows at
-    each step: with `padding`, or where it is None with tokens of the model, as in `generate` without EOS. The options
+    every step: with `padding`, or where it is None with tokens of the model, as in `generate` without EOS. The options
     are those of :class:`Rollout`: no drafters, a control that never drafts, and rows for all requests.
     """
 

@@ -1,14 +1,11 @@
-"""Which runner a call gets, and the one that is kept for the next call."""
-
-import gc
+"""Which runner a call gets: one with captured forwards, one whose layers are compiled, or the eager one."""
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ...native_code import compiler
-from .. import kept
 from ..configuration import SpeculativeConfig
+from ..session import Session, Shadow, Snapshot, addresses
 from .cache import RaggedCache, autocast_dtype, pages_of
 from .captured import GraphRunner
 from .cuda_graphs import SMALLEST_COLUMNS, CudaRecorder, GraphBudget, cache_rows
@@ -17,11 +14,7 @@ from .linear_layers import make_copies, refresh_copies
 from .memory import free_memory
 from .pages import PagedCache
 from .runner import EagerRunner, cpu_runner
-from .shadow import fingerprint, make_shadow, not_exact
-from .snapshot import is_unchanged, snapshot_of
-
-
-_SHADOW, _MADE_OF = "shadow", "snapshot of the policy, exact"
+from .shadow import make_shadow, not_exact
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:
@@ -73,6 +66,7 @@ def takes_pool(config: SpeculativeConfig, device: torch.device) -> bool:
 
 
 def runner_for(
+    session: Session,
     model: PreTrainedModel,
     rows: int,
     columns: int,
@@ -83,11 +77,11 @@ def runner_for(
 ) -> EagerRunner:
     """A runner of `model`'s shadow, which never changes the model.
 
-    One with captured forwards serves one call at a time. :func:`keep_runner` keeps it, with its cache, for the next,
-    until the model dies, changes (other modules, hooks or weight tensors; the values of the weights may change) or
-    needs more room. A pool that is kept stays as large as it is, however much memory there is now.
+    The session's runner, with its cache and captured forwards, serves again while weights lie where they lay and it
+    has room. A pool stays as large as it is, however much memory there is now.
 
     Args:
+        session: of the call; the runner and the shadow stay in it.
         model: the target.
         rows: in flight, of `columns` tokens.
         columns: of a row, drafts included.
@@ -102,15 +96,13 @@ def runner_for(
     """
     mode, recorder = runner_mode(config, model.device), recorder_for(model.device)
     if mode == "eager" or recorder is None:
-        if recorder is None:  # it may have been on another device
-            kept.take(model, kept.RUNNER)
         make = cpu_runner if mode == "compiled" else EagerRunner
-        return make(shadow_to_run(model, exact), _cache_for(model, rows, columns, config, pages))
+        return make(shadow_for(session, model, exact), _cache_for(model, rows, columns, config, pages))
     mode = "graph" if exact and mode == "auto" else mode
     # Autocast decides in which dtype K/V is stored.
-    made_for = (mode, exact, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
+    made_for = (mode, exact, config.max_graph_memory, autocast_dtype(model.device), *addresses(model))
     graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory
-    runner: GraphRunner | None = kept.take(model, kept.RUNNER)
+    runner = session.runner
     if runner is not None:
         cache = runner.cache
         has_room = cache.rows >= rows and cache.columns >= columns
@@ -122,33 +114,26 @@ def runner_for(
             refresh_copies(runner.network)
             return runner
         del cache, runner
-        gc.collect()  # captured forwards and their runner hold each other: the memory goes before more is asked for
+        session.drop_runner()  # its memory goes before more is asked for
     columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
     cache = _cache_for(model, cache_rows(rows), columns, config, pages)
     budget = GraphBudget(recorder, graph_memory)
-    return GraphRunner(shadow_to_run(model, exact), cache, budget, mode, made_for)
+    network = shadow_for(session, model, exact)
+    session.shadow = None  # what captures leave on it is the runner's alone
+    session.runner = GraphRunner(network, cache, budget, mode, made_for)
+    return session.runner
 
 
-def shadow_to_run(model: PreTrainedModel, exact: bool = False) -> PreTrainedModel:
-    """A shadow of `model` for a generation, with copies of wide weights where autocast is on; else the one that is
-    kept while `model` is unchanged (:func:`keep_shadow`)."""
-    snapshot = snapshot_of(model)
-    made_of = snapshot, exact
-    may_stay = snapshot.is_complete and autocast_dtype(model.device) is None
-    shadow: PreTrainedModel | None = kept.take(model, _SHADOW) if may_stay else None
-    if shadow is None or kept.look(shadow, _MADE_OF) != made_of:
-        shadow = make_shadow(model, exact)
-        make_copies(shadow)
-        if may_stay:
-            kept.keep(shadow, _MADE_OF, made_of)
-            snapshot_of(shadow)
-    return shadow
-
-
-def keep_shadow(model: PreTrainedModel, shadow: PreTrainedModel) -> None:
-    """Keeps what :func:`shadow_to_run` gave to a call that ended well, unless the call has left something on it."""
-    if kept.look(shadow, _MADE_OF) is not None and is_unchanged(shadow):
-        kept.keep(model, _SHADOW, shadow)
+def shadow_for(session: Session, model: PreTrainedModel, exact: bool = False) -> PreTrainedModel:
+    """The shadow of `model` in the session, or a new one, with copies of wide weights where autocast is on."""
+    is_cast = autocast_dtype(model.device) is not None
+    if session.shadow is not None and session.shadow.exact == exact and not is_cast:
+        return session.shadow.network
+    network = make_shadow(model, exact)
+    make_copies(network)
+    may_stay = session.snapshot is not None and session.snapshot.is_complete and not is_cast
+    session.shadow = Shadow(network, exact, Snapshot(network)) if may_stay else None
+    return network
 
 
 def _cache_for(
@@ -159,29 +144,6 @@ def _cache_for(
     return RaggedCache.for_network(model, rows, columns)
 
 
-def free_for_cache(model: PreTrainedModel) -> int:
-    """Bytes that caches may take, or those that are kept for the next call, and captured forwards, take already."""
-    runner: GraphRunner | None = kept.look(model, kept.RUNNER)
-    return free_memory(model.device) + (0 if runner is None else runner.held_bytes)
-
-
-def kept_runner(model: nn.Module) -> GraphRunner | None:
-    """The runner that is kept for the next call of `model`, also if it is wrapped; it stays."""
-    found = (kept.look(module, kept.RUNNER) for module in model.modules())
-    return next((runner for runner in found if runner is not None), None)
-
-
-def drop_runner(model: nn.Module) -> None:
-    """Frees what :func:`kept_runner` finds."""
-    for module in model.modules():
-        kept.take(module, kept.RUNNER)
-    gc.collect()  # captured forwards and their runner hold each other
-
-
-def keep_runner(model: PreTrainedModel, runner: GraphRunner) -> None:
-    """Keeps what a runner of :func:`runner_for` captured, after a call that ended well, for the next one."""
-    replaced = kept.take(model, kept.RUNNER)  # of a call that ran at the same time
-    kept.keep(model, kept.RUNNER, runner)
-    if replaced is not None:
-        del replaced
-        gc.collect()
+def free_for_cache(session: Session, device: torch.device) -> int:
+    """Bytes on `device` that are free, or that the session's runner takes, with its cache and captured forwards."""
+    return free_memory(device) + (0 if session.runner is None else session.runner.held_bytes)

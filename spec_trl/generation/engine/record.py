@@ -171,16 +171,16 @@ class Record:
     ) -> SpeculationStatistics:
         """The statistics of the whole rollout."""
         completed = {index: done for index, done in enumerate(self.completions) if done is not None}
-        decision = control.account()
+        explanation = control.explain()
         statistics = SpeculationStatistics(
             self._strategy,
             target_forwards=target.forwards,
             rounds=len(self.rounds),
             ended_in=[self._ends[index][1] for index in completed],
             timeline=timelines(self.rounds, self._names, self._ends, completed),
-            predicted_speedup=decision.predicted_speedup,
+            predicted_speedup=explanation.predicted_speedup,
             measured_speedup=sum(control.tallies, Tally()).measured_speedup,
-            reason=decision.reason,
+            reason=explanation.reason,
             cache_bytes=target.cache.bytes_of([length + control.most_drafted for length in rows.most]),
             preemptions=self.preemptions,
         )

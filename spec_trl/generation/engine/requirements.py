@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from ..session import Snapshot, snapshot_of
 from .attention import STATE_LAYERS, STATELESS, MaskPlan
 from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
 from .shadow import unwrapped
-from .snapshot import while_unchanged
 from .states import follows_states, is_filled
 from .training_marks import unfollowed_patch
 
@@ -90,9 +90,9 @@ _SERVED: dict[str, tuple[object, ...]] = {
 }
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Raises ValueError where `model` cannot be decoded over a ragged cache."""
-    while_unchanged(model, "checked", lambda: _check_model(model))
+def check_model(model: PreTrainedModel, snapshot: Snapshot | None = None) -> None:
+    """Raises ValueError where `model` cannot be decoded over a ragged cache; `snapshot`: of the model as it is."""
+    (snapshot or snapshot_of(model)).find("checked", partial(_check_model, model))
 
 
 def _check_model(model: PreTrainedModel) -> None:

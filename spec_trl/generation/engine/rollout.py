@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...scheduling.admission import Patience
+from ...scheduling.admission import AdmissionDelay
 from ...scheduling.control import Chain, Control
 from .accept import Outcome, Proposal, verify_rejection
 from .chains import Lanes, draft_lengths
@@ -67,7 +67,7 @@ class Rollout:
         self._on_tokens, self._kv_room = on_tokens, room
         self._vocabulary = target.network.config.get_text_config(decoder=True).vocab_size
         self._noise = NoiseAhead(rows, self._vocabulary)
-        self._patience = Patience(rows.capacity)
+        self._delay = AdmissionDelay(rows.capacity)
 
     def run(self) -> tuple[list[Completion | None], SpeculationStatistics]:
         """Generates until the queue and the rows are empty. Completions come in the order of their indices; None: the
@@ -124,11 +124,11 @@ class Rollout:
         return rows.active > 0
 
     def _take(self) -> list[Request]:
-        """Requests that get rows now, as patience and memory let it."""
+        """Requests that get rows now, as the admission delay and memory allow."""
         queue, rows, room, keys = self.queue, self.rows, self._kv_room, self.record.prompt_keys
         free = 0 if room is not None and room.is_full else rows.capacity - rows.active
         next_key = None if (upcoming := queue.upcoming) is None else keys[upcoming.index]
-        if not free or self._patience.waits(free, {keys[index] for index in rows.indices}, next_key):
+        if not free or self._delay.waits(free, {keys[index] for index in rows.indices}, next_key):
             return []
         taken = queue.take(free, rows.active) if queue.waiting or not rows.active else []
         if taken and room is not None:

@@ -156,9 +156,8 @@ class Rows:
     host_prompt_lengths: Integers
     host_limits: Integers
 
-    has_states = False
-
-    def __init__(self, capacity: int, columns: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, columns: int, device: torch.device, shares_prompts: bool = True) -> None:
+        self._shares = shares_prompts
         self.capacity, self.columns = capacity, columns
         check_memory(f"the tokens of {capacity} rows x {columns} columns", 20 * capacity * columns, device)
         self.tokens = torch.zeros(capacity, columns, dtype=torch.int64, device=device)
@@ -166,12 +165,13 @@ class Rows:
         self._keys = torch.zeros(capacity, columns, dtype=torch.int64, device=device)  # of the noise at each column
         self._state = torch.zeros(5, capacity, dtype=torch.int64, device=device)
         self._host = np.zeros((3, capacity), np.int64)
-        self._set_active(0)
+        self.set_active(0)
         self.most: list[int] = []
         self.prompts: list[bytes] = []
         self.indices: list[int] = []
 
-    def _set_active(self, count: int) -> None:
+    def set_active(self, count: int) -> None:
+        """The first `count` rows are in flight."""
         self.active = count
         state = self._state[:, :count]  # [5, active]
         self.lengths, self.prompt_lengths, self.limits, self.requests, self.streams = state
@@ -205,7 +205,7 @@ class Rows:
     def admit(self, requests: list[Request]) -> Admission:
         """Puts `requests` into the free rows after the active ones."""
         first = self.active
-        row_of_prompt = {} if self.has_states else {prompt: row for row, prompt in enumerate(self.prompts)}
+        row_of_prompt = {prompt: row for row, prompt in enumerate(self.prompts)} if self._shares else {}
         leaders: list[tuple[bytes, Request]] = []
         followers: list[tuple[bytes, Request]] = []
         moved: dict[int, Request] = {}
@@ -232,7 +232,7 @@ class Rows:
             self.prompts.append(key)
             self.indices.append(request.index)
         self._state[:, first : first + len(states)] = sent(torch.tensor(states), self.tokens.device).T
-        self._set_active(first + len(requests))
+        self.set_active(first + len(requests))
         columns = torch.arange(self.columns, device=self.tokens.device)  # [columns]
         positions = columns - self.prompt_lengths[first:, None]  # [n, columns]
         self._keys[first : self.active] = position_keys(self.streams[first:], positions)
@@ -295,7 +295,7 @@ class Rows:
             for row, target in zip(source, destination, strict=True):
                 self.prompts[target], self.indices[target] = self.prompts[row], self.indices[row]
         del self.prompts[remaining:], self.indices[remaining:]
-        self._set_active(remaining)
+        self.set_active(remaining)
         return source, destination
 
 

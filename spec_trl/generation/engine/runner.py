@@ -6,6 +6,7 @@ from functools import partial
 from itertools import groupby
 from threading import get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from transformers import PreTrainedModel
 
 from ...cpu_products import reading_prompts
 from ...native_code import compiler
-from .. import kept
 from .accept import Proposal
 from .attention import EXACT_ATTENTION, MaskPlan, calls_attention, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
@@ -39,7 +39,7 @@ _QUERIES_PER_FORWARD = 2048
 SHORT_PROMPT = 16
 # Logits of one prefill forward of a network that names no head: half a GiB in float32.
 _LOGITS_PER_FORWARD = 2**27
-_READ = "what a runner reads of it"
+_facts: "WeakKeyDictionary[nn.Module, tuple[MaskPlan, int | None, str, bool]]" = WeakKeyDictionary()
 
 Heard = Callable[[Tensor, Tensor, int], None]
 TakeIn = Callable[[Tensor, Tensor], None]
@@ -51,13 +51,12 @@ Over = Callable[[int], Forward]
 def _facts_of(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool]:
     """Masks and limit of positions of `network`, the name of its cache argument, and whether it can compute the last
     logits alone. They are read once per network: shadows and their quantized twins do not change them."""
-    facts: tuple[MaskPlan, int | None, str, bool] | None = kept.look(network, _READ)
+    facts = _facts.get(network)
     if facts is None:
-        facts = (
+        _facts[network] = facts = (
             MaskPlan.for_network(network), position_limit(network), cache_argument(network),
             network._supports_logits_to_keep(),
         )  # fmt: skip
-        kept.keep(network, _READ, facts)
     return facts
 
 

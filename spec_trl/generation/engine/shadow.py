@@ -24,13 +24,8 @@ from .family_hooks import adapt
 from .fused_layers import has_fused_sums, launches, with_fused_kernels
 from .kernels import run_on
 from .linear_layers import ExactConv1D, ExactLinear, NarrowProduct, exact_kind
-from .snapshot import while_unchanged
 from .states import mixer_class
-from .training_marks import HOOK_DICTS, lasting_attributes, patched_forward, rebind
-
-
-_OF_TRAINING = ("training", "gradient_checkpointing")  # which a shadow, in eval mode, does not act on
-_PLAIN = (bool, int, float, str)
+from .training_marks import lasting_attributes, patched_forward, rebind
 
 
 def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel:
@@ -97,54 +92,6 @@ def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:
     if len(lists) != 1:
         raise ValueError(f"{type(network).__name__} has no single list of decoder layers.")
     return lists[0]
-
-
-def fingerprint(policy: PreTrainedModel) -> tuple[object, ...]:
-    """:func:`structure`, and the addresses of the tensors. While it stays equal, a shadow of `policy` stays valid."""
-    return (*structure(policy), *addresses(policy))
-
-
-def structure(policy: PreTrainedModel) -> tuple[object, ...]:
-    """Everything in `policy` but the values of its weights: modules, their hooks and plain attributes, such as which
-    adapters are active, merged or scaled, and the dtypes and devices of tensors. While it stays equal, a copy of
-    `policy` needs new weights at most."""
-    return while_unchanged(policy, "structure", lambda: _structure(policy))
-
-
-def _structure(policy: PreTrainedModel) -> tuple[object, ...]:
-    marks: list[object] = [repr(_settings(policy.config.to_dict()))]
-    for module in policy.modules():
-        marks += [id(module), type(module), type(module).forward]
-        for name, value in lasting_attributes(module).items():
-            if "_hooks_" in name or name in _OF_TRAINING:  # the former list the hooks that take keywords
-                continue
-            if isinstance(value, _PLAIN):
-                marks.append((name, value))
-            elif name in HOOK_DICTS:
-                marks += map(id, value.values())
-            elif isinstance(value, list | tuple) and all(isinstance(item, _PLAIN) for item in value):
-                marks.append((name, tuple(value)))
-            elif isinstance(value, dict) and all(isinstance(item, _PLAIN) for item in value.values()):
-                marks.append((name, tuple(value.items())))
-            elif name == "forward":
-                marks.append(id(value))
-    tensors = (*policy.parameters(), *policy.buffers())
-    return (*marks, *((tensor.dtype, tensor.device) for tensor in tensors))
-
-
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """A config without what `save_pretrained` writes into it."""
-    written = ("architectures", "dtype")
-    return {
-        name: _settings(value) if isinstance(value, dict) else value
-        for name, value in config.items()
-        if name not in written
-    }
-
-
-def addresses(network: nn.Module) -> tuple[int, ...]:
-    """Addresses of the parameters and buffers of `network`."""
-    return tuple(tensor.data_ptr() for tensor in (*network.parameters(), *network.buffers()))
 
 
 def unwrapped(module: nn.Module) -> Any:

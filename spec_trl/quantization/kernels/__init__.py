@@ -68,7 +68,7 @@ def find_kernel(name: str, layer: LayerSpec) -> type[PackedWeight] | str:
 def make_packed(name: str, layer: LayerSpec) -> PackedWeight | str:
     """An empty packed weight of the kernel that `find_kernel` names, or the reason why there is none.
 
-    Under "auto" on a GPU its `max_rows` is the measured one, otherwise the kernel's own.
+    Under "auto" on a GPU its `max_rows` is the measured one, otherwise the kernel's.
     """
     choice = _choose(name, layer)
     if isinstance(choice, str):

@@ -1,4 +1,4 @@
-"""The interface between the quantizer, which makes codes, and the kernels, each of which stores them its own way."""
+"""The interface between the quantizer, which makes codes, and the kernels, which store them in different layouts."""
 
 import functools
 import importlib.util
@@ -97,7 +97,7 @@ class PackedWeight(nn.Module, ABC):
         normal_float: whether they stand for NF4's values.
         device_type: the only kind of device it runs on; None = any.
         package: the package that it comes from; None = torch alone.
-        activation_dtypes: those it can compute in, its own choice first; empty = any, the policy's first.
+        activation_dtypes: those it can compute in, the best first; empty = any, the policy's first.
         multiples: numbers that must divide out_features and in_features.
         row_block: `pack_` takes rows from a multiple of this on, and (but for the last rows) a multiple of them.
         rows_along: the dimension of each buffer along which rows lie, where a slice of the buffers is a weight too.

@@ -66,7 +66,7 @@ class KernelTable:
 
     Attributes:
         key: what the table is valid for.
-        dense: times of the policy's own layer.
+        dense: times of the policy's layer.
         kernels: times of each kernel, by its name.
         version: raise it when a kernel of ours changes; older tables are then measured again.
     """
@@ -163,8 +163,8 @@ def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> 
 
 
 def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer = time_replays) -> KernelTable:
-    """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights: measured once and
-    then kept, in memory and in the user's cache. Of a layer with siblings: of all of them, as they run, which is one
+    """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights: measured once,
+    and saved in memory and in the user's cache. Of a layer with siblings: of all of them, as they run, which is one
     product where a kernel can join their rows, and one after the other elsewhere.
 
     A kernel that fails, or whose product differs from that of the codes by more than bfloat16 rounding, is not in
@@ -184,7 +184,7 @@ def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer:
 
 
 def measure(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer) -> KernelTable:
-    """The same, but measured in any case and kept nowhere."""
+    """Measures a :func:`kernel_table` anew, and saves it nowhere."""
     key, dense_dtype = _key(layer, kernels), _dense_dtype(layer)  # under the caller's autocast
     times: dict[str, Times] = {}
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
@@ -244,7 +244,7 @@ def _multiply(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tens
 
 
 def random_rows(packed: PackedWeight) -> Iterator[tuple[int, QuantizedRows]]:
-    """A random quantized weight for `packed`, as first row and rows; each time the same one for the same layer."""
+    """A random quantized weight for `packed`, as first row and rows; the same one for the same layer."""
     layer, dtype = packed.layer, packed.activation_dtype
     step = max(1, FILL // layer.in_features // 64) * 64  # a multiple of every kernel's row_block
     for first in range(0, layer.out_features, step):
@@ -286,7 +286,7 @@ def _copies(nbytes: int, device: torch.device) -> int:
 
 
 def _dense_dtype(layer: LayerSpec) -> torch.dtype:
-    """What the policy's own layer computes in."""
+    """The dtype that the policy's layer computes in."""
     device = layer.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.policy_dtype
 

@@ -191,13 +191,13 @@ def load_marlin() -> None:
         return
     from torch.utils import cpp_extension
 
-    found = importlib.util.find_spec("gptqmodel_ext")
-    assert found is not None and found.origin is not None
+    package = importlib.util.find_spec("gptqmodel_ext")
+    assert package is not None and package.origin is not None
     nvcc = str(Path(cpp_extension.CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc")
     capability = "{}{}".format(*torch.cuda.get_device_capability())
     name = f"marlin-{version('gptqmodel')}-torch-{torch.__version__}-cuda-{torch.version.cuda}-sm{capability}"
     home = cache_directory() / name
-    sources = copy_sources(Path(found.origin).parent / "marlin", home / "source")
+    sources = copy_sources(Path(package.origin).parent / "marlin", home / "source")
     objects = home / "build"
     objects.mkdir(parents=True, exist_ok=True)
     flags = ["-O3", "-DENABLE_BF16"]

@@ -36,7 +36,7 @@ def is_fastest(layer: LayerSpec) -> bool:
 
 
 class _Session(list[Any]):
-    """None or one session. Shadows that share a packed weight's attributes share it; a copy makes its own."""
+    """None or one session. Shadows that share a packed weight's attributes share it; a copy makes another."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Session, ()

@@ -44,7 +44,7 @@ class ReferenceInt4(Reference):
         self.zeros[to] = rows.zeros  # [rows, groups]
 
     def unpack(self) -> Tensor:
-        """The codes as they were given, uint8 [out, in]."""
+        """The codes that were packed, uint8 [out, in]."""
         return torch.stack((self.nibbles & 15, self.nibbles >> 4), dim=-1).flatten(1)  # [out, in]
 
     def dequantize(self) -> Tensor:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spec_trl import release
-from spec_trl.generation import kept
 from spec_trl.generation.drafters.history import HistoryDrafter, RolloutHistory, Text
 from spec_trl.generation.drafters.suffix_index import SuffixIndex
 from spec_trl.generation.engine.rows import Request
+from spec_trl.generation.session import Session
 from spec_trl.scheduling.control import Chain
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.watching import begin_greedy
@@ -301,10 +301,10 @@ def test_prompts_of_32_bits_are_those_of_64(tiny) -> None:
 def test_what_calls_remember_is_bounded(tiny) -> None:
     for seed in range(4):
         generate(tiny, pad_left(random_rows([5], seed=seed)), "history", {"history_max_tokens": 60}, max_new_tokens=40)
-    history = kept.look(tiny, "history").history
+    history = Session.of(tiny).drafters["history"].history
     assert 40 <= len(history) <= 60
     release(tiny)
-    assert kept.look(tiny, "history") is None
+    assert Session.of(tiny).drafters.get("history") is None
 
 
 def test_a_prompt_that_is_asked_often_is_looked_up_in_its_newest_texts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import spec_trl
 from spec_trl import SpeculativeConfig
-from spec_trl.generation import kept
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine.drafter import keep_drafters
+from spec_trl.generation.session import Session
+from spec_trl.generation.strategies import make_drafters
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 from tests.generation.drafters.watching import before, untouched
@@ -35,9 +35,9 @@ def prompts() -> Prompts:
 
 def drafter_of(policy: PreTrainedModel, *options: str) -> SelfDrafter:
     """That of a call, which drafts and ends at once."""
-    drafter = SelfDrafter.make(policy, None, config_of(*(options or OPTIONS)))
-    drafter.refresh_if_stale()
-    keep_drafters(policy, [drafter])
+    with Session.lend(policy) as session:
+        (drafter,) = make_drafters(session, "self", policy, None, config_of(*(options or OPTIONS)))
+        drafter.refresh_if_stale()
     return drafter
 
 
@@ -112,7 +112,7 @@ def test_kept_by_calls_and_rebuilt_when_the_structure_changes(fresh: LlamaForCau
         result = generate(fresh, prompts, "self", max_new_tokens=8)
         assert outputs(result) == outputs(generate(fresh, prompts, max_new_tokens=8))
         assert result.statistics.acceptance_rate > 0.5
-        found.append(kept.look(fresh, "self"))
+        found.append(Session.of(fresh).drafters.get("self"))
     assert found[0] is found[1] is not found[2]
 
 
@@ -196,7 +196,7 @@ def test_policy_is_untouched(fresh: LlamaForCausalLM, prompts: Prompts) -> None:
 def test_dies_with_its_policy(prompts: Prompts) -> None:
     policy = tiny_llama()
     generate(policy, prompts, "self", max_new_tokens=4)
-    drafter = weakref.ref(kept.look(policy, "self"))
+    drafter = weakref.ref(Session.of(policy).drafters.get("self"))
     gone = weakref.ref(policy)
     del policy
     gc.collect()

@@ -144,7 +144,7 @@ def _register() -> torch.device:
 def _watch(patch: pytest.MonkeyPatch) -> list[Audit]:
     """Has rounds tell the newest of the audits that are returned."""
     audits: list[Audit] = []
-    decode_round, overheard = Rollout.decode_round, Planner.overheard
+    decode_round, overheard = Rollout.decode_round, Planner.record_unverified
 
     def watched(self: Rollout, plan: Any) -> None:
         audits[-1].waits.append([])
@@ -157,7 +157,7 @@ def _watch(patch: pytest.MonkeyPatch) -> list[Audit]:
         overheard(self, *told)
 
     patch.setattr(Rollout, "decode_round", watched)
-    patch.setattr(Planner, "overheard", counted)
+    patch.setattr(Planner, "record_unverified", counted)
     return audits
 
 

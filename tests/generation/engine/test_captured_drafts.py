@@ -230,7 +230,7 @@ def test_little_memory_makes_captured_forwards_fewer_before_rows(
     monkeypatch.setattr(tape, "bytes", lambda: tape.recorded << 22)  # four captures take 16 MiB
     monkeypatch.setattr(room, "LEAST_GRAPH_MEMORY", 0)
     monkeypatch.setattr(room, "warned_of", set())
-    monkeypatch.setattr(decoding, "free_for_cache", lambda model: NEEDED + left)
+    monkeypatch.setattr(decoding, "free_for_cache", lambda *_: NEEDED + left)
     with pytest.warns(UserWarning) as seen:
         found = [generate(model, SIXTY_FOUR, "self", config, **LENGTHS) for _ in range(2)]
     little, reached = (str(each.message) for each in seen)  # once each

@@ -15,6 +15,7 @@ from spec_trl.generation.engine.linear_layers import ExactConv1D, ExactLinear, N
 from spec_trl.generation.engine.pages import PagedCache
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow, not_exact
+from spec_trl.generation.session import Session
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.engine.tape import install_tape
 
@@ -139,9 +140,10 @@ def test_auto_compiles_nothing(on_a_gpu, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_kept_shadows_are_told_apart(on_a_gpu) -> None:
     model = model_of("gpt2")
+    with Session.lend(model) as session:
+        pass
     for exact in (True, False, True):
-        network = kept_runner.shadow_to_run(model, exact)
+        network = kept_runner.shadow_for(session, model, exact)
         assert any(isinstance(module, ExactLinear | ExactConv1D) for module in network.modules()) == exact
-        kept_runner.keep_shadow(model, network)
-        assert kept_runner.shadow_to_run(model, exact) is network
-        kept_runner.keep_shadow(model, network)
+        session.check_shadow()
+        assert kept_runner.shadow_for(session, model, exact) is network

@@ -88,7 +88,7 @@ def test_a_planner_goes_on_without_who_fails(action: str, tiny, expected, monkey
         [Candidate("custom", 2, 2.0, 100)], [2], lambda lengths, *_: 0.5 if lengths else 1.0, Times(0.2),
         Drafts(["custom"], [False]), clock=lambda: float(next(seconds)),
     )  # fmt: skip
-    control.saved = 1.0
+    control.budget = 1.0
     with pytest.warns(UserWarning, match="Knowing failed.*same tokens.*ZeroDivisionError"):
         result = generate(tiny, PROMPTS, drafter=drafter, config=CONFIG, control=control, **EOS)
     assert outputs(result) == expected and 0 < result.statistics.drafted_rounds < result.statistics.rounds

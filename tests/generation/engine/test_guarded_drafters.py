@@ -14,12 +14,12 @@ from spec_trl.scheduling.planner import SHARE
 
 
 class Listener:
-    listens_to, most_listened = [1], 3
+    compared_lookups, compared_length = [1], 3
 
     def __init__(self) -> None:
         self.told: list[tuple[int, int, int]] = []
 
-    def overheard(self, which: int, requests: Any, accepted: Any, attempted: Any) -> None:
+    def record_unverified(self, which: int, requests: Any, accepted: Any, attempted: Any) -> None:
         assert which == 1
         self.told += zip(requests, accepted, attempted, strict=True)
 
@@ -78,7 +78,7 @@ def test_a_draft_is_compared_with_the_text_that_follows(lookup: Any) -> None:
 def test_lookups_take_a_small_share_of_the_time(lookup: Any, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lookup takes a second and a half, the rounds a second each."""
     listener, each = heard(lookup)
-    propose, tell = lookup.propose, listener.overheard
+    propose, tell = lookup.propose, listener.record_unverified
 
     def take(seconds: float, action: Any) -> Any:
         def slow(*arguments: Any) -> Any:
@@ -87,7 +87,7 @@ def test_lookups_take_a_small_share_of_the_time(lookup: Any, clock: Any, monkeyp
 
         return slow
 
-    lookup.propose, listener.overheard = take(1.0, propose), take(0.5, tell)  # type: ignore[method-assign]
+    lookup.propose, listener.record_unverified = take(1.0, propose), take(0.5, tell)  # type: ignore[method-assign]
     rounds = []
     for number in range(1000):
         each.before_round({})

@@ -68,13 +68,13 @@ def test_a_round_reads_once_while_lookups_are_overheard(
     tiny: LlamaForCausalLM, rounds, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
     told: list[int] = []
-    overheard = Planner.overheard
+    overheard = Planner.record_unverified
 
     def noted(self: Planner, which: int, *verdicts: Any) -> None:
         told.append(which)
         overheard(self, which, *verdicts)
 
-    monkeypatch.setattr(Planner, "overheard", noted)
+    monkeypatch.setattr(Planner, "record_unverified", noted)
     found = generate(tiny, PROMPTS, strategy, max_new_tokens=60)
     assert told and found.statistics.drafter_failure is None
     assert rounds == [["cpu"]] * found.statistics.rounds

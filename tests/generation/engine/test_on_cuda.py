@@ -8,8 +8,9 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import spec_trl
-from spec_trl.generation import decoding, kept
+from spec_trl.generation import decoding
 from spec_trl.generation.engine import kept_runner
+from spec_trl.generation.session import Session
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 
@@ -67,12 +68,12 @@ def test_exact_log_probabilities_are_those_of_none_bit_for_bit(model, prompts, m
 @pytest.mark.parametrize("model", [torch.float32], indirect=True)
 def test_captured_forwards_read_the_live_weights(model, prompts) -> None:
     first = run(model, prompts, "self", "graph")
-    runner = kept.look(model, "runner")
+    runner = Session.of(model).runner
     with torch.no_grad():
         for parameter in model.parameters():
             parameter *= 0.5
     second = run(model, prompts, "self", "graph")
-    assert kept.look(model, "runner") is runner
+    assert Session.of(model).runner is runner
     assert outputs(second) != outputs(first)
     expected = outputs(run(model, prompts, "none", "eager"))
     assert sum(ours == theirs for ours, theirs in zip(outputs(second), expected, strict=True)) >= 6

@@ -312,7 +312,7 @@ def test_without_a_number_rows_are_as_many_as_a_pool_holds_at_a_quarter_of_their
     caches.clear()
     two = fixed * 2 // 8 + 2 * row + 50 * 4 * column
     for config, free in (({}, fixed + 3 * (columns // 4 * column + row)), ({"max_batch_size": 2}, two)):
-        monkeypatch.setattr(decoding, "free_for_cache", lambda model, free=free: free)
+        monkeypatch.setattr(decoding, "free_for_cache", lambda *_, free=free: free)
         found = generate(tiny, PROMPTS, config={"draft_length": 5, "runner": "eager"} | config, **ENDS)
         assert outputs(found) == plain
     assert capacities == [3, 2], "who names a number gets it"

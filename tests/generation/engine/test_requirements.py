@@ -68,28 +68,23 @@ def masked(*rows: list[int]) -> dict[str, Any]:
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     # the keyword and its options
     (r"assistant_strategy='eagle' is unknown.*Did you mean 'eagle3'", dict(strategy="eagle")),
-    (r"assistant_strategy='n-gram' is unknown.*Did you mean 'ngram", dict(strategy="n-gram")),
     (r"^draft_length=0 is out of range", dict(strategy="self", config={"draft_length": 0})),
     (r"inputs_embeds|input_ids is empty",
         dict(inputs_embeds=torch.zeros(2, 6, 64), input_ids=None, attention_mask=None)),
     (r"assistant_strategy='off' is unknown", dict(strategy="off", custom_generate=speculative_decoding)),
-    (r"^drafter='self' is neither a Drafter nor a list of them; a strategy is named by assist", dict(drafter="self")),
-    (r"^drafter=\['self'\] is neither a Drafter nor a list", dict(drafter=["self"])),
+    *((r"^drafter=.* is neither a Drafter.*assistant_strategy", dict(drafter=given)) for given in ("self", ["self"])),
     (r"both name", dict(custom_generate=lambda *_, **__: None)),
-    (r"both name", dict(custom_generate="somebody/method")),
     (r"synced_gpus=True cannot be combined with assistant_strategy", dict(synced_gpus=True)),
     (r"streamer is given with 2 rows", dict(streamer=Mock())),
     (r"request_ids has 3 entries for 2 rows", dict(request_ids=[1, 2, 3])),
     # assistants
     (r'assistant_strategy="model" needs assistant_model', dict(strategy="model")),
     (r"assistant_model=7 is neither", dict(strategy="model", assistant_model=7)),
-    (r"assistant_model=Linear is neither", dict(strategy="model", assistant_model=torch.nn.Linear(2, 2))),
     (r"='/no/such' is a folder that does not exist", dict(strategy="model", assistant_model="/no/such")),
     (r"assistant_model='no/such' is no causal LM that can be", dict(strategy="model", assistant_model="no/such")),
     (r"best_of_n_assistants\['model'\]='no/such' is no causal LM", dict(strategy="best_of_n", config={
         "best_of_n_drafters": ["model"], "best_of_n_assistants": {"model": "no/such"}})),
-    (r"given, but assistant_strategy='self' uses none", dict(strategy="self", assistant_model="any")),
-    (r"given, but assistant_strategy='ngram' uses none", dict(strategy="ngram", assistant_model="any")),
+    (r"assistant_strategy='self' uses none", dict(strategy="self", assistant_model="any")),
     (r"verification=.rejection. needs draft probabilities, which NgramDrafter",
         dict(strategy="ngram", config={"verification": "rejection"})),
     # prompts
@@ -98,10 +93,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"attention_mask has shape \[2, 4\] and input_ids \[2, 5\]", masked([1, 1, 1, 1], [0, 1, 1, 1])),
     (r"input_ids is empty", dict(input_ids=IDS[:, :0], attention_mask=torch.ones(2, 0).long())),
     (r"input_ids is empty", dict(input_ids=IDS[:0], attention_mask=torch.ones(0, IDS.shape[1]).long())),
-    (r"position_ids of shape \[2, 6\] do not count 0, 1, 2, ... from each prompt's",
-        dict(position_ids=torch.arange(6).expand(2, 6))),
-    (r"position_ids of shape \[2, 5\] do not count", dict(position_ids=torch.arange(5).expand(2, 5))),
-    (r"position_ids of shape \[2, 6\] do not count", dict(position_ids=torch.zeros(2, 6).long())),
+    *(
+        (rf"position_ids of shape \[2, {ids.shape[1]}\].*unset", dict(position_ids=ids))
+        for ids in (torch.arange(6).expand(2, 6), torch.arange(5).expand(2, 5), torch.zeros(2, 6).long())
+    ),
     # prompts of another kind
     *(
         (rf"input_ids is {said}.*pass a tensor \[B, width\] of token ids", dict(input_ids=ids, attention_mask=None))
@@ -119,9 +114,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         (rf"{name}={value!r} has no use with assistant_strategy='{strategy}'.*or set assistant_strategy='{way}'",
             dict(strategy=strategy, config={name: value}))
         for name, value, strategy, way in (
-            ("tts_rank", 16, "self", "tts"), ("tts_scope", "run", "auto", "tts"),
-            ("ngram_size", 2, "history", "ngram"),
-            ("history_max_tokens", 9, "ngram", "history"), ("best_of_n_race", False, "auto", "best_of_n"),
+            ("tts_rank", 16, "self", "tts"), ("ngram_size", 2, "history", "ngram"),
+            ("best_of_n_race", False, "auto", "best_of_n"),
         )
     ),
     # options of other assistants

@@ -26,7 +26,7 @@ from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.engine.stopping import Stopping
 from spec_trl.scheduling import admission
-from spec_trl.scheduling.admission import Patience
+from spec_trl.scheduling.admission import AdmissionDelay
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows, reference_outputs
 from tests.generation.races import PROMPTS, ROWS
@@ -261,16 +261,16 @@ ENDS = dict(eos_token_id=[5, 6, 7], max_new_tokens=24)
 
 def test_rows_wait_until_they_have_cost_a_quarter_of_a_round() -> None:
     """Of 16 rows 4: one row for 3 rounds, or 1 and then 2 rows for one each."""
-    patience = Patience(16)
+    patience = AdmissionDelay(16)
     assert [patience.waits(1, "abc", "x") for _ in range(8)] == 2 * [True, True, True, False]
     assert [patience.waits(free, "abc", "x") for free in (1, 2, 1)] == [True, True, False]
     assert not patience.waits(4, "abc", "x")
     assert patience.rounds(1, "abc", "x") == 3
-    assert not Patience(4).waits(1, "abc", "x"), "few rows never wait"
+    assert not AdmissionDelay(4).waits(1, "abc", "x"), "few rows never wait"
 
 
 def test_nothing_is_waited_for_where_it_saves_nothing_or_never_comes() -> None:
-    patience = Patience(100)
+    patience = AdmissionDelay(100)
     assert patience.waits(1, ["a"], "b") and patience.waits(1, ["a"], None)
     assert not patience.waits(1, ["a", "b"], "b"), "its prompt is in flight"
     assert patience.waits(1, ["a"], "b")
@@ -290,8 +290,8 @@ def test_several_prompts_are_read_at_once_and_no_token_changes(
 
     monkeypatch.setattr(RequestQueue, "take", counted)
     found, times = [], []
-    for patience in (admission.PATIENCE, 0.0):
-        monkeypatch.setattr(admission, "PATIENCE", patience)
+    for patience in (admission.MAX_EMPTY_ROUNDS, 0.0):
+        monkeypatch.setattr(admission, "MAX_EMPTY_ROUNDS", patience)
         admitted.clear()
         found.append(outputs(generate(fresh, prompts, strategy, {"max_batch_size": 16}, **ENDS)))
         times.append(sum(map(bool, admitted)))

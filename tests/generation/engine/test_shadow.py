@@ -9,7 +9,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from spec_trl.generation.engine import memory
-from spec_trl.generation.engine.shadow import make_shadow, share_weights, structure
+from spec_trl.generation.engine.shadow import make_shadow, share_weights
+from spec_trl.generation.session import structure
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.tiny_families import make

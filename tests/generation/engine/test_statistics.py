@@ -249,10 +249,9 @@ def test_what_plain_decoding_would_have_taken(tiny) -> None:
     class Seconds(AlwaysSpeculate):
         rounds = 0
 
-        def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
+        def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
             self.rounds += 1
-            index, draft_length = super().decide(batch, length, waiting)
-            return index, 0 if self.rounds <= 5 else draft_length
+            return () if self.rounds <= 5 else super().plan(requests, length, waiting)
 
         def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
             self.asked = list(rounds)

@@ -10,7 +10,7 @@ from ...engine.cache import RaggedCache, RaggedLayer, Window
 
 class TailCache(RaggedCache):
     """K/V of a drafter that runs ahead of the target whose copy it is (SA §4.1). It reads the target's columns of
-    committed text, which nobody writes while it drafts, and keeps the K/V of what follows in a tail of its own:
+    committed text, which nobody writes while it drafts, and keeps the K/V of what follows in a tail:
 
         target's columns        t t t t t x x x .     row of L = 6 committed tokens; x: verification may write them
         tail, size 4                      d d d d     position t is column t % 4

@@ -19,14 +19,13 @@ from transformers import PreTrainedModel
 from ...configuration import Distillation, SpeculativeConfig
 from ...engine.accept import Integers, Proposal
 from ...engine.cuda_graphs import CAPTURING
-from ...engine.drafter import DraftCost, Drafter, DraftSession, take_drafter
+from ...engine.drafter import DraftCost, Drafter, DraftSession
 from ...engine.noise import RoundNoise, widen
 from ...engine.rows import Admission
-from ...engine.shadow import structure
 from ...engine.statistics import LearningStatistics
 from ...registry import DRAFTERS, register_drafter
+from ...session import structure, versions
 from ..canvas import Canvas, TrainableDrafter
-from ..self_copy import SelfDrafter, versions
 from ..small_model import as_assistant
 from .learners import Learner, make_learner
 from .price import LearningPrice, UpdateStride
@@ -81,18 +80,12 @@ class DistilledDrafter(Drafter):
 
     @classmethod
     def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "DistilledDrafter":
-        """The drafter of an earlier call with the same options, with what it has learned."""
-        made_for: tuple[object, ...] = (config.tts_drafter, config.distillation(), config.packing())
-        made_for = (*made_for, model.dtype, model.device, *map(id, model.parameters()), *_identity(assistant))
-        if config.tts_drafter == SelfDrafter.strategy:
-            made_for += structure(model)
-        kind = DRAFTERS[config.tts_drafter]
-        drafter = take_drafter(
-            model, cls, made_for, lambda: cls(kind.make_student(model, assistant, config), config.distillation())
-        )
-        if isinstance(drafter.student, SelfDrafter):
-            drafter.student.refresh_if_changed()
-        return drafter
+        student = DRAFTERS[config.tts_drafter].make_student(model, assistant, config)
+        return cls(student, config.distillation())
+
+    @classmethod
+    def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...]:
+        return config.tts_drafter, config.distillation(), config.packing(), *_identity(assistant)
 
     @classmethod
     def check_assistant(

@@ -151,11 +151,7 @@ def fused_draw(
         Tokens `[N]` int64, the first of equals; their perturbed scores x + noise `[N]` float32, NaN where a logit of
         the row is NaN and -inf where no token is left; and their log-probabilities `[N]` float32 under softmax(x),
         NaN in both these cases. Where the score is NaN the token is any.
-
-    Raises:
-        ValueError: shapes, dtypes or strides do not fit, or the temperature is not positive.
     """
-    _check(logits, keys, temperature, floors, first)
     rows, vocabulary = logits.shape
     tokens = logits.new_empty(rows, dtype=torch.int64)
     scores = logits.new_empty(rows, dtype=torch.float32)
@@ -183,27 +179,6 @@ def fused_draw(
             BLOCK=triton.next_power_of_2(chunks), num_warps=1, **options,
         )  # fmt: skip
     return tokens, scores, logprobs
-
-
-def _check(
-    logits: Tensor, keys: Tensor | None, temperature: float, floors: Tensor | None, first: Tensor | None
-) -> None:
-    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16) or logits.dim() != 2 or not logits.shape[1]:
-        raise ValueError(
-            f"logits are {logits.dtype} of shape {list(logits.shape)}: pass [N, vocabulary] of float32, bfloat16 or "
-            "float16."
-        )
-    if logits.stride(1) != 1:
-        raise ValueError(f"logits have strides {logits.stride()}: make their last dimension contiguous.")
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be positive; pass keys=None for the argmax.")
-    vectors = (("keys", keys, torch.int64), ("floors", floors, torch.float32), ("first", first, torch.int32))
-    for name, given, dtype in vectors:
-        if given is not None and (given.shape != logits.shape[:1] or given.dtype != dtype):
-            raise ValueError(
-                f"{name} are {given.dtype} of shape {list(given.shape)}: pass {dtype} [{logits.shape[0]}], one for "
-                "each row."
-            )
 
 
 @triton.jit

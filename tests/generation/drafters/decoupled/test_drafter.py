@@ -18,8 +18,8 @@ from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.shadow import make_shadow
-from spec_trl.scheduling.affine_seconds import AffineSeconds
 from spec_trl.scheduling.control import Chain
+from spec_trl.scheduling.forward_seconds import AffineSeconds
 from spec_trl.specactor.decoupled_plan import ExecutionPlan
 from spec_trl.specactor.reconfiguration import RequestPlan, RequestPlans
 from spec_trl.specactor.token_speed import busy_window_tokens, replicated
@@ -71,12 +71,12 @@ def test_a_cache_of_its_own_is_right_where_another_drafter_was_taken(tiny) -> No
     found: list[bool] = []
 
     class Erring(NetworkDrafter):
-        """An exact copy that goes another way in each second window."""
+        """An exact copy that goes another way from the second token of each second window on."""
 
-        windows = 0
+        windows = steps = 0
 
         def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
-            rows, self.windows = self.session.rows, self.windows + 1
+            rows, self.windows, self.steps = self.session.rows, self.windows + 1, 0
             proposal = super().propose(draft_length, noise)
             for row, request in enumerate(rows.indices):
                 start, end = int(rows.prompt_lengths[row]), int(rows.lengths[row])
@@ -89,7 +89,12 @@ def test_a_cache_of_its_own_is_right_where_another_drafter_was_taken(tiny) -> No
         def begin(self, session: DraftSession) -> None:
             super().begin(session)
             forward = self._runner.forward
-            self._runner.forward = lambda *fed: forward(*fed).roll(self.windows % 2, dims=-1)
+
+            def err(*fed: Any) -> Tensor:
+                self.steps += 1
+                return forward(*fed).roll(self.windows % 2 if self.steps > 1 else 0, dims=-1)
+
+            self._runner.forward = err
 
     drafter = Erring(make_shadow(tiny), shares_target_cache=False)
     control = Plans(2, [[Chain(0, 4)], [Chain(1, 4)], [Chain(1, 4)]])

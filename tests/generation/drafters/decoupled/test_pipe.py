@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from spec_trl import release
-from spec_trl.generation import kept
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
+from spec_trl.generation.session import Session
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, generate, outputs
 from tests.generation.drafters.decoupled.scripted import Chance
@@ -182,7 +182,7 @@ def test_always(strategy: str, fresh, tiny_assistant, texts) -> None:
         result = generate(fresh, PROMPTS, strategy, {"decoupled_execution": "always"}, **options, **EOS)
         assert outputs(result) == texts and result.statistics.drafter_failure is None
     assert drafting_threads() == 0
-    assert (kept.look(fresh, "self") is not None) == (strategy == "self")
+    assert (Session.of(fresh).drafters.get("self") is not None) == (strategy == "self")
     release(fresh)
 
 

@@ -16,12 +16,12 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 
 from spec_trl import release
-from spec_trl.generation import kept
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter, distillation_loss
 from spec_trl.generation.drafters.tts.learners import CORRECTION_RATE
 from spec_trl.generation.engine.accept import Proposal
+from spec_trl.generation.session import Session
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.tts.learning import ALONE, BATCH, equal, weights_of
@@ -350,7 +350,7 @@ def test_what_is_kept_follows_what_it_was_made_of(fresh) -> None:
 
     def drafter() -> DistilledDrafter:
         generate(fresh, ALONE, "tts", config, assistant_model=assistant, max_new_tokens=4)
-        return kept.look(fresh, "tts")
+        return Session.of(fresh).drafters.get("tts")
 
     first = drafter()
     assert drafter() is first
@@ -361,7 +361,7 @@ def test_what_is_kept_follows_what_it_was_made_of(fresh) -> None:
     inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), fresh)
     assert drafter() is not second
     release(fresh)
-    assert kept.look(fresh, "tts") is None
+    assert Session.of(fresh).drafters.get("tts") is None
 
 
 def test_two_folders_of_one_model_are_kept_apart(tiny, checkpoints, tmp_path: Path) -> None:

@@ -11,17 +11,19 @@ from weakref import ref
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from spec_trl.generation import session as sessions
 from spec_trl.generation.drafters import self_copy
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.generation.engine import kept_runner, shadow
+from spec_trl.generation.engine import kept_runner
 from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.memory import limited_groups
-from spec_trl.generation.engine.shadow import structure
-from spec_trl.generation.engine.snapshot import is_unchanged, snapshot_of
+from spec_trl.generation.session import Session, release, snapshot_of, structure
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.tiny_families import make
@@ -66,7 +68,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     watch(inspect, "signature")
     watch(kept_runner, "make_shadow")
     watch(self_copy, "make_shadow")
-    watch(shadow, "_settings")
+    watch(sessions, "_structure")
     return counter
 
 
@@ -85,7 +87,7 @@ def test_what_a_second_call_reads(
     assert opened == []
     calls.clear()
     fresh.generate(**ONE, **options, return_dict_in_generate=True)
-    assert ours["to_dict"] == calls["to_dict"] and ours["make_shadow"] == ours["_settings"] == 0
+    assert ours["to_dict"] == calls["to_dict"] and ours["make_shadow"] == ours["_structure"] == 0
     assert ours["signature"] <= calls["signature"] + 2, "two more, to tell our arguments from those of `_sample`"
 
 
@@ -183,10 +185,10 @@ IN_PLACE: dict[str, Callable[[PreTrainedModel], object]] = {
 def test_what_lies_in_attributes_counts(change: str, fresh: LlamaForCausalLM) -> None:
     """As active, merged and scaled adapters do; a copy is made anew."""
     mlp(fresh).marks, mlp(fresh).scales, mlp(fresh).shift = ["a"], {"a": 1.0}, torch.zeros(3)
-    before = structure(fresh)
-    assert is_unchanged(fresh) and structure(fresh) is before
+    snapshot, before = snapshot_of(fresh), structure(fresh)
+    assert snapshot.holds(fresh) and structure(fresh) is before
     IN_PLACE[change](fresh)
-    assert not is_unchanged(fresh)
+    assert not snapshot.holds(fresh)
     assert (structure(fresh) == before) == (change == "tensor")
 
 
@@ -226,13 +228,14 @@ def test_what_training_leaves_on_a_policy_makes_nothing_anew(
     """TRL switches checkpointing off before each rollout, and on after it, with a new function and one more hook."""
     TRAINING[training](fresh)
     before = [outputs(generate(fresh, PROMPTS, strategy)) for strategy in ("none", "self")]
-    assert snapshot_of(fresh).is_complete
+    snapshot = snapshot_of(fresh)
+    assert snapshot.is_complete
     calls.clear()
     for _ in range(2):
         TRAINING[training](fresh)
-        assert is_unchanged(fresh)
+        assert snapshot_of(fresh) is snapshot
         assert [outputs(generate(fresh, PROMPTS, strategy)) for strategy in ("none", "self")] == before
-    assert calls["make_shadow"] == calls["_settings"] == 0
+    assert calls["make_shadow"] == calls["_structure"] == 0
 
 
 class Leaving(NgramDrafter):
@@ -247,6 +250,46 @@ def test_what_a_call_leaves_on_a_shadow_is_not_there_in_the_next(fresh: LlamaFor
     plain = outputs(generate(fresh, PROMPTS))
     assert outputs(generate(fresh, PROMPTS, drafter=Leaving(3))) != plain
     assert outputs(generate(fresh, PROMPTS)) == plain
+
+
+def move_weights(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def adapters(model: PreTrainedModel) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+STAYS: dict[str, tuple[Callable[[PreTrainedModel], object], set[str]]] = {
+    "nothing": (lambda model: None, {"shadow", "runner", "self", "history"}),
+    "storage": (move_weights, {"self", "history"}),
+    "module": (swap_module, {"history"}),
+    "dtype": (lambda model: model.float(), {"history"}),
+    "adapter": (lambda model: [layer.enable_adapters(False) for layer in adapters(model)], {"history"}),
+    "scaling": (lambda model: [layer.scale_layer(3.0) for layer in adapters(model)], {"history"}),
+}
+
+
+@pytest.mark.parametrize("change", STAYS)
+def test_one_fingerprint_decides_what_stays(change: str, fresh: LlamaForCausalLM, tape: object) -> None:
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False), fresh)
+    fresh.double()
+    makes_change, stays = STAYS[change]
+
+    def call() -> tuple[dict[str, object], list[list[list[int]]]]:
+        ways = ("self", "graph"), ("history", "eager"), ("none", "eager")
+        texts = [outputs(generate(fresh, PROMPTS, strategy, {"runner": runner})) for strategy, runner in ways]
+        session = Session.of(fresh)
+        assert session.shadow is not None
+        return {"shadow": session.shadow.network, "runner": session.runner, **session.drafters}, texts
+
+    before, _ = call()
+    makes_change(fresh)
+    after, texts = call()
+    assert {name for name in before if before[name] is after[name]} == stays
+    release(fresh)
+    assert texts == call()[1]
 
 
 # ---- what is kept ---------------------------------------------------------------------------------------------------

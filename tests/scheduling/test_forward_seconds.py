@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from spec_trl.scheduling.affine_seconds import fit_affine
+from spec_trl.scheduling.forward_seconds import fit_affine
 
 
 def test_a_line_is_that_of_least_squares() -> None:
