@@ -16,6 +16,7 @@ from ..scheduling.control import Control, NeverSpeculate
 from .configuration import SpeculativeConfig, check_combination, check_strategy
 from .decoupling import check_device, decoupled, keep_acceptance
 from .engine import requirements
+from .engine.attention import keeps_states
 from .engine.cache import PAGE_COLUMNS
 from .engine.drafter import Drafter
 from .engine.in_step import RolloutInStep
@@ -30,7 +31,6 @@ from .engine.rollout import Rollout
 from .engine.room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
 from .engine.rows import Request, RequestQueue, Rows
 from .engine.statistics import SpeculationStatistics
-from .engine.states import keeps_states
 from .engine.stopping import Stopping, length_limit, must_run_in_step
 from .session import Session
 from .strategies import as_drafters, control_for, make_drafters
@@ -115,6 +115,9 @@ def speculative_decoding(
             check_combination(assistant_strategy, config)
         check_device(config, device, drafter)
         requirements.check_model(model, session.snapshot)
+        if has_states := keeps_states(model.config):
+            requirements.check_states(model, assistant_strategy, assistant, config)
+            config = replace(config, runner=config.runner if device.type == "cpu" else "eager")
         runner_mode(config, device)
         requirements.check_generation_config(generation_config, model.generation_config)
         requirements.check_keywords(model, model_kwargs)
@@ -183,7 +186,7 @@ def speculative_decoding(
         warn_of_slow_dtype(model)
         pages = None if in_step or not in_pool else needs.pages_that_fit(capacity, free_for_cache(session, device))
         runner = runner_for(session, model, capacity, columns, config, pages, graphs, exact=config.exact is True)
-        rows = Rows(capacity, columns, device, shares_prompts=not keeps_states(model))
+        rows = Rows(capacity, columns, device, shares_prompts=not has_states)
         room: KVRoom | None = None
         if not in_step and isinstance(runner.cache, PagedCache):
             room = PoolRoom(rows, runner.cache, most_drafted)

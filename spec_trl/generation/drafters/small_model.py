@@ -19,6 +19,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from ...value_checks import require_folder_or_id
 from ..configuration import SpeculativeConfig
+from ..engine.attention import keeps_states
 from ..engine.cache import autocast_dtype
 from ..engine.drafter import DraftCost
 from ..engine.requirements import check_model, policy_in
@@ -82,9 +83,11 @@ class SmallModelDrafter(NetworkDrafter):
             return
         require_folder_or_id(argument, assistant)
         try:
-            found = read_assistant_config(assistant).get_text_config(decoder=True).vocab_size
+            read = read_assistant_config(assistant)
         except (OSError, ValueError) as error:
             raise ValueError(f"{argument}={assistant!r} is no causal LM that can be loaded: {error}") from error
+        _check_states(argument, read)
+        found = read.get_text_config(decoder=True).vocab_size
         check_sizes(f"{argument}={assistant!r}", found, target.config.get_text_config(decoder=True).vocab_size)
 
     def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
@@ -122,7 +125,17 @@ def as_assistant(argument: str, given: object) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         shown = type(model).__name__ if isinstance(model, nn.Module) else repr(model)
         raise ValueError(f"{argument}={shown} is neither a transformers model nor a path or hub id.")
+    _check_states(argument, model.config)
     return model
+
+
+def _check_states(argument: str, config: PreTrainedConfig) -> None:
+    # It would have to feed tokens again that were committed without it, each row another number of them.
+    if keeps_states(config):
+        raise ValueError(
+            f"{argument} of model type '{config.model_type}' keeps states of convolutions or scans, with which a "
+            "small model cannot draft yet. Name one whose layers only attend."
+        )
 
 
 def load_assistant(assistant: "PreTrainedModel | str | None", target: PreTrainedModel) -> PreTrainedModel:

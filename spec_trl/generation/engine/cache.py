@@ -57,6 +57,8 @@ class RaggedCache(Cache):
 
     key_positions: Tensor | None = None
     """`[B, columns]` int64, positions of the keys that the next forward reads, where these are not their columns."""
+    has_states = False
+    """Whether layers keep states beside K/V (:class:`~spec_trl.generation.engine.states.States`)."""
 
     def __init__(self, layers: int, rows: int, columns: int) -> None:
         self._window = Window(layers, rows, columns)
@@ -68,11 +70,7 @@ class RaggedCache(Cache):
     @classmethod
     def for_network(cls, network: PreTrainedModel, rows: int, columns: int) -> "RaggedCache":
         """A cache with a layer for each of the network's decoder layers."""
-        from .states import States, keeps_states
-
-        config = network.config.get_text_config(decoder=True)
-        kind = States if keeps_states(network) else RaggedCache
-        return kind(config.num_hidden_layers, rows, columns)
+        return cls(network.config.get_text_config(decoder=True).num_hidden_layers, rows, columns)
 
     def for_drafts(self) -> "RaggedCache":
         """The cache with which the policy's copy drafts: what it writes for drafts, a verification overwrites."""

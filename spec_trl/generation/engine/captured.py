@@ -146,7 +146,9 @@ class GraphRunner(EagerRunner):
         caches = {id(runner.cache): runner.cache for runner in (self, *self._of_drafters)}
         return self.budget.bytes + sum(cache.held_bytes for cache in caches.values()) + copied_bytes(self.network)
 
-    def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0, is_text: bool = False
+    ) -> Tensor:
         if first_row or tokens.shape[1] > MOST_QUERIES:
             return super().forward(tokens, positions, columns, first_row)
         key = self._key(tokens, columns)

@@ -15,6 +15,7 @@ from .memory import free_memory
 from .pages import PagedCache
 from .runner import EagerRunner, cpu_runner
 from .shadow import make_shadow, not_exact
+from .states import cache_for
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:
@@ -141,7 +142,7 @@ def _cache_for(
 ) -> RaggedCache:
     if takes_pool(config, model.device):
         return PagedCache.with_pages(model, rows, columns, pages)
-    return RaggedCache.for_network(model, rows, columns)
+    return cache_for(model, rows, columns)
 
 
 def free_for_cache(session: Session, device: torch.device) -> int:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from ..configuration import SpeculativeConfig
 from ..session import Snapshot, snapshot_of
-from .attention import STATE_LAYERS, STATELESS, MaskPlan
+from .attention import STATELESS, MaskPlan, keeps_states
 from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
 from .shadow import unwrapped
 from .states import follows_states, is_filled
@@ -134,7 +135,7 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     if settings.get("alibi"):
         return "with alibi=True is not served: ALiBi needs a two-dimensional mask"
     types = set(getattr(config, "layer_types", None) or ())
-    has_states = types & STATE_LAYERS or (model._is_stateful and not (types and types <= STATELESS))
+    has_states = keeps_states(config) or (model._is_stateful and not (types and types <= STATELESS))
     if has_states and not follows_states(model):
         return (
             "keeps a recurrent state in a way that is not known here, and rejected tokens must leave it. Generate "
@@ -240,6 +241,23 @@ def check_not_diverted(heals: bool | None, keywords: Mapping[str, Any]) -> None:
         raise _refusal("token_healing", True)
     if keywords.get("assistant_tokenizer") is not None:
         raise _refusal("assistant_tokenizer", type(keywords["assistant_tokenizer"]).__name__)
+
+
+def check_states(model: PreTrainedModel, strategy: str, assistant: object, config: SpeculativeConfig) -> None:
+    """Raises ValueError where a call asks for what layers with states cannot do, for a `model` that has some."""
+    ahead = 'decoupled_execution="always" would need a copy of the states for each draft window'
+    graph = "captured forwards do not keep states yet"
+    for is_asked, why, remedy in (
+        (strategy == "best_of_n", "races feed several chains of a row at once, and a scan has one", '"auto"'),
+        (strategy == "tts" and assistant is None, "the copy cannot learn through states", '"self", or a tts_drafter'),
+        (config.decoupled_execution == "always", ahead, 'decoupled_execution="never"'),
+        (config.runner == "graph", graph, 'runner="auto"'),
+    ):
+        if is_asked:
+            raise ValueError(
+                f"model type '{model.config.model_type}' keeps states of convolutions or scans, and {why}: "
+                f"assistant_strategy={strategy!r} with it is not served. Use {remedy}."
+            )
 
 
 def check_generation_config(config: GenerationConfig, of_model: GenerationConfig) -> None:

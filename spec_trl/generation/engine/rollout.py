@@ -301,11 +301,12 @@ class Rollout:
         another rank races for them with its drafter named `method`.
 
         The K/V of the first `head_share` of their columns is left out; all of it where there is no memory for a copy,
-        or where drafters read hidden states, which only a forward over these columns gives.
+        where drafters read hidden states, or where layers keep states: only a forward over these columns gives them.
         """
         rows, cache = self.rows, self.target.cache
         needed = sum(int(rows.host_lengths[row]) for row in leaving) * cache.column_bytes
-        share = 1.0 if self.target.is_heard or 2 * needed > free_memory(rows.tokens.device) else head_share
+        must_read = self.target.is_heard or cache.has_states
+        share = 1.0 if must_read or 2 * needed > free_memory(rows.tokens.device) else head_share
         requests = []
         for row in leaving:
             request, columns = self.queue.requests[rows.indices[row]], int(rows.host_lengths[row]) - 1

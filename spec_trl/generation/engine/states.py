@@ -20,8 +20,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .attention import keeps_states
 from .cache import RaggedCache
 
 
@@ -135,15 +137,12 @@ def _scan_in(kind: Any) -> str | None:
     return next((name for name in SCANS if name in _names_in(kind)), None)
 
 
-def keeps_states(network: nn.Module) -> bool:
-    """Whether modules of `network` keep states beside K/V."""
-    return any("update_conv_state" in _names_in(type(module)) for module in network.modules())
-
-
 def follows_states(network: nn.Module) -> bool:
     """Whether `network` keeps states beside K/V, all of which :class:`States` serves."""
-    scans = [type(module) for module in network.modules() if "update_recurrent_state" in _names_in(type(module))]
-    return keeps_states(network) and all(_scan_in(kind) is not None for kind in scans)
+    kinds = {type(module) for module in network.modules()}
+    scans = [kind for kind in kinds if "update_recurrent_state" in _names_in(kind)]
+    keeps = any("update_conv_state" in _names_in(kind) for kind in kinds)
+    return keeps and all(_scan_in(kind) is not None for kind in scans)
 
 
 def is_filled(cache: Cache) -> bool:
@@ -173,7 +172,8 @@ class _Mixer(nn.Module):
     layer_idx: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        twin, scanner = _twin_of(type(self))
+        kind: Any = type(self)
+        twin, scanner = _twin_of(kind)
         scanner.mixer = self
         scanner.cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, States)), None)
         return twin(self, *args, **kwargs)
@@ -262,6 +262,11 @@ class _Scanner(threading.local):
         return scan.run(mixer, self._step, given, state)[1]
 
 
+def cache_for(network: PreTrainedModel, rows: int, columns: int) -> RaggedCache:
+    """A cache for `network`, with states where its layers keep some."""
+    return (States if keeps_states(network.config) else RaggedCache).for_network(network, rows, columns)
+
+
 class States(RaggedCache):
     """States of rows, beside the K/V of a ragged cache. A row without text has states of zeros, which is none.
 
@@ -270,6 +275,7 @@ class States(RaggedCache):
             None: that is known later, and the forward holds.
     """
 
+    has_states = True
     text: Sequence[int] | None = None
 
     def __init__(self, layers: int, rows: int, columns: int) -> None:
@@ -281,6 +287,9 @@ class States(RaggedCache):
 
     def feeds(self, tokens: int, text: Sequence[int] | None) -> None:
         self.text = text
+
+    def like(self, network: PreTrainedModel) -> RaggedCache:
+        return cache_for(network, self.rows, self.columns)
 
     def for_drafts(self) -> "DraftStates":
         """A cache with the same K/V, and states that follow drafts."""
@@ -391,11 +400,11 @@ class DraftStates(States):
         self._tokens = tokens
 
     def begin_drafts(self, rows: int) -> None:
-        for mine, theirs in ((self._windows, self.committed._windows), (self._recurrent, self.committed._recurrent)):
-            for key, state in theirs.items():
-                if key not in mine:
-                    mine[key] = torch.zeros_like(state)
-                mine[key][:rows] = state[:rows]
+        if len(self._windows) < len(self.committed._windows):
+            self._windows = {key: torch.zeros_like(state) for key, state in self.committed._windows.items()}
+            self._recurrent = {key: torch.zeros_like(state) for key, state in self.committed._recurrent.items()}
+        for mine, committed in zip(self._states, self.committed._states, strict=True):
+            mine[:rows] = committed[:rows]
 
     @property
     def text(self) -> Sequence[int]:  # type: ignore[override]
