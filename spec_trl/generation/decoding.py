@@ -30,9 +30,10 @@ from .engine.record import Completion
 from .engine.rollout import Rollout
 from .engine.room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
 from .engine.rows import Request, RequestQueue, Rows
+from .engine.states import state_bytes
 from .engine.statistics import SpeculationStatistics
 from .engine.stopping import Stopping, length_limit, must_run_in_step
-from .session import Session
+from .session import Session, snapshot_of
 from .strategies import as_drafters, control_for, make_drafters
 
 
@@ -159,6 +160,11 @@ def speculative_decoding(
                 'verification="rejection" cannot be raced: chains that are accepted by chance disagree, and taking '
                 'the longest would favour what is easy to draft. Use verification="exact", or one drafter per row.'
             )
+        if has_states and control.races:
+            raise ValueError(
+                f"model type '{model.config.model_type}' keeps states of convolutions or scans, and races feed several "
+                "chains of a row at once, which a scan cannot. Use one drafter per row."
+            )
         # "none" gets the same columns: attention over other widths would differ in the last bits.
         most_drafted = max(config.draft_length, control.most_drafted)
         columns = longest + most_drafted
@@ -167,7 +173,8 @@ def speculative_decoding(
         in_pool = takes_pool(config, device)
         # A single row needs no room that others leave it.
         free = free_for_cache(session, device) if in_pool or capacity > 1 else 0
-        needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, columns if in_pool else 0)
+        states = snapshot_of(model).find("states", partial(state_bytes, model)) if has_states else 0
+        needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, columns if in_pool else 0, states)
         expected = columns
         if in_pool and not in_step:
             expected = min(max(columns // _LIMIT_OVER_LENGTH, max(lengths) + PAGE_COLUMNS), columns)

@@ -128,9 +128,11 @@ class RowNeeds:
         verified: int,
         prefilled: int,
         in_pool: int = 0,
+        states: int = 0,
     ) -> "RowNeeds":
         """The needs of `model` and its `drafters`, where `verified` tokens of a row are verified at once and at most
-        `prefilled` tokens are read. `in_pool`: columns of a row, where K/V lies in the pages of a pool."""
+        `prefilled` tokens are read. `in_pool`: columns of a row, where K/V lies in the pages of a pool. `states`:
+        bytes of a row's states, of which drafts have as many (what a verification holds of its inputs is a tenth)."""
         dtype, config = autocast_dtype(model.device) or model.dtype, model.config.get_text_config(decoder=True)
         tokens = min(prefilled, TOKENS_PER_FORWARD)
         target = kv_bytes(model, dtype)
@@ -142,9 +144,10 @@ class RowNeeds:
                 whole += drafter.column_bytes
             else:
                 column += drafter.column_bytes
+        logits = _LOGITS * verified * config.vocab_size * torch.float32.itemsize
         return cls(
             column=column,
-            row=_LOGITS * verified * config.vocab_size * torch.float32.itemsize + in_pool * whole,
+            row=logits + in_pool * whole + states * (2 if drafters else 1),
             fixed=_ACTIVATIONS * tokens * config.hidden_size * dtype.itemsize + bytes_of_copies(model),
         )
 

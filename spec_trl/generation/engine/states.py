@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .attention import keeps_states
 from .cache import RaggedCache
+from .family_hooks import cache_name
 
 
 Arguments = dict[str, Any]
@@ -267,6 +268,27 @@ def cache_for(network: PreTrainedModel, rows: int, columns: int) -> RaggedCache:
     return (States if keeps_states(network.config) else RaggedCache).for_network(network, rows, columns)
 
 
+@torch.no_grad()
+def state_bytes(network: PreTrainedModel) -> int:
+    """Bytes of the states of one row, told by a forward of one mixer of each class over one token."""
+    config = network.config.get_text_config(decoder=True)
+    hidden = torch.zeros(1, 1, config.hidden_size, dtype=network.dtype, device=network.device)
+    by_kind: dict[type, int] = {}
+    total = 0
+    for mixer in network.modules():
+        kind = type(mixer)
+        if "update_conv_state" not in _names_in(kind):
+            continue
+        if kind not in by_kind:
+            cache = States.for_network(network, 1, 1)
+            cache.point_at(torch.zeros(1, 1, dtype=torch.int64, device=network.device), 1, 0)
+            cache.feeds(1, [1])
+            mixer(hidden, **{cache_name(kind): cache})
+            by_kind[kind] = cache.state_bytes
+        total += by_kind[kind]
+    return total
+
+
 class States(RaggedCache):
     """States of rows, beside the K/V of a ragged cache. A row without text has states of zeros, which is none.
 
@@ -318,8 +340,18 @@ class States(RaggedCache):
 
     def forget(self, first: int, end: int) -> None:
         """Rows `first..end` begin with new texts."""
-        for state in self._states:
+        for state in self.states:
             state[first:end] = 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether the last forward held what it fed."""
+        return bool(self._held_windows or self._held_scans)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all rows."""
+        return sum(state.nbytes for state in self.states)
 
     # ---- What mixers call -------------------------------------------------------------------------------------------
 
@@ -362,11 +394,12 @@ class States(RaggedCache):
 
     def copy_rows(self, source: list[int], destination: list[int], columns: list[int], differing: int = 0) -> None:
         super().copy_rows(source, destination, columns, differing)
-        for state in self._states:
+        for state in self.states:
             state[destination] = state[source]
 
     @property
-    def _states(self) -> list[Tensor]:
+    def states(self) -> list[Tensor]:
+        """`[rows, ...]` each, in one order."""
         return [*self._windows.values(), *self._recurrent.values()]
 
     @property
@@ -403,7 +436,7 @@ class DraftStates(States):
         if len(self._windows) < len(self.committed._windows):
             self._windows = {key: torch.zeros_like(state) for key, state in self.committed._windows.items()}
             self._recurrent = {key: torch.zeros_like(state) for key, state in self.committed._recurrent.items()}
-        for mine, committed in zip(self._states, self.committed._states, strict=True):
+        for mine, committed in zip(self.states, self.committed.states, strict=True):
             mine[:rows] = committed[:rows]
 
     @property

@@ -1,0 +1,210 @@
+"""Families whose layers keep states of convolutions or scans: tokens, rounds, states, and what is refused."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.requirements import check_model
+from spec_trl.generation.engine.room import KVRoom, kv_bytes
+from spec_trl.generation.engine.runner import EagerRunner
+from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.generation.engine.states import States, cache_for, state_bytes
+from spec_trl.scheduling.control import Chain
+from tests.conftest import tiny_llama
+from tests.generation.calls import generate, outputs, pad_left, random_rows, reference_outputs
+from tests.generation.races import Knowing, Planned, Plans
+from tests.tiny_families import make
+
+
+# One of each kind of scan and convolution, and of each way in.
+FAMILIES = ["qwen3_5_text", "kimi_linear", "lfm2", "falcon_h1", "nemotron_h", "zamba2", "jamba", "mamba", "mamba2"]
+ROWS = random_rows([5, 9, 1, 12, 7, 3])
+PROMPTS = pad_left([*ROWS, ROWS[3]])  # a prompt of one token, and two copies
+NEW = 16
+
+
+class OneChain(Plans):
+    """Rounds of one chain for each row: of the copy, of one who knows for some rows, and none."""
+
+    races = False
+
+    def __init__(self) -> None:
+        super().__init__(2, [[Chain(0, 4)], [], [Chain(1, 7)], [Chain(0, 2, (0, 2)), Chain(1, 3, (1,))], []])
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make("qwen3_5_text")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "seeded"])
+def test_tokens(family: str, do_sample: bool) -> None:
+    """Rows draft different numbers of tokens, of which some are accepted; they end, move and are filled again; rounds
+    without drafts follow rounds with some."""
+    network = make(family)
+    options: dict[str, Any] = dict(config={"max_batch_size": 3}, max_new_tokens=NEW, do_sample=do_sample)
+    plain = generate(network, PROMPTS, **options)
+    if not do_sample:
+        assert outputs(plain) == reference_outputs(network, PROMPTS, max_new_tokens=NEW)
+    members = [SelfDrafter(network, kernel="reference"), Knowing(outputs(plain), 0)]
+    control = OneChain()
+    drafted = generate(network, PROMPTS, drafter=members, control=control, **options)
+    assert outputs(drafted) == outputs(plain)
+    torch.testing.assert_close(drafted.logprobs, plain.logprobs, rtol=1e-5, atol=1e-6)
+    statistics = drafted.statistics
+    assert statistics.drafter_failure is None and 0 < statistics.drafted_rounds < statistics.rounds
+    assert all(0 < counts.accepted < counts.drafted for counts in statistics.per_drafter.values())
+
+
+@pytest.mark.parametrize("strategy", ["self", "ngram", "history", "auto", "model"])
+def test_strategies(strategy: str, model: PreTrainedModel) -> None:
+    expected = outputs(generate(model, PROMPTS, max_new_tokens=NEW))
+    options: dict[str, Any] = {"assistant_model": tiny_llama(vocab_size=64)} if strategy == "model" else {}
+    for _ in range(2):  # the second call finds what the first one left
+        config = {"draft_length": 3, "max_batch_size": 3}
+        result = generate(model, PROMPTS, strategy, config, max_new_tokens=NEW, **options)
+        assert outputs(result) == expected and result.statistics.drafter_failure is None
+    assert result.statistics.total.drafted > 0
+
+
+def test_a_planner_goes_from_arm_to_arm(model: PreTrainedModel) -> None:
+    plain = generate(model, PROMPTS, max_new_tokens=NEW)
+    members = [SelfDrafter(model, kernel="reference"), Knowing(outputs(plain), 0)]
+    control = Planned(members)
+    control.races = False
+    drafted = generate(model, PROMPTS, drafter=members, control=control, max_new_tokens=NEW)
+    assert outputs(drafted) == outputs(plain) and drafted.statistics.total.accepted > 0
+
+
+def test_preempted_rows_are_read_again(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = outputs(generate(model, PROMPTS, max_new_tokens=NEW))
+    calls = iter([False, True, False, True])
+    monkeypatch.setattr(KVRoom, "leaving", lambda *_: [1] if next(calls, False) else [])
+    result = generate(model, PROMPTS, "self", {"draft_length": 3}, max_new_tokens=NEW)
+    assert outputs(result) == expected and result.statistics.preemptions
+
+
+# ---- states -------------------------------------------------------------------------------------------------------
+
+
+def states_of(cache: States) -> list[Tensor]:
+    return [state.clone() for state in cache.states]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_forward_holds_and_a_commit_replays(family: str) -> None:
+    shadow = make_shadow(make(family))
+    tokens = torch.stack(random_rows([9, 9]))  # [2, 9]
+
+    def fed(text: Sequence[int]) -> tuple[States, EagerRunner]:
+        cache = cache_for(shadow, 2, 16)
+        assert isinstance(cache, States)
+        runner = EagerRunner(shadow, cache)
+        cache.feeds(4, [4, 4])
+        runner.prefill(tokens[:, :4], torch.arange(4).expand(2, -1), 4)
+        for at in range(4, 4 + max(text)):  # token by token, as decoding does
+            rows = [row for row, count in enumerate(text) if at - 4 < count]
+            for row in rows:
+                runner.forward(tokens[row : row + 1, at : at + 1], torch.tensor([[at]]), at + 1, row, is_text=True)
+        return cache, runner
+
+    cache, runner = fed([0, 0])
+    before = states_of(cache)
+    runner.forward(tokens[:, 4:8], torch.arange(4, 8).expand(2, -1), 8)
+    assert all(map(torch.equal, states_of(cache), before))  # none is written by a forward that verifies
+    cache.commit([3, 1])
+    expected, _ = fed([3, 1])
+    for state, wanted in zip(states_of(cache), states_of(expected), strict=True):
+        torch.testing.assert_close(state, wanted, rtol=0, atol=1e-12 if state.dtype == torch.float64 else 1e-6)
+    assert not all(map(torch.equal, states_of(cache), before))
+    cache.forget(0, 2)
+    assert not any(state.any() for state in states_of(cache))
+
+
+def test_a_round_takes_one_forward_and_one_commit(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, forwards = [], []
+    commit, forward = States.commit, EagerRunner.forward
+
+    def count(cache: States, lengths: Sequence[int]) -> None:
+        held.append(cache.holds)
+        commit(cache, lengths)
+
+    def run(runner: EagerRunner, *args: Any, **kwargs: Any) -> Tensor:
+        if type(runner.cache) is States:
+            forwards.append(runner)
+        return forward(runner, *args, **kwargs)
+
+    monkeypatch.setattr(States, "commit", count)
+    monkeypatch.setattr(EagerRunner, "forward", run)
+    statistics = generate(model, PROMPTS, "self", {"draft_length": 3}, max_new_tokens=NEW).statistics
+    assert sum(held) == statistics.drafted_rounds > 0 and len(forwards) == statistics.rounds
+
+
+def test_the_copy_packs_mixers_but_for_what_sets_decay(model: PreTrainedModel) -> None:
+    layers = SelfDrafter(model, kernel="reference").quantized.layers
+    names = {name.rpartition(".")[2] for name in layers if "linear_attn" in name}
+    assert names == {"in_proj_qkv", "in_proj_z", "out_proj"}
+
+
+def test_memory_counts_states_and_layers_that_attend(model: PreTrainedModel) -> None:
+    config = model.config
+    attending = config.layer_types.count("full_attention")
+    assert kv_bytes(model) == 2 * attending * config.num_key_value_heads * config.head_dim * 8
+    cache = cache_for(make_shadow(model), 1, 16)
+    assert isinstance(cache, States)
+    runner = EagerRunner(make_shadow(model), cache)
+    cache.feeds(4, [4])
+    runner.prefill(torch.tensor([[5, 6, 7, 8]]), torch.arange(4)[None], 4)
+    assert state_bytes(model) == cache.state_bytes > 0
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "strategy, config, words",
+    [
+        ("best_of_n", {}, "several chains of a row"),
+        ("tts", {}, "cannot learn through states"),
+        ("self", {"decoupled_execution": "always"}, "decoupled_execution"),
+        ("self", {"runner": "graph"}, 'runner="auto"'),
+    ],
+)
+def test_what_states_do_not_serve_is_refused_by_name(
+    strategy: str, config: dict[str, Any], words: str, model: PreTrainedModel
+) -> None:
+    with pytest.raises(ValueError, match=f"'qwen3_5_text' keeps states.*{words}"):
+        generate(model, PROMPTS, strategy, config)
+
+
+def test_a_small_model_with_states_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="assistant_model of model type 'qwen3_5_text' keeps states"):
+        generate(tiny_llama(vocab_size=64), PROMPTS, "model", assistant_model=model)
+
+
+def test_races_of_a_control_are_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="'qwen3_5_text' keeps states.*races"):
+        generate(model, PROMPTS, drafter=Knowing([], 0), control=Plans(1, [[Chain(0, 2)]]))
+
+
+@pytest.mark.parametrize("family", ["zamba", "minimax", "recurrent_gemma", "zaya"])
+def test_states_in_ways_of_their_own_are_refused(family: str) -> None:
+    with pytest.raises(ValueError, match=f"'{family}'.*(head by head|not known here|ways of their own)"):
+        check_model(make(family))
+
+
+def test_attention_alone_is_served_where_the_family_could_keep_states() -> None:
+    network = make("granitemoehybrid")
+    network.config.layer_types = ["full_attention"] * network.config.num_hidden_layers
+    config = type(network.config).from_dict(network.config.to_dict())
+    dense = type(network)(config).double().eval()
+    expected = reference_outputs(dense, PROMPTS, max_new_tokens=NEW)
+    result = generate(dense, PROMPTS, "self", {"draft_length": 3}, do_sample=False, max_new_tokens=NEW)
+    assert outputs(result) == expected and result.statistics.total.drafted
