@@ -141,7 +141,7 @@ def test_generated_tokens_are_multiplied_in_cpp(monkeypatch: pytest.MonkeyPatch,
     assert dtype == torch.bfloat16 or given == [1, 17, 100]
 
 
-@pytest.mark.parametrize("strategy", ["self", "model"])
+@pytest.mark.parametrize("strategy", ["self", "ngram", "model"])
 def test_tokens_with_onednn_everywhere(calls: list[Tensor], strategy: str) -> None:
     """Those of plain decoding, and in greedy decoding those of transformers, all layers' products by oneDNN."""
     model, prompts = tiny_llama().float(), pad_left(random_rows([4, 9, 6]))
