@@ -42,6 +42,13 @@ SIZES: dict[str, int] = {
                      "first_k_dense_replace", "num_dense_layers"), 1),
     **dict.fromkeys(("q_lora_rank", "qk_nope_head_dim", "rotary_dim", "v_head_dim"), 16),
     **dict.fromkeys(("kv_lora_rank",), 32),
+    # Of layers with states: 8 heads of 16 are the width that Mamba 2 wants, twice the hidden size.
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_attn_head_dim", "mamba_d_head",
+                     "mamba_head_dim", "mamba_headdim", "mamba_d_state", "ssm_state_size", "mamba_chunk_size"), 16),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 8),
+    **dict.fromkeys(("linear_num_value_heads", "linear_attn_num_heads"), 4),
+    **dict.fromkeys(("linear_num_key_heads", "mamba_n_groups", "mamba_ngroups"), 2),
+    "mamba_d_ssm": 128,
     **dict.fromkeys(("qk_rope_head_dim",), 8),
     **dict.fromkeys(("image_size",), 32),
     **dict.fromkeys(("patch_size",), 16),
@@ -86,9 +93,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         layer_types=["hybrid_sliding", "hybrid_sliding", "hybrid"] * 2 + ["hybrid_sliding"], num_hidden_layers=7,
         n_layers_per_attn_res_block=3, loop_layer_index_start=3, loop_layer_index_end=6),
     "jamba": dict(num_hidden_layers=4, attn_layer_period=4, attn_layer_offset=2),
+    "falcon_h1": dict(mamba_d_head=16),
     **dict.fromkeys(("lfm2", "lfm2_moe"), dict(layer_types=["conv", "full_attention"])),
     "longcat_flash": dict(head_dim=8, expert_ffn_hidden_size=32, zero_expert_num=2),
-    "mamba2": dict(num_heads=8, head_dim=16, n_groups=2),
+    "mamba2": dict(num_heads=8, head_dim=16, n_groups=2, chunk_size=16),
     "minimax_m3_vl_text": dict(
         layer_types=["full_attention", "full_attention", "minimax_m3_sparse"], num_hidden_layers=3,
         mlp_layer_types=["dense", "sparse", "sparse"], index_n_heads=2, index_head_dim=16, index_block_size=4,
@@ -106,6 +114,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1])),
     "qwen4_exp_text": dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8,
                            indexer_compress_ratio=2, ngram_vocab_size_base=64, hc_lowrank=8),
+    "nemotron_h": dict(n_groups=2, chunk_size=16),
     "recurrent_gemma": dict(num_hidden_layers=3),
     "reformer": dict(axial_pos_shape=(8, 8), axial_pos_embds_dim=(32, 32), attn_layers=("local", "lsh"),
                      local_attn_chunk_length=4, lsh_attn_chunk_length=4, feed_forward_size=64),
@@ -113,7 +122,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xlnet": dict(d_head=16, d_inner=64),
     "xmod": dict(default_language="en_XX"),
     "zamba": dict(layers_block_type=["linear_attention", "hybrid"], attention_hidden_size=128, attention_head_dim=32),
-    "zamba2": dict(layers_block_type=["mamba", "hybrid"]),
+    "zamba2": dict(layers_block_type=["mamba", "hybrid"], chunk_size=16),
 }
 
 

@@ -162,8 +162,8 @@ def speculative_decoding(
             )
         if has_states and control.races:
             raise ValueError(
-                f"model type '{model.config.model_type}' keeps states of convolutions or scans, and races feed several "
-                "chains of a row at once, which a scan cannot. Use one drafter per row."
+                f"model type '{model.config.model_type}' keeps states of convolutions or scans, and races feed "
+                "several chains of a row at once, which a scan cannot. Use one drafter per row."
             )
         # "none" gets the same columns: attention over other widths would differ in the last bits.
         most_drafted = max(config.draft_length, control.most_drafted)

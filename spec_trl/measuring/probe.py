@@ -14,12 +14,13 @@ from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.self_copy import SelfDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine import kept_runner
-from ..generation.engine.cache import RaggedCache, autocast_dtype
+from ..generation.engine.cache import autocast_dtype
 from ..generation.engine.cuda_graphs import CudaRecorder, Outputs
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.linear_layers import lend_copies, take_copies_back
 from ..generation.engine.room import model_constants
 from ..generation.engine.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
+from ..generation.engine.states import cache_for
 from ..generation.session import Session
 from ..quantization.awq import ActivationAware
 from ..quantization.linear import QuantizedLinear
@@ -44,7 +45,7 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
     mode, recorder = kept_runner.runner_mode(config, model.device), None
     if kept_runner.captures(config, model.device):
         recorder = kept_runner.recorder_for(model.device)
-    cache = RaggedCache.for_network(model, TOKENS[-1], COLUMN_BUCKET)
+    cache = cache_for(model, TOKENS[-1], COLUMN_BUCKET)
     make = cpu_runner if recorder is None and mode == "compiled" else EagerRunner
     with torch.no_grad():
         runner = make(kept_runner.shadow_for(Session(), model), cache)

@@ -135,13 +135,13 @@ class Planner(Control):
         self.compared_length = int(self._lengths[-1])
         networks = [which for which, candidate in enumerate(candidates) if candidate.is_network]
         self._couples = [(network, lookup) for network in networks for lookup in self.compared_lookups]
-        self.races = bool(self._couples)
+        self.races = race and bool(self._couples)
         self.budget = self._trial_cost = 0.0
         self.begin(1, [])
 
     @property
     def most_drafted(self) -> int:
-        return self.compared_length * (2 if self.races and self._may_race else 1)
+        return self.compared_length * (2 if self.races else 1)
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         self._capacity = max(capacity, 1)

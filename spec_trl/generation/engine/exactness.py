@@ -29,6 +29,7 @@ from .chains import ChainLayout
 from .linear_layers import make_copies
 from .runner import EagerRunner
 from .shadow import decoder_layers, make_shadow
+from .states import cache_for
 
 
 ROWS = 12
@@ -64,7 +65,7 @@ def _inexact_parts(
         found: list[str] = json.loads(path.read_bytes())
     except (OSError, ValueError):
         try:
-            found = _try_out(make(_first_layers(model), RaggedCache.for_network(model, ROWS, COLUMNS)))
+            found = _try_out(make(_first_layers(model), cache_for(model, ROWS, COLUMNS)))
         except Exception as error:  # the generation will say what is wrong, or do what the trial cannot
             return [f"it could not be tried: {type(error).__name__}: {error}"]
         try:

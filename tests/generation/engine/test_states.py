@@ -17,12 +17,12 @@ from spec_trl.generation.engine.states import States, cache_for, state_bytes
 from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows, reference_outputs
-from tests.generation.races import Knowing, Planned, Plans
+from tests.generation.races import Knowing, Plans
 from tests.tiny_families import make
 
 
-# One of each kind of scan and convolution, and of each way in.
-FAMILIES = ["qwen3_5_text", "kimi_linear", "lfm2", "falcon_h1", "nemotron_h", "zamba2", "jamba", "mamba", "mamba2"]
+# One of each kind of scan and convolution, and of each way in. The first one's scan takes seconds in transformers.
+FAMILIES = ["kimi_linear", "qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h", "zamba2", "jamba", "mamba", "mamba2"]
 ROWS = random_rows([5, 9, 1, 12, 7, 3])
 PROMPTS = pad_left([*ROWS, ROWS[3]])  # a prompt of one token, and two copies
 NEW = 16
@@ -42,7 +42,7 @@ def model() -> PreTrainedModel:
     return make("qwen3_5_text")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES[1:], pytest.param(FAMILIES[0], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "seeded"])
 def test_tokens(family: str, do_sample: bool) -> None:
     """Rows draft different numbers of tokens, of which some are accepted; they end, move and are filled again; rounds
@@ -71,15 +71,6 @@ def test_strategies(strategy: str, model: PreTrainedModel) -> None:
         result = generate(model, PROMPTS, strategy, config, max_new_tokens=NEW, **options)
         assert outputs(result) == expected and result.statistics.drafter_failure is None
     assert result.statistics.total.drafted > 0
-
-
-def test_a_planner_goes_from_arm_to_arm(model: PreTrainedModel) -> None:
-    plain = generate(model, PROMPTS, max_new_tokens=NEW)
-    members = [SelfDrafter(model, kernel="reference"), Knowing(outputs(plain), 0)]
-    control = Planned(members)
-    control.races = False
-    drafted = generate(model, PROMPTS, drafter=members, control=control, max_new_tokens=NEW)
-    assert outputs(drafted) == outputs(plain) and drafted.statistics.total.accepted > 0
 
 
 def test_preempted_rows_are_read_again(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,13 +189,3 @@ def test_races_of_a_control_are_refused(model: PreTrainedModel) -> None:
 def test_states_in_ways_of_their_own_are_refused(family: str) -> None:
     with pytest.raises(ValueError, match=f"'{family}'.*(head by head|not known here|ways of their own)"):
         check_model(make(family))
-
-
-def test_attention_alone_is_served_where_the_family_could_keep_states() -> None:
-    network = make("granitemoehybrid")
-    network.config.layer_types = ["full_attention"] * network.config.num_hidden_layers
-    config = type(network.config).from_dict(network.config.to_dict())
-    dense = type(network)(config).double().eval()
-    expected = reference_outputs(dense, PROMPTS, max_new_tokens=NEW)
-    result = generate(dense, PROMPTS, "self", {"draft_length": 3}, do_sample=False, max_new_tokens=NEW)
-    assert outputs(result) == expected and result.statistics.total.drafted
