@@ -27,6 +27,7 @@ from tests.distributed import test_moved_rows as moved_rows
 from tests.distributed.ranks import Helped, Patient, links, run_ranks, unfair
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 from tests.generation.drafters.eagle3 import reference as eagle3
+from tests.tiny_families import make
 
 
 ENDS: dict[str, Any] = {"eos_token_id": [5, 6], "max_new_tokens": 100}  # lengths with a long tail, 32 on average
@@ -133,6 +134,22 @@ def test_moved_rows_go_on_where_they_were(
     assert (pools[1].send_seconds is None) == (head_share == 1.0 or strategy == "eagle3")
     assert pools[1].idle_seconds > 0
     check_logprobs(found, reference)
+
+
+@pytest.mark.parametrize("strategy", ["none", "self"])
+def test_rows_with_states_are_read_again_where_they_go(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state cannot be cut at a column. Chunks of a text round in float32, whatever the model's dtype."""
+    monkeypatch.setattr(pool_module, "rows_to_give", lambda lengths, *_: len(lengths) // 2)
+    monkeypatch.setattr(pool_module, "POLL_SHARE", 1e9)
+    monkeypatch.setattr(MoveCosts, "head_share", property(lambda _: 0.37))
+    model, given, config = make("qwen3_5_text"), prompts(8), {"max_batch_size": 4, "draft_length": 3}
+    alone = outputs(generate(model, given, **ENDS))
+    texts, pools, found = decode(
+        2, unfair(alone), 4,
+        lambda _, queue: generate(model, given, strategy, config, make_queue=queue, **ENDS), Patient,
+    )  # fmt: skip
+    assert texts == alone and pools[1].taken_over > 0 and pools[1].send_seconds is None
+    assert strategy == "none" or sum(each.statistics.total.accepted for each in found) > 0
 
 
 def check_logprobs(found: Sequence[SpeculativeOutput], reference: SpeculativeOutput) -> None:

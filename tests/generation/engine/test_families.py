@@ -217,27 +217,17 @@ def test_beyond_the_context(context: int, prompts: Prompts) -> None:
     assert outputs(result) == reference_outputs(model, prompts, max_new_tokens=20)
 
 
-HYBRID = dict(
-    num_experts=2, head_dim=16, moe_intermediate_size=32, shared_expert_intermediate_size=32, linear_num_value_heads=2,
-    linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
-)  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
         ("bloom", {}, "'bloom'.*ALiBi"),
         ("falcon", dict(alibi=True), "alibi=True"),
         ("mpt", {}, "'mpt'.*ALiBi"),
-        ("mamba", {}, "recurrent state"),
-        ("qwen3_next", HYBRID, "recurrent state"),
-        ("granitemoehybrid", dict(layer_types=["linear_attention", "full_attention"], mamba_n_heads=2, mamba_d_head=32,
-                                  mamba_d_state=4), "recurrent state"),
+        ("recurrent_gemma", {}, "recurrent state"),
         ("gemma", dict(use_bidirectional_attention=True), "both directions .use_bidirectional_attention=True"),
         ("gemma3_text", dict(use_bidirectional_attention=True), "both directions .use_bidirectional_attention=True"),
         ("gemma4_text", dict(use_bidirectional_attention="all"), "both directions .use_bidirectional_attention='all'"),
         ("llama", dict(is_causal=False), "both directions .is_causal=False"),
-        ("lfm2", dict(layer_types=["conv", "full_attention"]), "'lfm2' has layers of type .*'conv'"),
         ("t5", dict(d_kv=16), "encoder-decoder"),
     ],
 )

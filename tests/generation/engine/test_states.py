@@ -119,6 +119,23 @@ def test_a_forward_holds_and_a_commit_replays(family: str) -> None:
     assert not any(state.any() for state in states_of(cache))
 
 
+@torch.no_grad()
+def test_drafts_begin_at_the_committed_states_and_change_states_of_their_own(model: PreTrainedModel) -> None:
+    shadow = make_shadow(model)
+    cache = cache_for(shadow, 2, 16)
+    cache.feeds(4, [4, 4])
+    EagerRunner(shadow, cache).prefill(torch.stack(random_rows([4, 4])), torch.arange(4).expand(2, -1), 4)
+    draft = cache.for_drafts()
+    assert isinstance(cache, States) and isinstance(draft, States)
+    committed = states_of(cache)
+    for _ in range(2):  # rounds
+        draft.begin_drafts(2)
+        assert all(map(torch.equal, states_of(draft), committed))
+        EagerRunner(shadow, draft).forward(torch.tensor([[5], [6]]), torch.tensor([[4], [4]]), 5)
+        assert not any(map(torch.equal, states_of(draft), committed))
+        assert all(map(torch.equal, states_of(cache), committed))
+
+
 def test_a_round_takes_one_forward_and_one_commit(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     held, forwards = [], []
     commit, forward = States.commit, EagerRunner.forward
