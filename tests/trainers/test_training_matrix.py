@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import spec_trl
@@ -23,6 +23,7 @@ from spec_trl.generation.session import Session
 from tests.conftest import STORY_MODEL
 from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.tape import Tape, install_tape
+from tests.tiny_families import tiny_settings
 from tests.trainers.conftest import Asked
 from tests.trainers.harness import (
     Run,
@@ -81,6 +82,17 @@ def dropping(dropout: float = 0.3) -> Options:
     return dict(policy=GPT2LMHeadModel(config).double(), gradient_checkpointing=True, disable_dropout=False)
 
 
+def hybrid(**options: Any) -> Options:
+    """Layers of a gated delta rule, and one that attends."""
+    settings = tiny_settings(CONFIG_MAPPING["qwen3_5_text"]) | dict(vocab_size=48, eos_token_id=2)
+    torch.manual_seed(0)
+    policy = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3_5_text"](**settings), dtype=torch.float64)
+    for parameter in policy.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0, 0.2)
+    return dict(policy=policy) | options
+
+
 def plain(**options: Any) -> Callable[[], Options]:
     return lambda: options
 
@@ -104,6 +116,8 @@ CASES: list[tuple[str, Options, Callable[[], Options]]] = [
     ("self", {}, stories),
     ("self", {}, dropping),
     ("self", {}, lambda: lora(num_iterations=2, max_steps=4)),
+    ("self", {}, lambda: hybrid(max_steps=50)),
+    ("self", {}, lambda: hybrid() | lora()),
     ("model", {}, plain(max_steps=10)),
     ("eagle3", {}, plain(**TWICE)),
     ("eagle3", {}, lora),
