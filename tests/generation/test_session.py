@@ -343,3 +343,21 @@ def test_a_model_that_was_called_dies(holding: str) -> None:
     del model
     gc.collect()
     assert alive() is None
+
+
+def test_a_runner_that_is_dropped_is_freed_at_once() -> None:
+    """It and what it captured hold each other, and their memory is wanted."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.captured = self
+
+    gc.disable()
+    try:
+        session = Session()
+        session.runner = Cycle()  # type: ignore[assignment]
+        left = ref(session.runner)
+        session.drop_runner()
+        assert left() is None
+    finally:
+        gc.enable()

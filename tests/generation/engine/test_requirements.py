@@ -28,7 +28,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from spec_trl import speculative_decoding
-from spec_trl.generation import decoding
+from spec_trl.generation import strategies
 from spec_trl.generation.engine import cache, memory
 from spec_trl.generation.engine.family_hooks import cache_argument
 from tests.conftest import tiny_llama
@@ -177,7 +177,7 @@ def test_assistants_that_do_not_fit(refuses: Callable[..., None], monkeypatch: p
     elsewhere = tiny_llama()
     elsewhere.__class__ = type("Elsewhere", (type(elsewhere),), {"device": torch.device("meta")})
     refuses("assistant_model is on meta, the target on cpu; call", "model", assistant_model=elsewhere)
-    monkeypatch.setattr(decoding, "find_profile", lambda *_: pytest.fail("calibrated"))
+    monkeypatch.setattr(strategies, "find_profile", lambda *_: pytest.fail("calibrated"))
     other = tiny_llama(vocab_size=65)
     message = "vocabulary of 65 tokens and the target one of 64"
     refuses(message, "model", {"sd_toggle": "roofline"}, assistant_model=other)
