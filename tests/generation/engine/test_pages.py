@@ -303,9 +303,9 @@ def test_without_a_number_rows_are_as_many_as_a_pool_holds_at_a_quarter_of_their
     fixed = 16 * 8 * (9 + 120) * 64 * 8  # 8 prompts of 9 tokens and 120 new ones
     capacities = []
 
-    def watched(capacity: int, *options: Any) -> Rows:
+    def watched(capacity: int, *options: Any, **more: Any) -> Rows:
         capacities.append(capacity)
-        return Rows(capacity, *options)
+        return Rows(capacity, *options, **more)
 
     plain = outputs(generate(tiny, PROMPTS, **ENDS))
     monkeypatch.setattr(decoding, "Rows", watched)

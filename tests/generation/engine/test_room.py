@@ -182,9 +182,9 @@ def test_where_memory_is_taken_at_once_fewer_rows_are_in_flight(
     fixed = 16 * 8 * (9 + 24) * 64 * 8  # 8 prompts of 9 tokens and 24 new ones
     capacities = []
 
-    def watched(capacity: int, *options: Any) -> Rows:
+    def watched(capacity: int, *options: Any, **more: Any) -> Rows:
         capacities.append(capacity)
-        return Rows(capacity, *options)
+        return Rows(capacity, *options, **more)
 
     plain = outputs(generate(tiny, PROMPTS))
     monkeypatch.setattr(decoding, "takes_memory_late", lambda device: False)
