@@ -57,7 +57,8 @@ FSDP2: dict[str, Case] = {
     "lora": ({}, fsdp2()),
     "saved": (SAVING, fsdp2()),
     "awq": ({"draft_quantization": "awq-w4-g32"}, fsdp2(activation_checkpointing=True)),
-    "auto": ({"assistant_strategy": "auto", "draft_lengths": [3]}, fsdp2()),  # profiled on one rank, the other waits
+    # Profiled on one rank, while the other waits.
+    "auto": ({"assistant_strategy": "auto", "draft_lengths": [3], "sd_toggle": "roofline"}, fsdp2()),
     "bf16": ({"bf16": True}, fsdp2()),
 }
 ZERO: dict[str, Case] = {

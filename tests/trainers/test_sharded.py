@@ -90,7 +90,8 @@ def test_copies_follow_the_gathered_weights(name: str, ranks: Ranks) -> None:
     kept: list[dict[str, Tensor]] = []
     for step, copy in one["copies"].items():
         model = make_policy(name)
-        model.load_state_dict(one["weights"][step - 1])
+        if step:  # the first copy is of the weights before training
+            model.load_state_dict(one["weights"][step - 1])
         policy = policy_in(model)
         if name == "bf16":
             policy.bfloat16()
