@@ -49,6 +49,8 @@ def kinds_of(declared: Field[Any]) -> tuple[Any, ...]:
 
 def check_option(declared: Field[Any], value: object, **bounds: Any) -> None:
     """Raises ValueError unless the option `declared` may have `value`."""
+    if value is declared.default:  # HfArgumentParser drops None from the field's type
+        return
     bounds |= declared.metadata
     del bounds["help"]
     require_value(declared.name, value, kinds_of(declared), **bounds)

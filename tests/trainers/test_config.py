@@ -16,7 +16,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, HfArgumentParser
 from trl import GRPOConfig, TrlParser
 
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer, SpeculativeConfig
@@ -365,3 +365,12 @@ def test_assistants_that_do_not_fit(tmp_path: Path, argument: str, options: dict
         given = {"best_of_n_assistants": {"model": path}} if options is RACE else {"assistant_model": path}
         with pytest.raises(ValueError, match=f"^{argument}='{path}' {message}"):
             make_run(tmp_path, **options, **given)
+
+
+def test_a_parsed_command_line_may_leave_out_what_is_none(tmp_path: Path) -> None:
+    """HfArgumentParser changes the fields' types in place."""
+    (config,) = HfArgumentParser(SpecGRPOConfig).parse_args_into_dataclasses(  # type: ignore[arg-type]
+        ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False"]
+    )
+    assert config.initial_draft_length is None
+    SpecGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
