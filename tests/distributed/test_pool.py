@@ -105,6 +105,13 @@ def test_ranks_decode_what_one_decodes(tiny: LlamaForCausalLM, ranks: int, rows:
     assert all(pool.waiting == 0 for pool in pools)
 
 
+def test_a_rank_may_decode_nothing(tiny: LlamaForCausalLM) -> None:
+    given = prompts(2)
+    texts, _, found = decode(3, [[0, 1]], 4, lambda _, make: generate(tiny, given, "self", make_queue=make, **ENDS))
+    assert texts == outputs(generate(tiny, given, **ENDS))
+    assert sorted(each.statistics.rounds > 0 for each in found) == [False, False, True]
+
+
 @pytest.mark.parametrize(
     ("strategy", "head_share"),
     [("none", 0.0), ("none", 1.0), ("self", 0.37), ("model", 0.37), ("eagle3", 0.37), ("history", 0.37),

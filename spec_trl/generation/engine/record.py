@@ -209,7 +209,7 @@ class Record:
         self, statistics: SpeculationStatistics, completed: Mapping[int, Completion], capacity: int, control: Control
     ) -> float | None:
         """Estimates plain decoding: the same prefill, the rounds before the first draft, and the remaining rounds."""
-        plain, seconds = 0, statistics.phase_seconds["prefill"]
+        plain, seconds = 0, statistics.phase_seconds.get("prefill", 0.0)  # this rank may decode nothing
         while plain < len(self.rounds) and not self.rounds[plain].draft_length:
             seconds += self.rounds[plain].seconds
             plain += 1
