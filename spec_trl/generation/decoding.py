@@ -15,6 +15,7 @@ from ..dense_linear import warn_of_slow_dtype
 from ..scheduling.control import Control, NeverSpeculate
 from .configuration import SpeculativeConfig, check_combination, check_strategy
 from .decoupling import check_device, decoupled, keep_acceptance
+from .drafters.decoupled.drafter import DecoupledDrafter
 from .engine import requirements
 from .engine.attention import keeps_states
 from .engine.cache import PAGE_COLUMNS
@@ -34,7 +35,7 @@ from .engine.states import state_bytes
 from .engine.statistics import SpeculationStatistics
 from .engine.stopping import Stopping, length_limit, must_run_in_step
 from .session import Session, snapshot_of
-from .strategies import as_drafters, control_for, make_drafters
+from .strategies import as_drafters, check_drafting, check_states, control_for, make_drafters
 
 
 _LIMIT_OVER_LENGTH = 4
@@ -116,9 +117,9 @@ def speculative_decoding(
             check_combination(assistant_strategy, config)
         check_device(config, device, drafter)
         requirements.check_model(model, session.snapshot)
-        if has_states := keeps_states(model.config):
-            requirements.check_states(model, assistant_strategy, assistant, config)
-            config = replace(config, runner=config.runner if device.type == "cpu" else "eager")
+        check_states(model, assistant_strategy, config)
+        if (has_states := keeps_states(model.config)) and device.type != "cpu":
+            config = replace(config, runner="eager")
         runner_mode(config, device)
         requirements.check_generation_config(generation_config, model.generation_config)
         requirements.check_keywords(model, model_kwargs)
@@ -160,11 +161,8 @@ def speculative_decoding(
                 'verification="rejection" cannot be raced: chains that are accepted by chance disagree, and taking '
                 'the longest would favour what is easy to draft. Use verification="exact", or one drafter per row.'
             )
-        if has_states and control.races:
-            raise ValueError(
-                f"model type '{model.config.model_type}' keeps states of convolutions or scans, and races feed "
-                "several chains of a row at once, which a scan cannot. Use one drafter per row."
-            )
+        ahead = any(isinstance(each, DecoupledDrafter) and each.strategy == "self" for each in drafters)
+        check_drafting(model, control.races, ahead)
         # "none" gets the same columns: attention over other widths would differ in the last bits.
         most_drafted = max(config.draft_length, control.most_drafted)
         columns = longest + most_drafted

@@ -59,7 +59,8 @@ def decoupled(
         ]
     # A thread would share a GPU with the target: only idle cores of a CPU make a second worker.
     is_open = config.decoupled_execution == "auto" and model.device.type == "cpu" and _drafting_share() > 0
-    is_open = is_open and not keeps_states(model.config)  # such a copy needs the states of each window
+    if keeps_states(model.config) and drafters and drafters[0].strategy == "self":
+        is_open = False  # the copy would need the states of each window
     if is_open and len(drafters) == 1 and drafters[0].drafts_ahead and not rejects:
         plans = _plans(drafters[0], model, config, capacity, length)
         if plans is not None and plans.group.mode == "decoupled":

@@ -14,6 +14,7 @@ from ..scheduling.planner import Planner
 from .configuration import SpeculativeConfig, check_strategy
 from .drafters.self_copy import SelfDrafter
 from .drafters.tts.drafter import DistilledDrafter
+from .engine.attention import keeps_states
 from .engine.drafter import Drafter
 from .registry import CHOOSING, DRAFTERS, taking_assistant
 from .session import Session
@@ -65,6 +66,38 @@ def make_drafters(
     for copied in policy_copies(drafters):
         copied.refresh_if_changed()
     return drafters
+
+
+def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfig, draft_ranks: int = 0) -> None:
+    """Raises ValueError where a rollout asks for what a `model` whose layers keep states cannot do."""
+    if not keeps_states(model.config):
+        return
+    copies, ahead = strategy == "self", "the copy would need states of its own for each window"
+    learns = strategy == "tts" and config.tts_drafter == "self"
+    decouples = copies and config.decoupled_execution == "always"
+    for is_asked, asked, why, remedy in (
+        (strategy == "best_of_n", 'assistant_strategy="best_of_n"', _NO_RACES, 'assistant_strategy="auto"'),
+        (learns, 'tts_drafter="self"', "the copy cannot learn through states yet", 'assistant_strategy="self"'),
+        (decouples, 'decoupled_execution="always"', ahead, 'decoupled_execution="never"'),
+        (copies and draft_ranks > 0, f"draft_ranks={draft_ranks}", ahead, "draft_ranks=0"),
+        (config.runner == "graph", 'runner="graph"', "captured forwards do not keep states yet", 'runner="auto"'),
+    ):
+        if is_asked:
+            raise ValueError(f"{_of_states(model)}: {asked} is not served, since {why}. Use {remedy}.")
+
+
+def check_drafting(model: PreTrainedModel, races: bool, ahead: bool) -> None:
+    """The same for drafters and a control that come with a call; `ahead`: the copy runs ahead of the target."""
+    if (races or ahead) and keeps_states(model.config):
+        why = _NO_RACES if races else "a copy that runs ahead would need states of its own for each window"
+        raise ValueError(f"{_of_states(model)}: the drafters of this call are not served, since {why}.")
+
+
+_NO_RACES = "races feed several chains of a row at once, and a scan takes one"
+
+
+def _of_states(model: PreTrainedModel) -> str:
+    return f"model type '{model.config.model_type}' keeps states of convolutions or scans"
 
 
 def policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:

@@ -35,7 +35,7 @@ from ..generation.engine.requirements import (
     position_limit,
 )
 from ..generation.generate import move_stop_strings
-from ..generation.strategies import check_assistants
+from ..generation.strategies import check_assistants, check_states
 from ..papers import load
 
 
@@ -115,6 +115,7 @@ def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorLi
     policy, args, settings = policy_in(trainer.model), trainer.args, trainer.generation_config
     processors = check_generation(policy, config, settings, trainer._tokenizer, trainer.accelerator.device)
     check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
+    check_states(policy, args.assistant_strategy, config, args.draft_ranks)
     if args.roofline_profile is not None and Path(args.roofline_profile).exists():
         load("efficient_rollout.profile").Profile.load(args.roofline_profile)
     for name in ("train_dataset", "eval_dataset"):

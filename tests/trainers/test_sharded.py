@@ -95,7 +95,7 @@ def test_copies_follow_the_gathered_weights(name: str, ranks: Ranks) -> None:
         policy = policy_in(model)
         if name == "bf16":
             policy.bfloat16()
-        expected = packed(SelfDrafter(policy))
+        expected = packed(SelfDrafter(policy, **({"kernel": "reference"} if name == "bf16" else {})))
         assert copy.keys() == expected.keys() and copy
         for key, buffer in expected.items():
             assert torch.equal(copy[key], buffer), f"{key} after step {step}"
@@ -106,7 +106,9 @@ def test_copies_follow_the_gathered_weights(name: str, ranks: Ranks) -> None:
 
 def test_awq_learns_from_the_ranks_own_activations(ranks: Ranks) -> None:
     for rank in ranks:
-        for copy in rank["awq"]["copies"].values():
+        later = [copy for step, copy in rank["awq"]["copies"].items() if step]  # the first loss has not run before
+        assert later
+        for copy in later:
             scales = [buffer for key, buffer in copy.items() if key.endswith("inverse_scales")]
             assert scales and all(bool((scale != 1).any()) for scale in scales)
 

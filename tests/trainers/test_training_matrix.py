@@ -289,14 +289,14 @@ def test_resumed_run_goes_on_bit_for_bit(kind: str, how: Options, tmp_path: Path
 
 @slow
 def test_a_resumed_run_takes_its_own_learning_rate(tmp_path: Path, named: Named) -> None:
-    """A tenth of the old one: one update of Adam does not move as far as that."""
-    options = FAST | dict(tts_stride="1000") | named("eagle3")
+    """A tenth of the old one: a few updates of Adam do not move a weight as far as one with the old one did."""
+    options = FAST | dict(tts_stride="4") | named("eagle3")
     first = train(tmp_path, "tts", max_steps=1, save_strategy="steps", save_steps=1, **options)
     before = [tensor.clone() for tensor in first.calls[0].drafters[0].state_dict()["tensors"]]
     options |= dict(resume=tmp_path / "checkpoint-1", max_steps=2, tts_learning_rate=1e-4)
     rest = train(tmp_path, "tts", **options)
     after = rest.calls[0].drafters[0].state_dict()["tensors"]
-    assert 0 < max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True)) < 2e-4
+    assert 0 < max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True)) < 8e-4
 
 
 @slow

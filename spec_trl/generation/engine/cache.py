@@ -85,8 +85,9 @@ class RaggedCache(Cache):
     def forget(self, first: int, end: int) -> None:
         """Rows `first..end` begin with new texts. K/V need nothing."""
 
-    def feeds(self, tokens: int, text: Sequence[int] | None) -> None:
-        """Says before a forward over `tokens` tokens of each row how many of them are text; None: not known yet."""
+    def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
+        """Says what the next forward feeds: `prompt[b]` tokens of row b's prompt, and padding; one token of text in
+        each row (`is_step`); else tokens of which :meth:`commit` says how many are text. K/V need nothing."""
 
     def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
         """Has the next forward write row `first_row + b` at columns `positions[b]` (`[B, q]` int64), and read columns

@@ -147,7 +147,7 @@ class GraphRunner(EagerRunner):
         return self.budget.bytes + sum(cache.held_bytes for cache in caches.values()) + copied_bytes(self.network)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0, is_text: bool = False
+        self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0, is_step: bool = False
     ) -> Tensor:
         if first_row or tokens.shape[1] > MOST_QUERIES:
             return super().forward(tokens, positions, columns, first_row)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..configuration import SpeculativeConfig
 from ..session import Snapshot, snapshot_of
 from .attention import STATELESS, MaskPlan, keeps_states
 from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
@@ -241,23 +240,6 @@ def check_not_diverted(heals: bool | None, keywords: Mapping[str, Any]) -> None:
         raise _refusal("token_healing", True)
     if keywords.get("assistant_tokenizer") is not None:
         raise _refusal("assistant_tokenizer", type(keywords["assistant_tokenizer"]).__name__)
-
-
-def check_states(model: PreTrainedModel, strategy: str, assistant: object, config: SpeculativeConfig) -> None:
-    """Raises ValueError where a call asks for what layers with states cannot do, for a `model` that has some."""
-    ahead = 'decoupled_execution="always" would need a copy of the states for each draft window'
-    graph = "captured forwards do not keep states yet"
-    for is_asked, why, remedy in (
-        (strategy == "best_of_n", "races feed several chains of a row at once, and a scan has one", '"auto"'),
-        (strategy == "tts" and assistant is None, "the copy cannot learn through states", '"self", or a tts_drafter'),
-        (config.decoupled_execution == "always", ahead, 'decoupled_execution="never"'),
-        (config.runner == "graph", graph, 'runner="auto"'),
-    ):
-        if is_asked:
-            raise ValueError(
-                f"model type '{model.config.model_type}' keeps states of convolutions or scans, and {why}: "
-                f"assistant_strategy={strategy!r} with it is not served. Use {remedy}."
-            )
 
 
 def check_generation_config(config: GenerationConfig, of_model: GenerationConfig) -> None:

@@ -221,7 +221,7 @@ class Rollout:
         tokens = rows.tokens[: rows.active].gather(1, columns[:, :1])  # [B, 1]
         if lanes.width:
             tokens = torch.cat([tokens, lanes.proposals[0].tokens], dim=1)  # [B, γ + 1]
-        return self.target.forward(tokens, columns, rows.longest + lanes.width, is_text=lanes.width == 0)
+        return self.target.forward(tokens, columns, rows.longest + lanes.width, is_step=lanes.width == 0)
 
     def _draw(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Draw:
         """Draws what the target says in the place of a proposal from its logits `[B, γ + 1, V]`, and after it."""

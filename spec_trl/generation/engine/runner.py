@@ -120,14 +120,15 @@ class EagerRunner:
         self._hooks: list[RemovableHandle] = []
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0, is_text: bool = False
+        self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0, is_step: bool = False
     ) -> Tensor:
         """Runs `tokens` (`[B, q]` int64) of cache rows `first_row..first_row + B` at `positions` (`[B, q]` int64).
 
-        Writes their K/V, attends over columns `0..columns` and returns logits `[B, q, vocab]`.
+        Writes their K/V, attends over columns `0..columns` and returns logits `[B, q, vocab]`. `is_step`: each row
+        feeds one token, which is no draft.
         """
         self.forwards += 1
-        self.cache.feeds(tokens.shape[1], [tokens.shape[1]] * len(tokens) if is_text else None)
+        self.cache.feeds(is_step=is_step)
         logits, features = self._run(tokens, positions, columns, first_row)
         self._tell(features, positions, first_row)
         return logits
@@ -260,12 +261,14 @@ class EagerRunner:
                 stop = min(column + queries, prompt if column < prompt else longest)
                 positions = torch.arange(column, stop, device=device).expand(end - start, -1)  # [n, q]
                 text = [max(min(stop, length) - column, 0) for length in lengths[start:end]]
-                self.cache.feeds(stop - column, text)
+                self.cache.feeds(text if column < prompt else None)
                 # Shorter rows feed scratch tokens after their text: masked now, overwritten later.
                 here = [row for row in range(end - start) if column < lengths[start + row] <= stop]
                 places = [(row, lengths[start + row] - 1 - column) for row in here if first + row in ends]
                 with reading_prompts() if column < prompt and not is_short else nullcontext():
                     read = self.prefill(rows.tokens[first:last, column:stop], positions, stop, first, places)
+                if column >= prompt:
+                    self.cache.commit(text)
                 if read is not None:
                     logits.append(read)
             self.cache.trim(first, lengths[start:end])

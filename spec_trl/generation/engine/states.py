@@ -2,7 +2,7 @@
 
 A state cannot forget a rejected draft as a column of K/V can. So a forward that verifies writes no state: it HOLDS
 what it feeds into convolutions and scans, and :meth:`States.commit` takes each row's accepted tokens from there into
-the states, without running the network again. Prompts, and rounds without drafts, feed text alone, and write.
+the states, without running the network again. Prompts, and rounds without drafts, write at once.
 
 A convolution needs transformers' Cache API alone. A scan is the family's function over many tokens, which
 :func:`mixer_class` replaces in the mixers of a shadow by one that minds how long each row is: rows of equal length run
@@ -177,7 +177,10 @@ class _Mixer(nn.Module):
         twin, scanner = _twin_of(kind)
         scanner.mixer = self
         scanner.cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, States)), None)
-        return twin(self, *args, **kwargs)
+        try:
+            return twin(self, *args, **kwargs)
+        finally:  # a scanner lives as long as the process
+            scanner.mixer = scanner.cache = None
 
 
 @functools.cache
@@ -197,7 +200,7 @@ def _twin_of(kind: Any) -> tuple[FunctionType, "_Scanner"]:
 class _Scanner(threading.local):
     """Takes the place of the scan over many tokens of a class of mixers, in each thread for one `mixer` at a time."""
 
-    mixer: _Mixer
+    mixer: _Mixer | None = None
     cache: "States | None" = None
 
     def __init__(self, scan: Scan, many: Callable[..., Any], step: Callable[..., Any]) -> None:
@@ -205,21 +208,21 @@ class _Scanner(threading.local):
         self._signature = inspect.signature(many)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.cache is None:
+        if self.cache is None or self.mixer is None:
             return self._many(*args, **kwargs)
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
         given |= given.pop("kwargs", {})
         layer, state = self.mixer.layer_idx, self.cache.recurrent_state(self.mixer.layer_idx)
-        if self.cache.text is not None:
-            return self._over_text(given, state, self.cache.text)
+        if self.cache.prompt is not None:
+            return self._over_prompts(given, state, self.cache.prompt)
         if state is None:  # no row has a text: something is timed
             return self._many(**given)
         self.cache.hold(layer, self, self.mixer, given)
         return self._scan.run(self.mixer, self._step, given, state)
 
-    def _over_text(self, given: Arguments, state: Tensor | None, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _over_prompts(self, given: Arguments, state: Tensor | None, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Outputs and states of the first `lengths[b]` tokens of each row; outputs of other tokens are zeros."""
         scan, outputs = self._scan, None
         tokens = next(given[name].shape[axis] for name, axis in scan.axes.items() if given[name] is not None)
@@ -282,7 +285,7 @@ def state_bytes(network: PreTrainedModel) -> int:
         if kind not in by_kind:
             cache = States.for_network(network, 1, 1)
             cache.point_at(torch.zeros(1, 1, dtype=torch.int64, device=network.device), 1, 0)
-            cache.feeds(1, [1])
+            cache.feeds([1])
             mixer(hidden, **{cache_name(kind): cache})
             by_kind[kind] = cache.state_bytes
         total += by_kind[kind]
@@ -293,12 +296,12 @@ class States(RaggedCache):
     """States of rows, beside the K/V of a ragged cache. A row without text has states of zeros, which is none.
 
     Attributes:
-        text: how many tokens of text the present forward feeds in each of its rows, after which it feeds padding;
-            None: that is known later, and the forward holds.
+        prompt, is_step: what the present forward feeds, see :meth:`feeds`. With neither it holds.
     """
 
     has_states = True
-    text: Sequence[int] | None = None
+    prompt: Sequence[int] | None = None
+    is_step = False
 
     def __init__(self, layers: int, rows: int, columns: int) -> None:
         super().__init__(layers, rows, columns)
@@ -307,8 +310,8 @@ class States(RaggedCache):
         self._held_windows: dict[tuple[int, int], Tensor] = {}  # [B, channels, kernel + q]
         self._held_scans: dict[int, tuple[_Scanner, _Mixer, Arguments]] = {}
 
-    def feeds(self, tokens: int, text: Sequence[int] | None) -> None:
-        self.text = text
+    def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
+        self.prompt, self.is_step = prompt, is_step
 
     def like(self, network: PreTrainedModel) -> RaggedCache:
         return cache_for(network, self.rows, self.columns)
@@ -316,7 +319,8 @@ class States(RaggedCache):
     def for_drafts(self) -> "DraftStates":
         """A cache with the same K/V, and states that follow drafts."""
         draft = object.__new__(DraftStates)
-        draft.__dict__ = self.__dict__ | {"_windows": {}, "_recurrent": {}, "committed": self}
+        mine: dict[str, Any] = {"_windows": {}, "_recurrent": {}, "committed": self, "prompt": None, "is_step": True}
+        draft.__dict__ = self.__dict__ | mine
         return draft
 
     def commit(self, lengths: Sequence[int]) -> None:
@@ -324,7 +328,7 @@ class States(RaggedCache):
         for key, window in self._held_windows.items():
             self._write_window(key, window, lengths)
         for layer, (scanner, mixer, given) in self._held_scans.items():
-            state = self._recurrent[layer][: len(lengths)]
+            state = self._recurrent[layer][self._span]
             state.copy_(scanner.replay(mixer, given, state, lengths))
         self._held_windows.clear()
         self._held_scans.clear()
@@ -366,26 +370,26 @@ class States(RaggedCache):
         if key not in self._windows:
             self._windows[key] = self._zeros(conv_states.shape[1:-1] + (conv_kernel_size,), conv_states)
         window = torch.cat([self._windows[key][self._span], conv_states], dim=-1)  # [B, channels, kernel + q]
-        if self.text is None:
+        if self.prompt is None and not self.is_step:
             self._held_windows[key] = window
         else:
-            self._write_window(key, window, self.text)
+            self._write_window(key, window, self.prompt or [conv_states.shape[-1]] * len(window))
         return window
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         # With a state and one token a mixer takes a step, some of which write to it.
-        return self.recurrent_state(layer_idx) if self._is_step else None
+        return self.recurrent_state(layer_idx) if self.is_step else None
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         if layer_idx not in self._recurrent:
             self._recurrent[layer_idx] = self._zeros(recurrent_states.shape[1:], recurrent_states)
         state = self._recurrent[layer_idx][self._span]
-        if self.text is not None and recurrent_states.data_ptr() != state.data_ptr():
+        if (self.prompt is not None or self.is_step) and recurrent_states.data_ptr() != state.data_ptr():
             state.copy_(recurrent_states)
         return state
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        return not self._is_step
+        return not self.is_step
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return True
@@ -408,12 +412,6 @@ class States(RaggedCache):
         assert to_rows is not None
         return slice(self.first_row, self.first_row + len(to_rows))
 
-    @property
-    def _is_step(self) -> bool:
-        """Whether the present forward feeds each row one token, of text."""
-        to_rows = self._window.to_rows
-        return self.text is not None and to_rows is not None and to_rows.shape[1] == 1 and min(self.text) == 1
-
     @torch.inference_mode(False)
     def _zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         return torch.zeros(self.rows, *shape, dtype=like.dtype, device=like.device)
@@ -429,8 +427,8 @@ class DraftStates(States):
 
     committed: States
 
-    def feeds(self, tokens: int, text: Sequence[int] | None) -> None:
-        self._tokens = tokens
+    def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
+        """Every forward of a draft is a step."""
 
     def begin_drafts(self, rows: int) -> None:
         if len(self._windows) < len(self.committed._windows):
@@ -438,8 +436,3 @@ class DraftStates(States):
             self._recurrent = {key: torch.zeros_like(state) for key, state in self.committed._recurrent.items()}
         for mine, committed in zip(self.states, self.committed.states, strict=True):
             mine[:rows] = committed[:rows]
-
-    @property
-    def text(self) -> Sequence[int]:  # type: ignore[override]
-        """All that is fed counts as text."""
-        return [self._tokens] * (self._span.stop - self._span.start)

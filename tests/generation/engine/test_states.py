@@ -1,13 +1,18 @@
 """Families whose layers keep states of convolutions or scans: tokens, rounds, states, and what is refused."""
 
+import gc
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spec_trl import release
+from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.requirements import check_model
 from spec_trl.generation.engine.room import KVRoom, kv_bytes
@@ -73,12 +78,33 @@ def test_strategies(strategy: str, model: PreTrainedModel) -> None:
     assert result.statistics.total.drafted > 0
 
 
-def test_preempted_rows_are_read_again(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_model_runs_ahead(model: PreTrainedModel) -> None:
     expected = outputs(generate(model, PROMPTS, max_new_tokens=NEW))
-    calls = iter([False, True, False, True])
+    options: dict[str, Any] = {"assistant_model": tiny_llama(vocab_size=64), "max_new_tokens": NEW}
+    result = generate(model, PROMPTS, "model", {"draft_length": 3, "decoupled_execution": "always"}, **options)
+    assert outputs(result) == expected and result.statistics.drafter_failure is None
+    assert result.statistics.total.drafted > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_prompts_of_one_token_are_read_as_prompts(family: str) -> None:
+    """Nemotron-H and Zamba 2 bound time steps in prompts, and not in steps."""
+    network = make(family)
+    short = pad_left(random_rows([1, 1, 1]))
+    result = generate(network, short, do_sample=False, max_new_tokens=NEW)
+    assert outputs(result) == reference_outputs(network, short, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_preempted_rows_are_read_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt as a prompt, and what was generated token by token, as steps did it."""
+    network = make(family)
+    plain = generate(network, PROMPTS, max_new_tokens=NEW)
+    calls = iter([False] * 4 + [True] * 3)
     monkeypatch.setattr(KVRoom, "leaving", lambda *_: [1] if next(calls, False) else [])
-    result = generate(model, PROMPTS, "self", {"draft_length": 3}, max_new_tokens=NEW)
-    assert outputs(result) == expected and result.statistics.preemptions
+    result = generate(network, PROMPTS, max_new_tokens=NEW)
+    assert outputs(result) == outputs(plain) and result.statistics.preemptions
+    torch.testing.assert_close(result.logprobs, plain.logprobs, rtol=1e-5, atol=1e-5)
 
 
 # ---- states -------------------------------------------------------------------------------------------------------
@@ -98,12 +124,12 @@ def test_a_forward_holds_and_a_commit_replays(family: str) -> None:
         cache = cache_for(shadow, 2, 16)
         assert isinstance(cache, States)
         runner = EagerRunner(shadow, cache)
-        cache.feeds(4, [4, 4])
+        cache.feeds([4, 4])
         runner.prefill(tokens[:, :4], torch.arange(4).expand(2, -1), 4)
         for at in range(4, 4 + max(text)):  # token by token, as decoding does
             rows = [row for row, count in enumerate(text) if at - 4 < count]
             for row in rows:
-                runner.forward(tokens[row : row + 1, at : at + 1], torch.tensor([[at]]), at + 1, row, is_text=True)
+                runner.forward(tokens[row : row + 1, at : at + 1], torch.tensor([[at]]), at + 1, row, is_step=True)
         return cache, runner
 
     cache, runner = fed([0, 0])
@@ -123,7 +149,7 @@ def test_a_forward_holds_and_a_commit_replays(family: str) -> None:
 def test_drafts_begin_at_the_committed_states_and_change_states_of_their_own(model: PreTrainedModel) -> None:
     shadow = make_shadow(model)
     cache = cache_for(shadow, 2, 16)
-    cache.feeds(4, [4, 4])
+    cache.feeds([4, 4])
     EagerRunner(shadow, cache).prefill(torch.stack(random_rows([4, 4])), torch.arange(4).expand(2, -1), 4)
     draft = cache.for_drafts()
     assert isinstance(cache, States) and isinstance(draft, States)
@@ -161,16 +187,33 @@ def test_the_copy_packs_mixers_but_for_what_sets_decay(model: PreTrainedModel) -
     assert names == {"in_proj_qkv", "in_proj_z", "out_proj"}
 
 
-def test_memory_counts_states_and_layers_that_attend(model: PreTrainedModel) -> None:
+def test_memory_counts_layers_that_attend(model: PreTrainedModel) -> None:
     config = model.config
     attending = config.layer_types.count("full_attention")
     assert kv_bytes(model) == 2 * attending * config.num_key_value_heads * config.head_dim * 8
-    cache = cache_for(make_shadow(model), 1, 16)
+    assert kv_bytes(make("mamba")) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_memory_counts_states(family: str) -> None:
+    network = make(family)
+    shadow = make_shadow(network)
+    cache = cache_for(shadow, 1, 16)
     assert isinstance(cache, States)
-    runner = EagerRunner(make_shadow(model), cache)
-    cache.feeds(4, [4])
-    runner.prefill(torch.tensor([[5, 6, 7, 8]]), torch.arange(4)[None], 4)
-    assert state_bytes(model) == cache.state_bytes > 0
+    cache.feeds([4])
+    EagerRunner(shadow, cache).prefill(torch.tensor([[5, 6, 7, 8]]), torch.arange(4)[None], 4)
+    assert state_bytes(network) == cache.state_bytes > 0
+
+
+def test_nothing_of_a_call_outlives_it() -> None:
+    network = make("qwen3_5_text")
+    generate(network, PROMPTS, max_new_tokens=2)
+    release(network)
+    left = ref(network)
+    del network
+    gc.collect()
+    assert left() is None and not any(isinstance(each, States) for each in gc.get_objects())
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
@@ -181,7 +224,7 @@ def test_memory_counts_states_and_layers_that_attend(model: PreTrainedModel) -> 
     [
         ("best_of_n", {}, "several chains of a row"),
         ("tts", {}, "cannot learn through states"),
-        ("self", {"decoupled_execution": "always"}, "decoupled_execution"),
+        ("self", {"decoupled_execution": "always"}, 'decoupled_execution="never"'),
         ("self", {"runner": "graph"}, 'runner="auto"'),
     ],
 )
@@ -197,9 +240,12 @@ def test_a_small_model_with_states_is_refused(model: PreTrainedModel) -> None:
         generate(tiny_llama(vocab_size=64), PROMPTS, "model", assistant_model=model)
 
 
-def test_races_of_a_control_are_refused(model: PreTrainedModel) -> None:
+def test_drafters_and_controls_that_states_do_not_serve_are_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="'qwen3_5_text' keeps states.*races"):
         generate(model, PROMPTS, drafter=Knowing([], 0), control=Plans(1, [[Chain(0, 2)]]))
+    with pytest.raises(ValueError, match="'qwen3_5_text' keeps states.*runs ahead"):
+        ahead = DecoupledDrafter(DraftThread(SelfDrafter(model, kernel="reference")))
+        generate(model, PROMPTS, drafter=ahead, control=OneChain())
 
 
 @pytest.mark.parametrize("family", ["zamba", "minimax", "recurrent_gemma", "zaya"])
