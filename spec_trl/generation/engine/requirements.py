@@ -138,7 +138,7 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     if has_states and not follows_states(model):
         return (
             "keeps a recurrent state in a way that is not known here, and rejected tokens must leave it. Generate "
-            "without `assistant_strategy`"
+            "without `assistant_strategy`, or with transformers 5.21 or newer where this release is older"
         )
     if not cache_argument(model):
         return f"is not served: its forward takes no K/V cache ({' or '.join(CACHE_NAMES)}){_renamed()}"

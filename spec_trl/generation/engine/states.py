@@ -142,8 +142,9 @@ def follows_states(network: nn.Module) -> bool:
     """Whether `network` keeps states beside K/V, all of which :class:`States` serves."""
     kinds = {type(module) for module in network.modules()}
     scans = [kind for kind in kinds if "update_recurrent_state" in _names_in(kind)]
-    keeps = any("update_conv_state" in _names_in(kind) for kind in kinds)
-    return keeps and all(_scan_in(kind) is not None for kind in scans)
+    mixers = [kind for kind in kinds if "update_conv_state" in _names_in(kind)]
+    asks = all("get_conv_state" in _names_in(kind) for kind in mixers)  # before transformers 5.21 they read attributes
+    return bool(mixers) and asks and all(_scan_in(kind) is not None for kind in scans)
 
 
 def is_filled(cache: Cache) -> bool:

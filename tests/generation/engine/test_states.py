@@ -1,6 +1,7 @@
 """Families whose layers keep states of convolutions or scans: tokens, rounds, states, and what is refused."""
 
 import gc
+import math
 from collections.abc import Sequence
 from typing import Any
 from weakref import ref
@@ -20,11 +21,14 @@ from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.engine.states import States, cache_for, state_bytes
 from spec_trl.scheduling.control import Chain
-from tests.conftest import tiny_llama
+from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows, reference_outputs
 from tests.generation.races import Knowing, Plans
 from tests.tiny_families import make
 
+
+if TRANSFORMERS < (5, 21):
+    pytest.skip("before 5.21 mixers read their states elsewhere, and are refused", allow_module_level=True)
 
 # One of each kind of scan and convolution, and of each way in. The first one's scan takes seconds in transformers.
 FAMILIES = ["kimi_linear", "qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h", "zamba2", "jamba", "mamba", "mamba2"]
@@ -88,10 +92,13 @@ def test_a_small_model_runs_ahead(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES[1:])
 def test_prompts_of_one_token_are_read_as_prompts(family: str) -> None:
-    """Nemotron-H and Zamba 2 bound time steps in prompts, and not in steps."""
+    """Nemotron-H bounds time steps in prompts, and not in steps."""
     network = make(family)
+    for module in network.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (1.0, math.inf)
     short = pad_left(random_rows([1, 1, 1]))
-    result = generate(network, short, do_sample=False, max_new_tokens=NEW)
+    result = generate(network, short, config={"max_batch_size": 2}, do_sample=False, max_new_tokens=NEW)
     assert outputs(result) == reference_outputs(network, short, max_new_tokens=NEW)
 
 
