@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -44,8 +45,6 @@ from spec_trl.json_files import replacing
 STATE_FILE, WINDOWS_FILE = "training_state.pt", "training_windows.pt"
 SAMPLED_AT_ONCE = 64  # rows in flight
 WARMUP, MAX_NORM = 0.05, 1.0  # share of the steps; of the gradient
-
-
 # Tried on a target of 3 M parameters on a CPU. Published learning rates, for targets of billions of parameters and
 # many more steps: 1e-4 (EAGLE-3), 6e-4 (DFlash).
 RECIPES = {
@@ -68,9 +67,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--samples", type=int, default=4000, help="sequences to train on (default: %(default)s)")
     add("--sample-tokens", type=int, help="length of one (default: --window, or the target's context, at most 512)")
     add("--window", type=int, help="cut samples into windows of this length, each from position 0 (default: whole)")
-    add("--steps", type=int, help=f"default: {_per_kind('steps')}")
-    add("--batch-size", type=int, help=f"windows per step; default: {_per_kind('batch_size')}")
-    add("--learning-rate", type=float, help=f"highest, of AdamW; default: {_per_kind('learning_rate')}")
+    add("--steps", type=int, help=f"these three have defaults for each kind of drafter: {RECIPES}")
+    add("--batch-size", type=int, help="windows per step")
+    add("--learning-rate", type=float, help="highest, of AdamW")
     add("--save-every", type=int, default=200, help="steps between saved states (default: %(default)s)")
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--depth", type=int, default=7, help="eagle3: steps that training unrolls (default: %(default)s)")
@@ -86,19 +85,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, value in RECIPES[found.drafter].items():
         if vars(found)[name] is None:
             setattr(found, name, value)
-    least = {"steps": 1, "batch_size": 1, "save_every": 1, "depth": 1, "anchors": 1, "window": 2, "samples": 1}
+    least = {"learning_rate": 1e-9, "steps": 1, "batch_size": 1, "save_every": 1, "depth": 1, "anchors": 1, "window": 2, "samples": 1}
     for name, low in least.items():
-        if (value := vars(found)[name]) is not None and value < low:
+        if (value := vars(found)[name]) is not None and not value >= low:
             raise ValueError(f"--{name.replace('_', '-')} {value}: it must be at least {low}.")
-    if not found.learning_rate > 0:
-        raise ValueError(f"--learning-rate {found.learning_rate}: it must be above 0.")
     if found.hidden_size < 16 or found.hidden_size % 16:
         raise ValueError(f"--hidden-size {found.hidden_size}: it must be a multiple of 16.")
     return found
-
-
-def _per_kind(name: str) -> str:
-    return ", ".join(f"{recipe[name]:g} ({kind})" for kind, recipe in RECIPES.items())
 
 
 # ---- an untrained drafter ------------------------------------------------------------------------------------------
@@ -116,8 +109,7 @@ def write_eagle3(folder: str | Path, target: PreTrainedModel, seed: int = 0) -> 
     network = Eagle3Network(Eagle3Config.parse(config, depth), own.hidden_size * len(rule), ())
     _initialise(network, target, seed)
     assert network.lm_head is not None
-    with torch.no_grad():
-        network.lm_head.weight.copy_(target.get_output_embeddings().weight)
+    network.lm_head.weight.data.copy_(target.get_output_embeddings().weight)
     tensors = network.to(target.dtype).state_dict()
     write_checkpoint(folder, config, {name.replace("layers.0.", "midlayer."): t for name, t in tensors.items()})
 
@@ -173,7 +165,6 @@ def write_model(folder: str | Path, target: PreTrainedModel, hidden_size: int, l
 
 
 def write_untrained(folder: Path, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
-    """The untrained drafter that `arguments` name, the same for the same seed."""
     seed, layers = arguments.seed, arguments.layers
     if arguments.drafter == "eagle3":
         write_eagle3(folder, target, seed)
@@ -340,6 +331,7 @@ def train(target: PreTrainedModel, trainee: Trainee, windows: Windows, arguments
     folder, steps = arguments.output, arguments.steps
     parameters = [parameter.requires_grad_() for parameter in trainee.parameters]
     optimizer = torch.optim.AdamW(parameters, lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, int(WARMUP * steps), steps)
     names = ("steps", "learning_rate", "batch_size", "depth", "anchors", "seed")
     options = {name: vars(arguments)[name] for name in names}
     losses: list[float] = []
@@ -347,19 +339,18 @@ def train(target: PreTrainedModel, trainee: Trainee, windows: Windows, arguments
         state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
         if state["options"] != options:
             raise ValueError(f"--resume: {folder} was trained with {state['options']}; give the same options.")
-        with torch.no_grad():
-            for parameter, saved in zip(parameters, state["parameters"], strict=True):
-                parameter.copy_(saved)
+        for parameter, saved in zip(parameters, state["parameters"], strict=True):
+            parameter.data.copy_(saved)
         optimizer.load_state_dict(state["optimizer"])
+        schedule.load_state_dict(state["schedule"])
         losses = state["losses"]
 
     def save() -> None:
         trainee.save(folder)
         learned = [parameter.detach().cpu() for parameter in parameters]
+        state = dict(options=options, losses=losses, parameters=learned)
         with replacing(folder / STATE_FILE) as file:
-            torch.save(
-                dict(options=options, losses=losses, parameters=learned, optimizer=optimizer.state_dict()), file
-            )
+            torch.save(state | dict(optimizer=optimizer.state_dict(), schedule=schedule.state_dict()), file)
 
     save()  # training that is broken off before the next save can be resumed too
     bar = tqdm(range(len(losses), steps), desc="training")
@@ -372,15 +363,11 @@ def train(target: PreTrainedModel, trainee: Trainee, windows: Windows, arguments
                 f"the loss is {losses[-1]} at step {step + 1}: lower --learning-rate {arguments.learning_rate}. The "
                 "state of the last save is untouched."
             )
-        warm = int(WARMUP * steps)
-        share = (
-            (step + 1) / (warm + 1) if step < warm else (1 + math.cos(math.pi * (step - warm) / (steps - warm))) / 2
-        )
-        optimizer.param_groups[0]["lr"] = share * arguments.learning_rate
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, MAX_NORM)
         optimizer.step()
+        schedule.step()
         bar.set_postfix(loss=f"{losses[-1]:.3f}", agreement=f"{agreement.item():.3f}", refresh=False)
         if (step + 1) % arguments.save_every == 0 or step + 1 == steps:
             save()
@@ -408,16 +395,13 @@ def _view(
 
 def measure(target: PreTrainedModel, arguments: argparse.Namespace, folder: Path, prompts: list[list[int]]) -> str:
     """Tokens per verified block when `prompts` are continued with the drafter in `folder`."""
-    found = []
+    found, most = [], arguments.block_size - 1 if arguments.drafter == "dflash" else 7
     for temperature in (0, 1):
         sampling: dict[str, Any] = dict(do_sample=True, top_k=0, top_p=1.0) if temperature else dict(do_sample=False)
         output: Any = target.generate(
             **pad_left(prompts, target.device), **sampling, max_new_tokens=arguments.measure_tokens, pad_token_id=0,
             assistant_strategy=arguments.drafter, assistant_model=str(folder), return_dict_in_generate=True,
-            speculative_config=SpeculativeConfig(
-                draft_length=arguments.block_size - 1 if arguments.drafter == "dflash" else 7, seed=arguments.seed,
-                sd_toggle="always",
-            ),
+            speculative_config=SpeculativeConfig(draft_length=most, seed=arguments.seed, sd_toggle="always"),
         )  # fmt: skip
         found.append(f"{output.statistics.block_efficiency:.2f} at temperature {temperature}")
     return ", ".join(found)
