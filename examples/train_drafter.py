@@ -85,7 +85,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, value in RECIPES[found.drafter].items():
         if vars(found)[name] is None:
             setattr(found, name, value)
-    least = {"learning_rate": 1e-9, "steps": 1, "batch_size": 1, "save_every": 1, "depth": 1, "anchors": 1, "window": 2, "samples": 1}
+    ones = ("steps", "batch_size", "save_every", "depth", "anchors", "samples")
+    least = dict.fromkeys(ones, 1) | {"window": 2, "learning_rate": 1e-9}
     for name, low in least.items():
         if (value := vars(found)[name]) is not None and not value >= low:
             raise ValueError(f"--{name.replace('_', '-')} {value}: it must be at least {low}.")

@@ -59,7 +59,7 @@ class Session:
         snapshot: of the model, taken or compared when the call began; None before the first call.
         shadow: the network that the last call ran. It stays while the snapshot does.
         runner: with the forwards that it captured. It stays while the structure of the model does.
-        drafters: by strategy. They stay while the structure does; those that look texts up stay longer.
+        drafters: by strategy. They stay while the structure does, or longer (`Drafter.outlives_changes`).
         controls: by the drafters and options that they serve, with what they have measured.
         ladder: of the drafters that were profiled last.
         acceptance: first-token acceptance by strategy.
@@ -109,14 +109,14 @@ class Session:
         self.snapshot, self.shadow = snapshot, None
         present = snapshot.find("structure", partial(_structure, model)) if self._depends else None
         if present != self._structure:
-            self.drafters = {name: drafter for name, drafter in self.drafters.items() if drafter.looks_up}
+            self.drafters = {name: drafter for name, drafter in self.drafters.items() if drafter.outlives_changes}
             self.drop_runner()
         self._structure = present
 
     @property
     def _depends(self) -> bool:
         """Whether something was made for one structure of the model."""
-        return self.runner is not None or any(not drafter.looks_up for drafter in self.drafters.values())
+        return self.runner is not None or any(not drafter.outlives_changes for drafter in self.drafters.values())
 
     def check_shadow(self) -> None:
         """Drops the shadow if a call has left something on it."""

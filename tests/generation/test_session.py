@@ -30,6 +30,7 @@ from tests.tiny_families import make
 
 
 PROMPTS = pad_left(random_rows([5, 9]))
+ASSISTANT = tiny_llama(1, num_hidden_layers=1).float()
 ONE = {"input_ids": PROMPTS["input_ids"][1:]}
 _opened: list[str] | None = None
 
@@ -361,3 +362,14 @@ def test_a_runner_that_is_dropped_is_freed_at_once() -> None:
         assert left() is None
     finally:
         gc.enable()
+
+
+def test_what_a_drafter_has_learned_outlives_changes_of_the_target(fresh: LlamaForCausalLM) -> None:
+    """Of another network; the copy is of the policy's modules."""
+    config = {"tts_drafter": "model", "tts_scope": "run", "tts_stride": 1, "draft_length": 3}
+    kept = []
+    for change in (lambda: None, lambda: setattr(fresh, "note", 1), lambda: fresh.float()):
+        change()
+        generate(fresh, PROMPTS, "tts", config, assistant_model=ASSISTANT, max_new_tokens=8)
+        kept.append(Session.of(fresh).drafters["tts"])
+    assert kept[0] is kept[1] and kept[1] is not kept[2]

@@ -47,7 +47,7 @@ class HistoryDrafter(Drafter):
 
     strategy = "history"
     has_probabilities = False
-    looks_up = True
+    looks_up = outlives_changes = True
     drafts_ahead = False
 
     def __init__(self, history_max_tokens: int) -> None:

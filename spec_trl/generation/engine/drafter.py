@@ -118,6 +118,8 @@ class Drafter(CandidateGenerator):
     drafts from what the target has computed, or stores what was committed."""
     looks_up: bool = False
     """Whether it looks its drafts up in texts, which costs no forward."""
+    outlives_changes: bool = False
+    """Whether it serves further calls after modules, hooks or plain attributes of the target have changed."""
     learns: bool = False
     """Whether it wants to see the target's logits (`learn`)."""
     learning: LearningStatistics
@@ -145,8 +147,8 @@ class Drafter(CandidateGenerator):
 
     @classmethod
     def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...] | None:
-        """What `make` reads of these arguments, other than modules, dtypes and devices of `model`. A later call with
-        an equal tuple gets the same drafter while `model` keeps its structure; None: each call makes a new one."""
+        """What `make` reads of these arguments. A later call with an equal tuple gets the same drafter, if `model`
+        keeps its structure or the drafter `outlives_changes`; None: each call makes a new one."""
         return None
 
     @classmethod

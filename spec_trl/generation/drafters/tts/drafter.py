@@ -26,6 +26,7 @@ from ...engine.statistics import LearningStatistics
 from ...registry import DRAFTERS, register_drafter
 from ...session import structure, versions
 from ..canvas import Canvas, TrainableDrafter
+from ..self_copy import SelfDrafter
 from ..small_model import as_assistant
 from .learners import Learner, make_learner
 from .price import LearningPrice, UpdateStride
@@ -68,6 +69,7 @@ class DistilledDrafter(Drafter):
         student.context = student.learned_context
         self.has_probabilities, self.max_rows = student.has_probabilities, student.max_rows
         self.uses_pool = student.uses_pool
+        self.outlives_changes = not isinstance(student, SelfDrafter)
         self._stride = None if how.stride is None else UpdateStride(how.stride)
         self.price = LearningPrice()
         """Of an adaptive stride."""
@@ -85,7 +87,8 @@ class DistilledDrafter(Drafter):
 
     @classmethod
     def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...]:
-        return config.tts_drafter, config.distillation(), config.packing(), *_identity(assistant)
+        target = model.dtype, model.device, *map(id, model.parameters())
+        return config.tts_drafter, config.distillation(), config.packing(), *target, *_identity(assistant)
 
     @classmethod
     def check_assistant(
