@@ -4,7 +4,7 @@ import pytest
 
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.tts import price
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.tts import price
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter, expected_tokens
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter, expected_tokens
 from spec_trl.scheduling.control import AlwaysSpeculate
 from tests.generation.calls import generate
 from tests.generation.drafters.tts.learning import ALONE, BATCH, equal, weights_of
