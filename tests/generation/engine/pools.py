@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation import decoding
-from spec_trl.generation.engine import cache, pages, runner_choice
+from spec_trl.generation.engine import cache, pages, row_memory, runner_choice
 from spec_trl.generation.engine.pages import PagedCache
 from spec_trl.generation.engine.row_memory import RowNeeds
 

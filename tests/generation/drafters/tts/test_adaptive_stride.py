@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.tts import price
 from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter, expected_tokens
 from spec_trl.scheduling.control import AlwaysSpeculate
 from tests.generation.calls import generate
