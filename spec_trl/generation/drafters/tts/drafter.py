@@ -24,7 +24,7 @@ from ...engine.noise import RoundNoise, widen
 from ...engine.rows import Admission
 from ...engine.statistics import LearningStatistics
 from ...registry import DRAFTERS, register_drafter
-from ...session import structure, versions
+from ...session import WeightState, structure
 from ..canvas import Canvas, TrainableDrafter
 from ..self_copy import SelfDrafter
 from ..small_model import as_assistant
@@ -381,10 +381,10 @@ def distillation_loss(drafts: Tensor, target: Tensor, target_ids: Tensor | None,
 
 
 def _identity(assistant: Any) -> Iterator[object]:
-    """Identifies the assistant's state: its weights' storage and versions, or its files' times."""
+    """Identifies the assistant's state: its structure and weights, or its files' times."""
     if isinstance(assistant, nn.Module):
         network = as_assistant("assistant_model", assistant)
-        yield from (*structure(network), *versions(network))
+        yield from (*structure(network), WeightState(network))
     elif isinstance(assistant, str):
         yield assistant
         if (folder := Path(assistant)).is_dir():
