@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spec_trl import release
-from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.requirements import check_model
-from spec_trl.generation.engine.room import KVRoom, kv_bytes
+from spec_trl.generation.engine.row_memory import KVRoom, kv_bytes
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.engine.states import States, cache_for, state_bytes
