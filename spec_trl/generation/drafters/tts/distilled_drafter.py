@@ -272,7 +272,7 @@ class DistilledDrafter(Drafter):
         rows = self.session.rows
         ahead = float(self.price.rounds)  # as many as it has drafted in its life: a training comes back to it
         if self._how.scope != "run":  # as many tokens as a row has: that is what long-tailed lengths make most likely
-            ahead = float(np.minimum(rows.host_generated, rows.room).mean()) / self.price.tau
+            ahead = float(np.minimum(rows.host_generated, rows.remaining).mean()) / self.price.tau
         return self.price.is_due(ahead, self.session.spend)
 
     def _publish(self, seconds: float) -> None:
