@@ -24,7 +24,7 @@ from ...engine.noise import RoundNoise
 from ...engine.rows import Admission
 from ...engine.statistics import LearningStatistics
 from ...registry import DRAFTERS, register_drafter
-from ...session import structure, versions
+from ...session import WeightState, structure
 from ..self_copy import SelfDrafter
 from ..small_model import as_assistant
 from ..trainable_drafter import Canvas, TrainableDrafter
@@ -350,10 +350,10 @@ class DistilledDrafter(Drafter):
 
 
 def _identity(assistant: Any) -> Iterator[object]:
-    """Identifies the assistant's state: its weights' storage and versions, or its files' times."""
+    """Identifies the assistant's state: its structure and weights, or its files' times."""
     if isinstance(assistant, nn.Module):
         network = as_assistant("assistant_model", assistant)
-        yield from (*structure(network), *versions(network))
+        yield from (*structure(network), WeightState(network))
     elif isinstance(assistant, str):
         yield assistant
         if (folder := Path(assistant)).is_dir():
