@@ -183,7 +183,7 @@ def serve(
         ValueError: the drafter cannot draft ahead.
     """
     if not drafter.drafts_ahead:
-        raise ValueError(f"drafter={type(drafter).__name__} cannot draft ahead; serve a small model or the copy.")
+        raise ValueError(f"drafter={type(drafter).__name__} cannot draft ahead; serve a network without states.")
     channel = Channel(verifier, group)
     # Over gloo a receive cannot be tried, and giving one up closes the connection: a thread receives, up to CLOSE.
     arrived: SimpleQueue[tuple[Kind, Tensor] | Exception] = SimpleQueue()

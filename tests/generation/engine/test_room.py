@@ -151,6 +151,10 @@ def test_rows_are_admitted_while_each_may_grow_by_what_it_has(monkeypatch: pytes
         own = room([101, 21], RowNeeds(column=2, row=3, fixed=7))
         assert not own.is_full and own.fitting(waiting) == count and not own.is_full
         assert own.fitting(waiting[:1]) == 1
+        own = room([101, 21], RowNeeds(2, 3 + 1000, 7, states=1000))  # rows in flight have taken them
+        assert own.fitting(waiting) == 0
+        monkeypatch.setattr(room_module, "free_memory", lambda device, free=free: free + 3000)
+        assert own.fitting(waiting) == count
     monkeypatch.setattr(room_module, "free_memory", lambda device: 0)
     assert room([], RowNeeds(2, 3, 7)).fitting(waiting) == 1, "else nobody would ever decode"
     full = room([101, 21], RowNeeds(2, 3, 7))
