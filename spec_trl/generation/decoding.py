@@ -19,17 +19,17 @@ from .engine import requirements
 from .engine.attention import keeps_states
 from .engine.cache import PAGE_COLUMNS
 from .engine.drafter import Drafter
-from .engine.in_step import RolloutInStep
-from .engine.kept_runner import captures, exactness, free_for_cache, runner_for, runner_mode, takes_pool
 from .engine.linear_layers import bytes_in_use
+from .engine.lockstep import RolloutInStep
 from .engine.memory import check_memory, takes_memory_late
 from .engine.noise import stream_keys
 from .engine.pages import PagedCache
 from .engine.processors import LogitsPipeline, PrefixView
 from .engine.record import Completion
 from .engine.rollout import Rollout
-from .engine.room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
+from .engine.row_memory import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
 from .engine.rows import Request, RequestQueue, Rows
+from .engine.runner_choice import captures, exactness, free_for_cache, runner_for, runner_mode, takes_pool
 from .engine.states import state_bytes
 from .engine.statistics import SpeculationStatistics
 from .engine.stopping import Stopping, length_limit, must_run_in_step

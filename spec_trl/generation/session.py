@@ -25,8 +25,8 @@ from .engine.training_marks import HOOK_DICTS, held, lasting_attributes
 
 if TYPE_CHECKING:
     from ..specactor.ladder import Ladder
-    from .engine.captured import GraphRunner
     from .engine.drafter import Drafter
+    from .engine.graph_runner import GraphRunner
     from .strategies import KeptControl
 
 

@@ -13,7 +13,7 @@ from ..scheduling.ledger import CELL_ERROR, Drafts, Times
 from ..scheduling.planner import Planner
 from .configuration import SpeculativeConfig, check_strategy
 from .drafters.self_copy import SelfDrafter
-from .drafters.tts.drafter import DistilledDrafter
+from .drafters.tts.distilled_drafter import DistilledDrafter
 from .engine.attention import keeps_states
 from .engine.drafter import Drafter
 from .registry import CHOOSING, DRAFTERS, taking_assistant

@@ -17,12 +17,12 @@ from ..engine.drafter import DraftSession
 from ..engine.linear_layers import lend_copies, take_copies_back
 from ..engine.memory import sent
 from ..engine.noise import RoundNoise
-from ..engine.room import kv_bytes
+from ..engine.row_memory import kv_bytes
 from ..engine.rows import Admission
 from ..engine.runner import EagerRunner
 from ..engine.shadow import decoder_layers
 from ..engine.states import cache_for, state_bytes
-from .canvas import Canvas, TrainableDrafter
+from .trainable_drafter import Canvas, TrainableDrafter
 
 
 CATCH_UP = 16

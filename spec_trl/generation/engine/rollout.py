@@ -20,7 +20,7 @@ from .memory import free_memory, sent
 from .noise import Draw, NoiseAhead, RoundNoise, derive, position_keys
 from .processors import LogitsPipeline
 from .record import Completion, DraftedChains, Record
-from .room import KVRoom
+from .row_memory import KVRoom
 from .rows import Admission, Request, RequestQueue, Rows
 from .runner import EagerRunner
 from .statistics import SpeculationStatistics

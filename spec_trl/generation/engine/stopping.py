@@ -85,7 +85,7 @@ def must_run_in_step(
     parts: Iterable[LogitsProcessor | StoppingCriteria], batch: int, capacity: int, drafts: bool
 ) -> bool:
     """Whether some of these processors and criteria need a
-    :class:`~spec_trl.generation.engine.in_step.RolloutInStep`; warns where that costs `drafts`.
+    :class:`~spec_trl.generation.engine.lockstep.RolloutInStep`; warns where that costs `drafts`.
 
     Raises:
         ValueError: they do, and there are fewer rows (`capacity`) than requests (`batch`).

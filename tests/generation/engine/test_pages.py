@@ -14,14 +14,14 @@ from transformers import LlamaForCausalLM
 from spec_trl import release
 from spec_trl.generation import decoding
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
-from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import pages
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.pages import Change, PagedCache, Pages
-from spec_trl.generation.engine.room import PoolRoom, RowNeeds
+from spec_trl.generation.engine.row_memory import PoolRoom, RowNeeds
 from spec_trl.generation.engine.rows import Request, Rows
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
@@ -297,7 +297,7 @@ def test_without_a_number_rows_are_as_many_as_a_pool_holds_at_a_quarter_of_their
     tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caches = install_pool(monkeypatch, columns=4)
-    column, row = 2 * 2 * 2 * 16 * 8, 3 * 6 * 64 * 4  # bytes, as in test_room.py
+    column, row = 2 * 2 * 2 * 16 * 8, 3 * 6 * 64 * 4  # bytes, as in test_row_memory.py
     columns = 9 + 120 + 5
     row += columns * column // 2  # pages are gathered, one layer at a time
     fixed = 16 * 8 * (9 + 120) * 64 * 8  # 8 prompts of 9 tokens and 120 new ones

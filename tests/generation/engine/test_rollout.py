@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.accept import Proposal

@@ -17,7 +17,7 @@ from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import memory
 from spec_trl.generation.engine.requirements import check_model
-from spec_trl.generation.engine.room import KVRoom, RowNeeds, kv_bytes
+from spec_trl.generation.engine.row_memory import KVRoom, RowNeeds, kv_bytes
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.engine.states import States, cache_for, state_bytes

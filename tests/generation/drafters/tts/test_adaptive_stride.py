@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.tts import price
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter, expected_tokens
+from spec_trl.generation.drafters.tts import update_stride
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter, expected_tokens
 from spec_trl.scheduling.control import AlwaysSpeculate
 from tests.generation.calls import generate
 from tests.generation.drafters.tts.learning import ALONE, BATCH, equal, weights_of
@@ -76,7 +76,7 @@ def test_the_seconds_of_learning_are_not_the_round_s(make, tiny, monkeypatch) ->
 def test_what_was_better_before_it_learned_starts_anew(make, tiny, cheap, monkeypatch) -> None:
     drafter = make("model", scope="run", stride=None)
     first = weights_of(drafter)
-    monkeypatch.setattr(price.LearningPrice, "is_harmful", True)
+    monkeypatch.setattr(update_stride.LearningPrice, "is_harmful", True)
     statistics = generate(tiny, ALONE, "tts", drafter=drafter, max_new_tokens=12).statistics
     assert statistics.learning.updates > 0 and equal(first, weights_of(drafter)) and drafter.price.level == 0
 

@@ -18,18 +18,18 @@ from transformers import PreTrainedModel
 
 from ...configuration import Distillation, SpeculativeConfig
 from ...engine.accept import Integers, Proposal
-from ...engine.cuda_graphs import CAPTURING
 from ...engine.drafter import DraftCost, Drafter, DraftSession
+from ...engine.graph_capture import CAPTURING
 from ...engine.noise import RoundNoise, widen
 from ...engine.rows import Admission
 from ...engine.statistics import LearningStatistics
 from ...registry import DRAFTERS, register_drafter
 from ...session import structure, versions
-from ..canvas import Canvas, TrainableDrafter
 from ..self_copy import SelfDrafter
 from ..small_model import SmallModelDrafter, as_assistant, refuse_states
-from .learners import Learner, make_learner
-from .price import LearningPrice, UpdateStride
+from ..trainable_drafter import Canvas, TrainableDrafter
+from .trained_weights import Learner, make_learner
+from .update_stride import LearningPrice, UpdateStride
 
 
 @register_drafter

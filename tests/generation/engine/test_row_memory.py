@@ -23,13 +23,13 @@ from transformers import (
 )
 
 from spec_trl.generation import decoding
-from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import memory
-from spec_trl.generation.engine import room as room_module
+from spec_trl.generation.engine import row_memory as room_module
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.room import KVRoom, RowNeeds, model_constants
+from spec_trl.generation.engine.row_memory import KVRoom, RowNeeds, model_constants
 from spec_trl.generation.engine.rows import Request, RequestQueue, Rows
 from tests.conftest import tiny_llama
 from tests.distributed import test_pool as pools

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ....quantization.linear import PackedLayer, QuantizedLinear
 from ....quantization.source_weight import read_projection
 from ...engine.shadow import share_weights
-from ..canvas import TrainableDrafter
+from ..trainable_drafter import TrainableDrafter
 
 
 CORRECTION_RATE = 3e-4

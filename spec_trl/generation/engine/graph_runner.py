@@ -20,8 +20,8 @@ from ..session import addresses
 from .accept import Proposal
 from .attention import keeps_states, warn_of_masks
 from .cache import RaggedCache, autocast_dtype
-from .captured_drafts import CapturedFeatures, CapturedLoops
-from .cuda_graphs import (
+from .draft_loop import NetworkDraft
+from .graph_capture import (
     CapturedForward,
     ForwardKey,
     GraphBudget,
@@ -32,7 +32,7 @@ from .cuda_graphs import (
     row_bucket,
     uncached_autocast,
 )
-from .draft_loop import NetworkDraft
+from .graph_drafts import CapturedFeatures, CapturedLoops
 from .linear_layers import copied_bytes
 from .runner import EagerRunner, FeatureRunner, Heard
 from .shadow import decoder_layers, make_shadow

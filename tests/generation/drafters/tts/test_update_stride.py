@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from spec_trl.generation.drafters.tts.price import TRIAL, UPDATES, LearningPrice, UpdateStride
+from spec_trl.generation.drafters.tts.update_stride import TRIAL, UPDATES, LearningPrice, UpdateStride
 
 
 DRAFT_LENGTH = 7

@@ -7,9 +7,9 @@ from ...native_code import compiler
 from ..configuration import SpeculativeConfig
 from ..session import Session, Shadow, Snapshot, addresses
 from .cache import RaggedCache, autocast_dtype, pages_of
-from .captured import GraphRunner
-from .cuda_graphs import SMALLEST_COLUMNS, CudaRecorder, GraphBudget, cache_rows
 from .exactness import inexact_parts
+from .graph_capture import SMALLEST_COLUMNS, CudaRecorder, GraphBudget, cache_rows
+from .graph_runner import GraphRunner
 from .linear_layers import make_copies, refresh_copies
 from .memory import free_memory
 from .pages import PagedCache

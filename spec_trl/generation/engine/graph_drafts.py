@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from .accept import Proposal
 from .attention import takes_spans, warn_of_masks
 from .cache import RaggedCache, autocast_dtype
-from .cuda_graphs import (
+from .draft_loop import Forward, NetworkDraft
+from .filters import Filters
+from .graph_capture import (
     CapturedForward,
     ForwardKey,
     GraphBudget,
@@ -28,8 +30,6 @@ from .cuda_graphs import (
     row_bucket,
     uncached_autocast,
 )
-from .draft_loop import Forward, NetworkDraft
-from .filters import Filters
 from .runner import FeatureRunner, Over, TakeIn
 
 
