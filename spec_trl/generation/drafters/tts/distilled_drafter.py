@@ -24,7 +24,7 @@ from ...engine.noise import RoundNoise, widen
 from ...engine.rows import Admission
 from ...engine.statistics import LearningStatistics
 from ...registry import DRAFTERS, register_drafter
-from ...session import structure, versions
+from ...session import WeightState, structure
 from ..self_copy import SelfDrafter
 from ..small_model import SmallModelDrafter, as_assistant, refuse_states
 from ..trainable_drafter import Canvas, TrainableDrafter
@@ -279,7 +279,7 @@ class DistilledDrafter(Drafter):
         rows = self.session.rows
         ahead = float(self.price.rounds)  # as many as it has drafted in its life: a training comes back to it
         if self._how.scope != "run":  # as many tokens as a row has: that is what long-tailed lengths make most likely
-            ahead = float(np.minimum(rows.host_generated, rows.room).mean()) / self.price.tau
+            ahead = float(np.minimum(rows.host_generated, rows.remaining).mean()) / self.price.tau
         return self.price.is_due(ahead, self.session.spend)
 
     def _publish(self, seconds: float) -> None:
@@ -388,10 +388,10 @@ def distillation_loss(drafts: Tensor, target: Tensor, target_ids: Tensor | None,
 
 
 def _identity(assistant: Any) -> Iterator[object]:
-    """Identifies the assistant's state: its weights' storage and versions, or its files' times."""
+    """Identifies the assistant's state: its structure and weights, or its files' times."""
     if isinstance(assistant, nn.Module):
         network = as_assistant("assistant_model", assistant)
-        yield from (*structure(network), *versions(network))
+        yield from (*structure(network), WeightState(network))
     elif isinstance(assistant, str):
         yield assistant
         if (folder := Path(assistant)).is_dir():

@@ -63,7 +63,7 @@ class LearningPrice:
       (level less one sd). Where it may be worth them (plus one sd), a round adds a small share of its seconds, if
       `spend`, which takes them from the control's budget of trials, agrees.
 
-    So learning pays for itself but for that share. It ends where the drafter has no room, gains nothing or loses.
+    So learning pays for itself but for that share. It ends where the drafter cannot improve, gains nothing or loses.
     """
 
     def __init__(self) -> None:
