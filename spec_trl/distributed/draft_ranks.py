@@ -184,7 +184,7 @@ def serve(
         ValueError: the drafter cannot draft ahead.
     """
     if not drafter.drafts_ahead:
-        raise ValueError(f"drafter={type(drafter).__name__} cannot draft ahead; serve a small model or the copy.")
+        raise ValueError(f"drafter={type(drafter).__name__} cannot draft ahead; serve a network without states.")
     channel = Channel(verifier, group)
     # gloo cannot poll, and a receive that times out closes the connection. So a thread receives, up to CLOSE.
     arrived: SimpleQueue[tuple[Kind, Tensor] | Exception] = SimpleQueue()

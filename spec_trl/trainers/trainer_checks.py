@@ -26,6 +26,7 @@ from trl.models import unwrap_model_for_generation
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.decoupling import check_device
+from ..generation.drafters.small_model import refuse_states
 from ..generation.engine.requirements import (
     check_generation_config,
     check_lengths,
@@ -116,6 +117,8 @@ def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorLi
     processors = check_generation(policy, config, settings, trainer._tokenizer, trainer.accelerator.device)
     check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
     check_states(policy, args.assistant_strategy, config, args.draft_ranks)
+    if args.draft_ranks and args.assistant_model is not None:
+        refuse_states("assistant_model", args.assistant_model, f"draft_ranks={args.draft_ranks}", "draft_ranks=0")
     if args.roofline_profile is not None and Path(args.roofline_profile).exists():
         load("efficient_rollout.profile").Profile.load(args.roofline_profile)
     for name in ("train_dataset", "eval_dataset"):
