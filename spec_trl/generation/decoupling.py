@@ -1,7 +1,6 @@
 """Whether the drafter of a call runs decoupled (SA §4.1), and by which plan."""
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from ..measuring.known_rounds import find_profile
 from ..papers import load
 from .configuration import SpeculativeConfig
 from .drafters.decoupled.drafter import DecoupledDrafter
-from .drafters.decoupled.pipe import DraftThread
+from .drafters.decoupled.pipe import DraftThread, idle_cores
 from .engine.attention import keeps_states
 from .engine.drafter import Drafter
 from .engine.statistics import SpeculationStatistics
@@ -100,7 +99,7 @@ def keep_acceptance(session: Session, drafters: Sequence[Drafter], statistics: S
 
 def _drafting_share() -> float:
     """The cores that the drafter's thread gets over those that a profile was measured with, at most 1."""
-    return min((len(os.sched_getaffinity(0)) - torch.get_num_threads()) / torch.get_num_threads(), 1.0)
+    return min(idle_cores() / torch.get_num_threads(), 1.0)
 
 
 def _plans(

@@ -42,7 +42,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             links.append(self)
 
     monkeypatch.setattr(decoupling, "DraftThread", Watched)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS and Windows
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     return links
