@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..papers import load
+from .admission import PlainRounds
 from .control import FAILED, NO_METHOD, Candidate, Chain, Control, Explanation, RoundSeconds, Tally, decision, promise
 from .ledger import LEAST_SHARE, UNTRIED, Bools, Drafts, Floats, Integers, Kind, Terms, Times
-from .plain_decoding import PlainRounds
 
 
 ROUND_BUDGET = 0.015  # autoregressive rounds that each round adds to the exploration budget: what trials may cost

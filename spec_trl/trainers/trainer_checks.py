@@ -25,7 +25,6 @@ from transformers import (
 from trl.models import unwrap_model_for_generation
 
 from ..generation.configuration import SpeculativeConfig
-from ..generation.decoupling import check_device
 from ..generation.engine.kept_runner import runner_mode
 from ..generation.engine.requirements import (
     check_generation_config,
@@ -35,7 +34,7 @@ from ..generation.engine.requirements import (
     position_limit,
 )
 from ..generation.generate import move_stop_strings
-from ..generation.strategies import check_assistants, check_states
+from ..generation.strategies import check_assistants, check_device, check_states
 from ..papers import load
 
 

@@ -19,8 +19,7 @@ from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from spec_trl.generation.engine import rollout
 from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.captured_drafts import CapturedLoop
-from spec_trl.generation.engine.draft_loop import NetworkDraft
-from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.drafter import Drafter, NetworkDraft
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3
 from tests.generation.engine.tape import Tape, install_tape

@@ -8,8 +8,7 @@ from transformers.pytorch_utils import Conv1D
 from ...quantization.linear import QuantizedLinear
 from ..engine.accept import Integers, Proposal
 from ..engine.cache import RaggedCache
-from ..engine.draft_loop import NetworkDraft
-from ..engine.drafter import DraftSession
+from ..engine.drafter import DraftSession, NetworkDraft
 from ..engine.linear_layers import lend_copies, take_copies_back
 from ..engine.noise import RoundNoise
 from ..engine.room import kv_bytes

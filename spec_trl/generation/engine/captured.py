@@ -32,7 +32,7 @@ from .cuda_graphs import (
     row_bucket,
     uncached_autocast,
 )
-from .draft_loop import NetworkDraft
+from .drafter import NetworkDraft
 from .linear_layers import copied_bytes
 from .runner import EagerRunner, FeatureRunner, Heard
 from .shadow import decoder_layers, make_shadow

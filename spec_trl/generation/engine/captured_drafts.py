@@ -28,7 +28,7 @@ from .cuda_graphs import (
     row_bucket,
     uncached_autocast,
 )
-from .draft_loop import Forward, NetworkDraft
+from .drafter import Forward, NetworkDraft
 from .filters import Filters
 from .runner import FeatureRunner, Over, TakeIn
 

@@ -19,13 +19,12 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...cpu_products import reading_prompts
-from ...dense_linear import DenseConv1D, DenseLinear
+from ...cpu_products import DenseConv1D, DenseLinear, reading_prompts
 from ...json_files import write_atomically
 from ...native_code import cache_directory
 from ..session import snapshot_of
+from .accept import ChainLayout
 from .cache import RaggedCache, autocast_dtype
-from .chains import ChainLayout
 from .linear_layers import make_copies
 from .runner import EagerRunner
 from .shadow import decoder_layers, make_shadow

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ...dense_linear import DenseConv1D, DenseLinear, is_plain, multiply
+from ...cpu_products import DenseConv1D, DenseLinear, is_plain, multiply
 from ...quantization.linear import PackedLayer
 from .attention import takes_spans
 from .cache import autocast_dtype

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...scheduling.admission import plain_rounds
 from ...scheduling.control import Chain, Control, Tally
-from ...scheduling.plain_decoding import plain_rounds
 from .accept import Integers
 from .drafter import Drafter
 from .rows import Request, Rows, prompt_key

@@ -15,12 +15,11 @@ from transformers import PreTrainedModel
 
 from ...cpu_products import reading_prompts
 from ...native_code import compiler
-from .accept import Proposal
+from .accept import ChainLayout, Proposal
 from .attention import EXACT_ATTENTION, MaskPlan, calls_attention, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
-from .chains import ChainLayout
 from .cpu_layers import SCALARS
-from .draft_loop import Forward, NetworkDraft
+from .drafter import Forward, NetworkDraft
 from .family_hooks import cache_argument
 from .memory import sent
 from .requirements import position_limit
