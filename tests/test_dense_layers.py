@@ -127,7 +127,8 @@ def test_generated_tokens_are_multiplied_in_cpp(monkeypatch: pytest.MonkeyPatch,
     theirs, ours = layers(dtype=dtype)
     given: list[int] = []
     multiply = cpu_products.multiply_matrix
-    monkeypatch.setattr(cpu_products, "multiply_matrix", lambda matrix, x: (given.append(len(x)), multiply(matrix, x))[1])
+    noted = lambda matrix, x: (given.append(len(x)), multiply(matrix, x))[1]  # noqa: E731
+    monkeypatch.setattr(cpu_products, "multiply_matrix", noted)
     with torch.no_grad():
         for rows in (1, 17, 100):
             x = torch.randn(rows, WIDE).to(dtype)

@@ -19,6 +19,7 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.utils import ModelOutput
 
 from ..cpu_products import warn_of_slow_dtype
@@ -27,11 +28,11 @@ from .configuration import SpeculativeConfig, check_combination, check_strategy
 from .drafters.decoupled.drafter import DecoupledDrafter
 from .engine import requirements
 from .engine.attention import keeps_states
-from .engine.cache import PAGE_COLUMNS
+from .engine.cache import PAGE_COLUMNS, autocast_dtype
 from .engine.drafter import Drafter
 from .engine.in_step import RolloutInStep
 from .engine.kept_runner import captures, exactness, free_for_cache, runner_for, runner_mode, takes_pool
-from .engine.linear_layers import bytes_in_use
+from .engine.linear_layers import copied_bytes
 from .engine.memory import check_memory, takes_memory_late
 from .engine.noise import stream_keys
 from .engine.pages import PagedCache
@@ -43,9 +44,9 @@ from .engine.room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
 from .engine.rows import Request, RequestQueue, Rows
 from .engine.states import state_bytes
 from .engine.statistics import SpeculationStatistics
-from .engine.stopping import Stopping, length_limit, must_run_in_step
+from .engine.stopping import Stopping, must_run_in_step
 from .registry import check_use
-from .session import Session, snapshot_of
+from .session import Session
 from .strategies import (
     as_drafters,
     check_device,
@@ -127,19 +128,21 @@ def speculative_decoding(
     config, device = SpeculativeConfig.coerce(speculative_config), model.device
     batch, width = input_ids.shape
     capacity = asked = min(batch, config.max_batch_size or batch)
-    new_tokens = length_limit(stopping_criteria) - width
+    new_tokens = min([each.max_length for each in stopping_criteria if type(each) is MaxLengthCriteria]) - width
     do_sample = bool(generation_config.do_sample)
     rejects = do_sample and config.verification == "rejection"
     with Session.lend(model) as session, ExitStack() as claims:
+        snapshot = session.snapshot
+        assert snapshot is not None
         # ---- what cannot be served is refused before any work
         check_strategy(assistant_strategy)
         if drafter is None:
             check_combination(assistant_strategy, config)
         check_device(config, device, drafter)
-        requirements.check_model(model, session.snapshot)
-        check_states(model, assistant_strategy, config)
-        if (has_states := keeps_states(model.config)) and device.type != "cpu":
-            config = replace(config, runner="eager")
+        requirements.check_model(model, snapshot)
+        if has_states := snapshot.find("has states", partial(keeps_states, model.config)):
+            check_states(model, assistant_strategy, config)
+            config = config if device.type == "cpu" else replace(config, runner="eager")
         runner_mode(config, device)
         requirements.check_generation_config(generation_config, model.generation_config)
         requirements.check_keywords(model, model_kwargs)
@@ -150,7 +153,8 @@ def speculative_decoding(
         if streamer is not None and batch > 1:
             raise ValueError(f"streamer is given with {batch} rows; a streamer prints one row.")
         lengths = list(map(len, prompts))
-        requirements.check_lengths(model, lengths, new_tokens)
+        limit = snapshot.find("position limit", partial(requirements.position_limit, model))
+        requirements.check_lengths(model, limit, lengths, new_tokens)
         drafts = bool(drafter) or assistant_strategy != "none"
         in_step = must_run_in_step([*logits_processor, *stopping_criteria], batch, capacity, drafts)
 
@@ -181,8 +185,9 @@ def speculative_decoding(
                 'verification="rejection" cannot be raced: chains that are accepted by chance disagree, and taking '
                 'the longest would favour what is easy to draft. Use verification="exact", or one drafter per row.'
             )
-        ahead = any(isinstance(each, DecoupledDrafter) and each.strategy == "self" for each in drafters)
-        check_drafting(model, control.races, ahead)
+        if has_states:
+            ahead = any(isinstance(each, DecoupledDrafter) and each.strategy == "self" for each in drafters)
+            check_drafting(model, control.races, ahead)
         # "none" gets the same columns: attention over other widths would differ in the last bits.
         most_drafted = max(config.draft_length, control.most_drafted)
         columns = longest + most_drafted
@@ -191,7 +196,7 @@ def speculative_decoding(
         in_pool = takes_pool(config, device)
         # A single row needs no room that others leave it.
         free = free_for_cache(session, device) if in_pool or capacity > 1 else 0
-        states = snapshot_of(model).find("states", partial(state_bytes, model)) if has_states else 0
+        states = snapshot.find("states", partial(state_bytes, model)) if has_states else 0
         needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, columns if in_pool else 0, states)
         expected = columns
         if in_pool and not in_step:
@@ -204,20 +209,25 @@ def speculative_decoding(
             check_memory(f"K/V of {capacity} rows x {columns} columns", int(capacity * columns * needs.column), device)
         elif config.max_batch_size is None and (in_pool or not takes_memory_late(device)):
             capacity = min(capacity, needs.rows_that_fit(expected, free))
-        warn_of_little_memory(device, free, graphs, most, capacity, asked)
+        if graphs < most:
+            warn_of_little_memory(device, free, graphs, most, capacity, asked)
         drafters = decoupled(drafters, model, config, rejects, capacity, longest)
         for each in drafters:
             each.check_length(columns)
-        warn_of_slow_dtype(model)
+        snapshot.find("slow dtype", partial(warn_of_slow_dtype, model))
         pages = None if in_step or not in_pool else needs.pages_that_fit(capacity, free_for_cache(session, device))
-        runner = runner_for(session, model, capacity, columns, config, pages, graphs, exact=config.exact is True)
+        runner = runner_for(
+            session, model, capacity, columns, config, pages, graphs,
+            exact=config.exact is True, has_states=has_states,
+        )  # fmt: skip
+        copied = 0 if autocast_dtype(device) is None else copied_bytes(runner.network)
         rows = Rows(capacity, columns, device, shares_prompts=not has_states)
         room: KVRoom | None = None
         if not in_step and isinstance(runner.cache, PagedCache):
             room = PoolRoom(rows, runner.cache, most_drafted)
         elif not in_step and takes_memory_late(device) and capacity > 1:
-            room = KVRoom(rows, replace(needs, fixed=needs.fixed - bytes_in_use(runner.network)))  # which it has made
-        exact = exactness(model, config, runner.network)
+            room = KVRoom(rows, replace(needs, fixed=needs.fixed - copied))  # which it has made
+        exact = exactness(snapshot, model, config, runner.network)
 
         # ---- the rollout
         seed = config.seed if config.seed is not None else int(torch.randint(2**62, ()))
@@ -252,7 +262,7 @@ def speculative_decoding(
             session.shadow = None
             session.drop_runner()  # its cache may hold broken or half-written K/V
             raise
-        statistics.exact, statistics.copied_bytes = exact, bytes_in_use(runner.network)
+        statistics.exact, statistics.copied_bytes = exact, copied
         if config.decoupled_execution != "never":
             keep_acceptance(session, drafters, statistics)
         session.check_shadow()
@@ -347,21 +357,13 @@ def uninstall() -> None:
         _generate = None
 
 
-def _config_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-
-
 def _given(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The argument `name`: its `value`, else that of the call's generation_config, else of the model's own. That is
     the order of `generate`, whose configs carry entries they do not know."""
-    configs = _config_given(args, kwargs), getattr(model, "generation_config", None)
-    values = (value, *(getattr(config, name, None) for config in configs))
-    return next((value for value in values if value is not None), None)
-
-
-def _completed(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The entry `name` of the config that `generate` will complete from these."""
-    return kwargs[name] if name in kwargs else _given(name, None, model, args, kwargs)
+    of_call = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    for config in (of_call, getattr(model, "generation_config", None)):
+        value = getattr(config, name, None) if value is None else value
+    return value
 
 
 def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -370,7 +372,10 @@ def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, 
     prompts = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
     if prompts is not None:
         check_input_ids(prompts, model.device)
-    heals, stop_strings = (_completed(name, model, args, kwargs) for name in ("token_healing", "stop_strings"))
+    heals, stop_strings = [
+        kwargs[name] if name in kwargs else _given(name, None, model, args, kwargs)
+        for name in ("token_healing", "stop_strings")
+    ]
     check_not_diverted(heals, kwargs)
     if kwargs.get("synced_gpus"):
         raise ValueError(

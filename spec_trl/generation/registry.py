@@ -60,12 +60,13 @@ def check_use(strategy: str, config: Any) -> None:
     compared with."""
     reading = {"auto": {"history"}, "best_of_n": {"best_of_n", *config.best_of_n_drafters}}.get(strategy, {strategy})
     for each in fields(config) if strategy != "none" else ():
-        reader = next((reader for begin, reader in _READ_BY.items() if each.name.startswith(begin)), None)
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        value = getattr(config, each.name)
-        is_default = value == default or isinstance(value, list) and tuple(value) == default  # JSON has no tuples
-        if reader is not None and reader not in reading and not is_default:
-            raise ValueError(
-                f"{each.name}={value!r} has no use with assistant_strategy={strategy!r}, which does not draft by "
-                f"{reader!r}. Drop it, or set assistant_strategy={reader!r}."
-            )
+        for begin, reader in _READ_BY.items():
+            if not each.name.startswith(begin) or reader in reading:
+                continue
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            value = getattr(config, each.name)
+            if value != default and not (isinstance(value, list) and tuple(value) == default):  # JSON has no tuples
+                raise ValueError(
+                    f"{each.name}={value!r} has no use with assistant_strategy={strategy!r}, which does not draft by "
+                    f"{reader!r}. Drop it, or set assistant_strategy={reader!r}."
+                )

@@ -14,7 +14,7 @@ from ..papers import load
 from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
 from ..scheduling.ledger import CELL_ERROR, Drafts, Times
 from ..scheduling.planner import Planner
-from .configuration import SpeculativeConfig, check_strategy
+from .configuration import SpeculativeConfig
 from .drafters.decoupled.drafter import DecoupledDrafter
 from .drafters.decoupled.pipe import DraftThread, idle_cores
 from .drafters.self_copy import SelfDrafter
@@ -44,9 +44,8 @@ def make_drafters(
     """The drafters of `strategy` for `model`: none for `"none"`, all that there can be for `"auto"`, those that
     `best_of_n_drafters` names for `"best_of_n"`, else one. Those that can serve further calls stay in the session.
 
-    Raises ValueError where the strategy is unknown, or does not go with the assistant.
+    Raises ValueError where the strategy does not go with the assistant.
     """
-    check_strategy(strategy)
     if assistant is not None and strategy not in taking_assistant():
         raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
     check_assistants(strategy, assistant, config, model)
@@ -76,9 +75,7 @@ def make_drafters(
 
 
 def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfig, draft_ranks: int = 0) -> None:
-    """Raises ValueError where a rollout asks for what a `model` whose layers keep states cannot do."""
-    if not keeps_states(model.config):
-        return
+    """Raises ValueError where a rollout asks for what this `model`, whose layers keep states, cannot do."""
     copies, ahead = strategy == "self", "the copy would need states of its own for each window"
     learns = strategy == "tts" and config.tts_drafter == "self"
     decouples = copies and config.decoupled_execution == "always"
@@ -95,7 +92,7 @@ def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfi
 
 def check_drafting(model: PreTrainedModel, races: bool, ahead: bool) -> None:
     """The same for drafters and a control that come with a call; `ahead`: the copy runs ahead of the target."""
-    if (races or ahead) and keeps_states(model.config):
+    if races or ahead:
         why = _NO_RACES if races else "a copy that runs ahead would need states of its own for each window"
         raise ValueError(f"{_of_states(model)}: the drafters of this call are not served, since {why}.")
 
@@ -186,9 +183,9 @@ def decoupled(
         ]
     # A thread would share a GPU with the target: only idle cores of a CPU make a second worker.
     is_open = config.decoupled_execution == "auto" and model.device.type == "cpu" and _drafting_share() > 0
-    if keeps_states(model.config) and drafters and drafters[0].strategy == "self":
-        is_open = False  # the copy would need the states of each window
-    if is_open and len(drafters) == 1 and drafters[0].drafts_ahead and not rejects:
+    is_open = is_open and len(drafters) == 1 and drafters[0].drafts_ahead and not rejects
+    # The copy would need the states of each window.
+    if is_open and not (drafters[0].strategy == "self" and keeps_states(model.config)):
         plans = _plans(drafters[0], model, config, capacity, length)
         if plans is not None and plans.group.mode == "decoupled":
             return [DecoupledDrafter(DraftThread(drafters[0]), plans)]

@@ -25,6 +25,7 @@ from transformers import (
 from trl.models import unwrap_model_for_generation
 
 from ..generation.configuration import SpeculativeConfig
+from ..generation.engine.attention import keeps_states
 from ..generation.engine.kept_runner import runner_mode
 from ..generation.engine.requirements import (
     check_generation_config,
@@ -114,7 +115,8 @@ def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorLi
     policy, args, settings = policy_in(trainer.model), trainer.args, trainer.generation_config
     processors = check_generation(policy, config, settings, trainer._tokenizer, trainer.accelerator.device)
     check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
-    check_states(policy, args.assistant_strategy, config, args.draft_ranks)
+    if keeps_states(policy.config):
+        check_states(policy, args.assistant_strategy, config, args.draft_ranks)
     if args.roofline_profile is not None and Path(args.roofline_profile).exists():
         load("efficient_rollout.profile").Profile.load(args.roofline_profile)
     for name in ("train_dataset", "eval_dataset"):
@@ -242,4 +244,4 @@ def check_drawn(
 def _check(
     policy: PreTrainedModel, generation_config: GenerationConfig, ids: list[list[int]], name: Callable[[int], str]
 ) -> None:
-    check_lengths(policy, list(map(len, ids)), generation_config.max_new_tokens or 0, name)
+    check_lengths(policy, position_limit(policy), list(map(len, ids)), generation_config.max_new_tokens or 0, name)

@@ -7,7 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...quantization.linear import QuantizedLinear
 from ..engine.accept import Integers, Proposal
-from ..engine.cache import RaggedCache
+from ..engine.cache import RaggedCache, autocast_dtype
 from ..engine.drafter import DraftSession, NetworkDraft
 from ..engine.linear_layers import lend_copies, take_copies_back
 from ..engine.noise import RoundNoise
@@ -57,7 +57,8 @@ class NetworkDrafter(TrainableDrafter):
         if self._owns_cache and tail is None:
             self._cached = np.zeros(rows.capacity, np.int64)
         if session.target is not None:
-            lend_copies(session.target.network, self.network)
+            if autocast_dtype(self.network.device) is not None:
+                lend_copies(session.target.network, self.network)
             self._runner = session.target.for_drafter(self.network, self._shares_target_cache, self._made_of)
         else:
             own = RaggedCache.for_network(self.network, rows.capacity, rows.columns) if tail is None else tail
@@ -66,7 +67,8 @@ class NetworkDrafter(TrainableDrafter):
 
     def end(self) -> None:
         super().end()
-        take_copies_back(self.network)
+        if autocast_dtype(self.network.device) is not None:
+            take_copies_back(self.network)
         del self._runner, self.cache, self._cached, self._fed
 
     def admit(self, admission: Admission) -> None:

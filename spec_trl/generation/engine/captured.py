@@ -133,11 +133,11 @@ class GraphRunner(EagerRunner):
             runner.in_use = False
 
     @property
-    def captured(self) -> tuple[int, int]:
+    def captured(self) -> tuple[int, int]:  # type: ignore[override]
         return self.budget.graphs, self.budget.bytes
 
     @property
-    def preparations(self) -> int:
+    def preparations(self) -> int:  # type: ignore[override]
         return self.budget.preparations
 
     @property

@@ -102,7 +102,12 @@ class EagerRunner:
     Attributes:
         forwards: since the generation began.
         eager_forwards: runs of the network's modules, those that warm up a capture included.
+        preparations: warm-up and capture forwards so far, those of the drafters' networks included.
+        captured: captured forwards of this network and its drafters' networks, and the bytes they take.
     """
+
+    preparations = 0
+    captured = 0, 0
 
     def __init__(self, network: PreTrainedModel, cache: RaggedCache) -> None:
         self.network = network
@@ -314,16 +319,6 @@ class EagerRunner:
     def stop_listening(self, heard: Heard) -> None:
         """Calls `heard` no more. Hooks still keep the states, so that captured forwards stay as they are."""
         self._listeners = [listener for listener in self._listeners if listener[1] != heard]
-
-    @property
-    def captured(self) -> tuple[int, int]:
-        """Captured forwards of this network and its drafters' networks, and the bytes they take."""
-        return 0, 0
-
-    @property
-    def preparations(self) -> int:
-        """Number of warm-up and capture forwards so far, those of the drafters' networks included."""
-        return 0
 
     def replay(self, network: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: ReplayCache) -> Tensor:
         """Logits `[B, q, vocab]` of `network`, a copy of this runner's, for `tokens` at `positions` (`[B, q]` int64
