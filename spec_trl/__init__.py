@@ -12,6 +12,7 @@ from .generation.engine.drafter import Drafter
 from .generation.generate import SpeculativeOutput, install, speculative_decoding, uninstall
 from .generation.registry import register_drafter
 from .generation.session import release
+from .generation.strategies import refresh
 
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ __all__ = [
     "SpeculativeConfig",
     "SpeculativeOutput",
     "install",
+    "refresh",
     "register_drafter",
     "release",
     "speculative_decoding",
