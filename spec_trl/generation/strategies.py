@@ -20,7 +20,6 @@ from .drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from .drafters.decoupled.pipe import DraftThread, idle_cores
 from .drafters.self_copy import SelfDrafter
 from .drafters.tts.distilled_drafter import DistilledDrafter
-from .engine.attention import keeps_states
 from .engine.drafter import Drafter
 from .engine.statistics import SpeculationStatistics
 from .registry import CHOOSING, DRAFTERS, taking_assistant
@@ -78,10 +77,11 @@ def make_drafters(
 def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfig, draft_ranks: int = 0) -> None:
     """Raises ValueError where a rollout asks for what this `model`, whose layers keep states, cannot do."""
     copies, ahead = strategy == "self", "the copy would need states of its own for each window"
+    races = strategy == "best_of_n" and config.best_of_n_race
     learns = strategy == "tts" and config.tts_drafter == "self"
     decouples = copies and config.decoupled_execution == "always"
     for is_asked, asked, why, remedy in (
-        (strategy == "best_of_n", 'assistant_strategy="best_of_n"', _NO_RACES, 'assistant_strategy="auto"'),
+        (races, 'assistant_strategy="best_of_n"', _NO_RACES, "best_of_n_race=False"),
         (learns, 'tts_drafter="self"', "the copy cannot learn through states yet", 'assistant_strategy="self"'),
         (decouples, 'decoupled_execution="always"', ahead, 'decoupled_execution="never"'),
         (copies and draft_ranks > 0, f"draft_ranks={draft_ranks}", ahead, "draft_ranks=0"),
@@ -91,11 +91,10 @@ def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfi
             raise ValueError(f"{_of_states(model)}: {asked} is not served, since {why}. Use {remedy}.")
 
 
-def check_drafting(model: PreTrainedModel, races: bool, ahead: bool) -> None:
-    """The same for drafters and a control that come with a call; `ahead`: the copy runs ahead of the target."""
-    if races or ahead:
-        why = _NO_RACES if races else "a copy that runs ahead would need states of its own for each window"
-        raise ValueError(f"{_of_states(model)}: the drafters of this call are not served, since {why}.")
+def check_races(model: PreTrainedModel, races: bool) -> None:
+    """The same for a control that comes with a call, and `races`."""
+    if races:
+        raise ValueError(f"{_of_states(model)}: the control of this call is not served, since {_NO_RACES}.")
 
 
 _NO_RACES = "races feed several chains of a row at once, and a scan takes one"
@@ -195,9 +194,7 @@ def decoupled(
         ]
     # A thread would share a GPU with the target: only idle cores of a CPU make a second worker.
     is_open = config.decoupled_execution == "auto" and model.device.type == "cpu" and _drafting_share() > 0
-    is_open = is_open and len(drafters) == 1 and drafters[0].drafts_ahead and not rejects
-    # The copy would need the states of each window.
-    if is_open and not (drafters[0].strategy == "self" and keeps_states(model.config)):
+    if is_open and len(drafters) == 1 and drafters[0].drafts_ahead and not rejects:
         plans = _plans(drafters[0], model, config, capacity, length)
         if plans is not None and plans.group.mode == "decoupled":
             return [DecoupledDrafter(DraftThread(drafters[0]), plans)]
