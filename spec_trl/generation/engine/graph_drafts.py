@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .accept import Proposal
 from .attention import takes_spans, warn_of_masks
 from .cache import RaggedCache, autocast_dtype
-from .draft_loop import Forward, NetworkDraft
+from .drafter import Forward, NetworkDraft
 from .filters import Filters
 from .graph_capture import (
     CapturedForward,

@@ -21,7 +21,7 @@ from ..session import addresses
 from .accept import Proposal
 from .attention import keeps_states, warn_of_masks
 from .cache import RaggedCache, autocast_dtype
-from .draft_loop import NetworkDraft
+from .drafter import NetworkDraft
 from .graph_capture import (
     CapturedForward,
     ForwardKey,
@@ -137,11 +137,11 @@ class GraphRunner(EagerRunner):
             runner.in_use = False
 
     @property
-    def captured(self) -> tuple[int, int]:
+    def captured(self) -> tuple[int, int]:  # type: ignore[override]
         return self.budget.graphs, self.budget.bytes
 
     @property
-    def preparations(self) -> int:
+    def preparations(self) -> int:  # type: ignore[override]
         return self.budget.preparations
 
     @property

@@ -148,7 +148,13 @@ _WARPERS = (
 
 class LogitsPipeline:
     """`generate`'s processors, in its order, over logits of rows of different lengths; `batch_size` is the number of
-    rows of the caller's batch, and `may_refuse` says whether one of them may raise on a prefix that it forbids."""
+    rows of the caller's batch.
+
+    Attributes:
+        only_filters: what the processors are, where these are temperature, top-k, top-p and min-p; None: there are
+            others.
+        may_refuse: whether one of them may raise on a prefix that it forbids.
+    """
 
     def __init__(self, processors: LogitsProcessorList, prefixes: PrefixView, batch_size: int) -> None:
         self._processors = processors
@@ -157,16 +163,12 @@ class LogitsPipeline:
         while (filters := Filters.of(processors[first:])) is None:
             first += 1
         self._filters, self._before_filters = filters, processors[:first]
+        self.only_filters = None if self._before_filters else filters
         self._prefixes = prefixes
         self._batch_size = batch_size
         self._eos: dict[LogitsProcessor, Tensor] = {}  # [vocabulary] bool
         self._looks_at_prefixes = not set(map(type, processors)) <= {*_SCORES_ONLY}
         self.may_refuse = not set(map(type, processors)) <= _KNOWN - {hf.PrefixConstrainedLogitsProcessor}
-
-    @property
-    def only_filters(self) -> Filters | None:
-        """The processors as filters, if they are only temperature, top-k, top-p and min-p; else None."""
-        return None if self._before_filters else self._filters
 
     def over(self, rows: Rows) -> "LogitsPipeline":
         """The same over other `rows` of the same requests, for another thread: copies of transformers' processors,

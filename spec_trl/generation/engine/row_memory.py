@@ -58,7 +58,8 @@ class RowNeeds:
         """The needs of `model` and its `drafters`, if `verified` tokens of a row are verified at once and at most
         `prefilled` tokens are read. `in_pool`: columns of a row, where K/V lies in the pages of a pool. `states`:
         bytes of a row's states of `model` (what a verification holds of its inputs is a tenth)."""
-        dtype, config = autocast_dtype(model.device) or model.dtype, model.config.get_text_config(decoder=True)
+        autocast, config = autocast_dtype(model.device), model.config.get_text_config(decoder=True)
+        dtype, copies = (model.dtype, 0) if autocast is None else (autocast, bytes_of_copies(model, autocast))
         tokens = min(prefilled, TOKENS_PER_FORWARD)
         target = kv_bytes(model, dtype)
         column, whole = target, 0.0
@@ -74,7 +75,7 @@ class RowNeeds:
         return cls(
             column=column,
             row=logits + in_pool * whole + states,
-            fixed=_ACTIVATIONS * tokens * config.hidden_size * dtype.itemsize + bytes_of_copies(model),
+            fixed=_ACTIVATIONS * tokens * config.hidden_size * dtype.itemsize + copies,
             states=states,
         )
 
@@ -103,9 +104,9 @@ warned_of: set[torch.device] = set()
 
 
 def warn_of_little_memory(device: torch.device, free: int, graphs: float, most: float, rows: int, asked: int) -> None:
-    """Warns, once per device and process, if `free` bytes leave captured forwards `graphs` bytes, less than `most`,
+    """Warns, once per device and process, that `free` bytes leave captured forwards `graphs` bytes, less than `most`,
     and only `rows` of the `asked` rows are in flight."""
-    if graphs >= most or device in warned_of:
+    if device in warned_of:
         return
     warned_of.add(device)
     few = f", and {rows} of {asked} rows are in flight" if rows < asked else ""

@@ -15,12 +15,11 @@ from transformers import PreTrainedModel
 
 from ...cpu_products import reading_prompts
 from ...native_code import compiler
-from .accept import Proposal
+from .accept import ChainLayout, Proposal
 from .attention import EXACT_ATTENTION, MaskPlan, calls_attention, keeps_states, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
-from .chains import ChainLayout
 from .cpu_layers import SCALARS
-from .draft_loop import Forward, NetworkDraft
+from .drafter import Forward, NetworkDraft
 from .family_hooks import cache_argument
 from .memory import sent
 from .requirements import position_limit
@@ -104,7 +103,12 @@ class EagerRunner:
     Attributes:
         forwards: since the generation began.
         eager_forwards: runs of the network's modules, warm-ups of captures included.
+        preparations: number of warm-up and capture forwards so far, those of the drafters' networks included.
+        captured: number and bytes of captured forwards of this network and its drafters' networks.
     """
+
+    preparations = 0
+    captured = 0, 0
 
     def __init__(self, network: PreTrainedModel, cache: RaggedCache) -> None:
         self.network = network
@@ -322,16 +326,6 @@ class EagerRunner:
     def stop_listening(self, heard: Heard) -> None:
         """Unregisters `heard`. Hooks still store the states, so that captured forwards stay valid."""
         self._listeners = [listener for listener in self._listeners if listener[1] != heard]
-
-    @property
-    def captured(self) -> tuple[int, int]:
-        """Number and bytes of captured forwards of this network and its drafters' networks."""
-        return 0, 0
-
-    @property
-    def preparations(self) -> int:
-        """Number of warm-up and capture forwards so far, those of the drafters' networks included."""
-        return 0
 
     def replay(self, network: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: ReplayCache) -> Tensor:
         """Logits `[B, q, vocab]` of `network`, a copy of this runner's, for `tokens` at `positions` (`[B, q]` int64

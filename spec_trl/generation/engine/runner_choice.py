@@ -1,5 +1,7 @@
 """Chooses the runner of a call: captured forwards, C++ on a CPU, or eager; reuses the session's runner."""
 
+from functools import partial
+
 import torch
 from transformers import PreTrainedModel
 
@@ -15,7 +17,7 @@ from .memory import free_memory
 from .pages import PagedCache
 from .runner import EagerRunner, cpu_runner
 from .shadow import make_shadow, not_exact
-from .states import cache_for
+from .states import States
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:
@@ -37,15 +39,20 @@ def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
     return "compiled" if is_compiled else "eager"
 
 
-def exactness(model: PreTrainedModel, config: SpeculativeConfig, shadow: PreTrainedModel) -> bool | list[str] | None:
+def exactness(
+    snapshot: Snapshot, model: PreTrainedModel, config: SpeculativeConfig, shadow: PreTrainedModel
+) -> bool | list[str] | None:
     """`SpeculationStatistics.exact` of generations of `model` by its `shadow`; raises ValueError where `config` asks
-    for more. On a CPU it is tried. On CUDA, where `config` must ask for it, it is known of the kernels."""
+    for more. On a CPU it is tried, once for each `snapshot` of `model`. On CUDA, where `config` must ask for it, it is
+    known of the kernels."""
     if config.exact is False or model.dtype == torch.float64:  # rounding of float64 decides no token
         return None
     if recorder_for(model.device) is not None:
         found = not_exact(shadow) if config.exact is True else None
     elif model.device.type == "cpu":
-        found = inexact_parts(model, cpu_runner if runner_mode(config, model.device) == "compiled" else EagerRunner)
+        make = cpu_runner if runner_mode(config, model.device) == "compiled" else EagerRunner
+        settings = f"exact {make.__name__} {torch.get_num_threads()} {autocast_dtype(model.device)}"
+        found = snapshot.find(settings, partial(inexact_parts, model, make, settings))
     else:
         found = ["its device"] if config.exact is True else None
     if found and config.exact is True:
@@ -75,6 +82,7 @@ def runner_for(
     pages: int | None = None,
     graph_memory: float | None = None,
     exact: bool = False,
+    has_states: bool = False,
 ) -> EagerRunner:
     """Returns a runner of `model`'s shadow; the model never changes.
 
@@ -91,6 +99,7 @@ def runner_for(
         graph_memory: bytes that captured forwards may take; None: `config.max_graph_memory`.
         exact: as of :func:`~spec_trl.generation.engine.shadow.make_shadow`. "auto" then compiles nothing: compiled
             layers round differently, and would replace others while rows are in flight.
+        has_states: whether layers keep states, which no captured forward serves.
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
@@ -98,7 +107,10 @@ def runner_for(
     mode, recorder = runner_mode(config, model.device), recorder_for(model.device)
     if mode == "eager" or recorder is None:
         make = cpu_runner if mode == "compiled" else EagerRunner
-        return make(shadow_for(session, model, exact), _cache_for(model, rows, columns, config, pages))
+        network = shadow_for(session, model, exact)
+        if takes_pool(config, model.device):
+            return make(network, PagedCache.with_pages(model, rows, columns, pages))
+        return make(network, (States if has_states else RaggedCache).for_network(model, rows, columns))
     mode = "graph" if exact and mode == "auto" else mode
     # Autocast sets the dtype of K/V.
     made_for = (mode, exact, config.max_graph_memory, autocast_dtype(model.device), *addresses(model))
@@ -117,7 +129,7 @@ def runner_for(
         del cache, runner
         session.drop_runner()  # frees its memory before allocating
     columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
-    cache = _cache_for(model, cache_rows(rows), columns, config, pages)
+    cache = PagedCache.with_pages(model, cache_rows(rows), columns, pages)
     budget = GraphBudget(recorder, graph_memory)
     network = shadow_for(session, model, exact)
     session.shadow = None  # captures leave changes on it that belong to the runner
@@ -135,14 +147,6 @@ def shadow_for(session: Session, model: PreTrainedModel, exact: bool = False) ->
     may_stay = session.snapshot is not None and session.snapshot.is_complete and not is_cast
     session.shadow = Shadow(network, exact, Snapshot(network)) if may_stay else None
     return network
-
-
-def _cache_for(
-    model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig, pages: int | None
-) -> RaggedCache:
-    if takes_pool(config, model.device):
-        return PagedCache.with_pages(model, rows, columns, pages)
-    return cache_for(model, rows, columns)
 
 
 def free_for_cache(session: Session, device: torch.device) -> int:

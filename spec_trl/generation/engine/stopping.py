@@ -76,11 +76,6 @@ class Stopping:
         return np.where(stopped.any(1), start + stopped.argmax(1) + 1, keep + 1)
 
 
-def length_limit(criteria: StoppingCriteriaList) -> int:
-    """Largest padded total length that `criteria` allow."""
-    return min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
-
-
 def must_run_in_step(
     parts: Iterable[LogitsProcessor | StoppingCriteria], batch: int, capacity: int, drafts: bool
 ) -> bool:
