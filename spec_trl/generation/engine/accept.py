@@ -175,7 +175,7 @@ def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], remaining: Integ
         at += part.shape[1]
     for lane in range(0, len(pieces), 6):
         tokens, scores, drafts, draft_scores, lengths, most = pieces[lane : lane + 6]
-        drafted = np.minimum(remaining - 1, drafts.shape[1])  # [B], the token after the drafts needs remaining too
+        drafted = np.minimum(remaining - 1, drafts.shape[1])  # [B], leaves one for the token after the drafts
         if lengths.shape[1]:
             drafted = np.minimum(drafted, lengths[:, 0].astype(np.int64)).clip(min=0)
         is_broken = np.isnan(draft_scores).any(1)  # [B]
