@@ -19,6 +19,7 @@ from .generation.strategies import refresh
 if TYPE_CHECKING:
     from .trainers.spec_grpo_config import SpecGRPOConfig
     from .trainers.spec_grpo_trainer import SpecGRPOTrainer
+    from .trainers.speculation import speculate
 
 
 __all__ = [
@@ -32,11 +33,16 @@ __all__ = [
     "refresh",
     "register_drafter",
     "release",
+    "speculate",
     "speculative_decoding",
     "uninstall",
 ]
 # Imported when they are asked for: they bring TRL, datasets and peft, which generate needs nothing of.
-_TRAINERS = {"SpecGRPOConfig": "spec_grpo_config", "SpecGRPOTrainer": "spec_grpo_trainer"}
+_TRAINERS = {
+    "SpecGRPOConfig": "spec_grpo_config",
+    "SpecGRPOTrainer": "spec_grpo_trainer",
+    "speculate": "speculation",
+}
 
 
 def __getattr__(name: str) -> Any:

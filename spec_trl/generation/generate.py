@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
 
@@ -15,6 +16,8 @@ from .option_use import check_use
 
 _SIGNATURE = inspect.signature(speculative_decoding)
 _generate: Callable[..., Any] | None = None
+DEFAULTS: "WeakKeyDictionary[Any, Callable[..., Any]]" = WeakKeyDictionary()
+"""What generates, by model, where a call names no method: called with plain `generate` and the call's arguments."""
 
 
 def install() -> None:
@@ -36,6 +39,8 @@ def install() -> None:
         is_other = custom is not None and custom is not speculative_decoding
         if is_other and assistant_strategy is not None:
             raise ValueError("custom_generate and assistant_strategy both name a decoding method; pass one of them.")
+        if custom is None and assistant_strategy is None and (default := DEFAULTS.get(self)) is not None:
+            return default(original, self, args, kwargs)
         if not is_other:  # it comes before what a config says, like all arguments
             assistant_strategy = _given("assistant_strategy", assistant_strategy, self, args, kwargs)
         is_argument = speculative_config is not None
@@ -84,7 +89,7 @@ def _given(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dic
     return next((value for value in values if value is not None), None)
 
 
-def _completed(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def completed(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The entry `name` of the config that `generate` will complete from these."""
     return kwargs[name] if name in kwargs else _given(name, None, model, args, kwargs)
 
@@ -95,7 +100,7 @@ def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, 
     prompts = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
     if prompts is not None:
         check_input_ids(prompts, model.device)
-    heals, stop_strings = (_completed(name, model, args, kwargs) for name in ("token_healing", "stop_strings"))
+    heals, stop_strings = (completed(name, model, args, kwargs) for name in ("token_healing", "stop_strings"))
     check_not_diverted(heals, kwargs)
     if kwargs.get("synced_gpus"):
         raise ValueError(

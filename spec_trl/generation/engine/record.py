@@ -180,6 +180,7 @@ class Record:
             timeline=timelines(self.rounds, self._names, self._ends, completed),
             predicted_speedup=explanation.predicted_speedup,
             measured_speedup=sum(control.tallies, Tally()).measured_speedup,
+            tallies=dict(zip((candidate.name for candidate in control.candidates), control.tallies, strict=True)),
             reason=explanation.reason,
             cache_bytes=target.cache.bytes_of([length + control.most_drafted for length in rows.most]),
             preemptions=self.preemptions,
