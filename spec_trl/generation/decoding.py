@@ -15,7 +15,6 @@ from ..dense_linear import warn_of_slow_dtype
 from ..scheduling.control import Control, NeverSpeculate
 from .configuration import SpeculativeConfig, check_combination, check_strategy
 from .decoupling import check_device, decoupled, keep_acceptance
-from .drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from .engine import requirements
 from .engine.attention import keeps_states
 from .engine.cache import PAGE_COLUMNS
@@ -35,7 +34,7 @@ from .engine.states import state_bytes
 from .engine.statistics import SpeculationStatistics
 from .engine.stopping import Stopping, length_limit, must_run_in_step
 from .session import Session, snapshot_of
-from .strategies import as_drafters, check_drafting, check_states, control_for, make_drafters
+from .strategies import as_drafters, check_races, check_states, control_for, make_drafters
 
 
 _LIMIT_OVER_LENGTH = 4
@@ -161,8 +160,7 @@ def speculative_decoding(
                 'verification="rejection" cannot be raced: chains that are accepted by chance disagree, and taking '
                 'the longest would favour what is easy to draft. Use verification="exact", or one drafter per row.'
             )
-        ahead = any(isinstance(each, DecoupledDrafter) and each.strategy == "self" for each in drafters)
-        check_drafting(model, control.races, ahead)
+        check_races(model, control.races)
         # "none" gets the same columns: attention over other widths would differ in the last bits.
         most_drafted = max(config.draft_length, control.most_drafted)
         columns = longest + most_drafted
@@ -184,6 +182,9 @@ def speculative_decoding(
             check_memory(f"K/V of {capacity} rows x {columns} columns", int(capacity * columns * needs.column), device)
         elif config.max_batch_size is None and (in_pool or not takes_memory_late(device)):
             capacity = min(capacity, needs.rows_that_fit(expected, free))
+        if needs.states:
+            at_once = 1 if takes_memory_late(device) and not in_step else capacity
+            check_memory(f"the states of {at_once} of {capacity} rows", int(at_once * needs.states), device)
         warn_of_little_memory(device, free, graphs, most, capacity, asked)
         drafters = decoupled(drafters, model, config, rejects, capacity, longest)
         for each in drafters:

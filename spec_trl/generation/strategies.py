@@ -74,10 +74,11 @@ def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfi
     if not keeps_states(model.config):
         return
     copies, ahead = strategy == "self", "the copy would need states of its own for each window"
+    races = strategy == "best_of_n" and config.best_of_n_race
     learns = strategy == "tts" and config.tts_drafter == "self"
     decouples = copies and config.decoupled_execution == "always"
     for is_asked, asked, why, remedy in (
-        (strategy == "best_of_n", 'assistant_strategy="best_of_n"', _NO_RACES, 'assistant_strategy="auto"'),
+        (races, 'assistant_strategy="best_of_n"', _NO_RACES, "best_of_n_race=False"),
         (learns, 'tts_drafter="self"', "the copy cannot learn through states yet", 'assistant_strategy="self"'),
         (decouples, 'decoupled_execution="always"', ahead, 'decoupled_execution="never"'),
         (copies and draft_ranks > 0, f"draft_ranks={draft_ranks}", ahead, "draft_ranks=0"),
@@ -87,11 +88,10 @@ def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfi
             raise ValueError(f"{_of_states(model)}: {asked} is not served, since {why}. Use {remedy}.")
 
 
-def check_drafting(model: PreTrainedModel, races: bool, ahead: bool) -> None:
-    """The same for drafters and a control that come with a call; `ahead`: the copy runs ahead of the target."""
-    if (races or ahead) and keeps_states(model.config):
-        why = _NO_RACES if races else "a copy that runs ahead would need states of its own for each window"
-        raise ValueError(f"{_of_states(model)}: the drafters of this call are not served, since {why}.")
+def check_races(model: PreTrainedModel, races: bool) -> None:
+    """The same for a control that comes with a call, and `races`."""
+    if races and keeps_states(model.config):
+        raise ValueError(f"{_of_states(model)}: the control of this call is not served, since {_NO_RACES}.")
 
 
 _NO_RACES = "races feed several chains of a row at once, and a scan takes one"

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..session import addresses
 from .accept import Proposal
-from .attention import warn_of_masks
+from .attention import keeps_states, warn_of_masks
 from .cache import RaggedCache, autocast_dtype
 from .draft_loop import NetworkDraft
 from .graph_capture import (
@@ -86,7 +86,9 @@ class GraphRunner(EagerRunner):
         self._failed: set[ForwardKey] = set()
         self._gave_up = False
 
-    def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "GraphRunner":
+    def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
+        if keeps_states(network.config):
+            return super().for_drafter(network, shares_cache, made_of)
         # Hooks are captured too, with the tensors that they read: a learner's corrections.
         hooks = (id(hook) for module in network.modules() for hook in module._forward_hooks.values())
         made_for = (*made_of, *addresses(network), *hooks)

@@ -34,13 +34,16 @@ class RowNeeds:
 
     Attributes:
         column: K/V of one column of a row, in the target's cache and its drafters'.
-        row: a row's activations in a verification and, where K/V lies in the pages of a pool, the K/V that does not.
+        row: a row's activations in a verification, its states and, where K/V lies in the pages of a pool, the K/V
+            that does not.
         fixed: activations of a prefill, copies of weights for autocast, and captured forwards (:meth:`with_graphs`).
+        states: what of `row` a row takes when it comes in, and does not give back when it leaves.
     """
 
     column: float
     row: float
     fixed: float
+    states: float = 0.0
 
     @classmethod
     def of(
@@ -54,7 +57,7 @@ class RowNeeds:
     ) -> "RowNeeds":
         """The needs of `model` and its `drafters`, where `verified` tokens of a row are verified at once and at most
         `prefilled` tokens are read. `in_pool`: columns of a row, where K/V lies in the pages of a pool. `states`:
-        bytes of a row's states, of which drafts have as many (what a verification holds of its inputs is a tenth)."""
+        bytes of a row's states of `model` (what a verification holds of its inputs is a tenth)."""
         dtype, config = autocast_dtype(model.device) or model.dtype, model.config.get_text_config(decoder=True)
         tokens = min(prefilled, TOKENS_PER_FORWARD)
         target = kv_bytes(model, dtype)
@@ -66,11 +69,13 @@ class RowNeeds:
                 whole += drafter.column_bytes
             else:
                 column += drafter.column_bytes
+        states += sum(drafter.row_bytes for drafter in drafters)
         logits = _LOGITS * verified * config.vocab_size * torch.float32.itemsize
         return cls(
             column=column,
-            row=logits + in_pool * whole + states * (2 if drafters else 1),
+            row=logits + in_pool * whole + states,
             fixed=_ACTIVATIONS * tokens * config.hidden_size * dtype.itemsize + bytes_of_copies(model),
+            states=states,
         )
 
     def graph_memory(self, rows: int, columns: int, free: int, most: float) -> float:
@@ -150,7 +155,7 @@ class RowMemory:
         rows, needs = self._rows, self._needs
         if (columns - self._columns_then) * needs.column < self._slack / 2:
             return []
-        per_row = PAGE_COLUMNS * needs.column + needs.row
+        per_row = PAGE_COLUMNS * needs.column + needs.row - needs.states
         slack = self._left(np.full_like(rows.host_lengths, PAGE_COLUMNS))
         leaving: list[int] = []
         for row in rows.host_lengths.argsort(kind="stable")[: rows.active - 1].tolist():  # the last one stays
@@ -168,7 +173,7 @@ class RowMemory:
         """Bytes that are left when rows have become longer by `growth` `[active]` columns."""
         rows, needs = self._rows, self._needs
         free = free_memory(rows.tokens.device) - needs.fixed
-        return free - rows.active * needs.row - int(growth.sum()) * needs.column
+        return free - rows.active * (needs.row - needs.states) - int(growth.sum()) * needs.column
 
     def _needed(self, requests: Sequence[Request]) -> Iterator[float]:
         """Bytes that `requests` will need, one after the other."""

@@ -9,7 +9,7 @@ from .reference import ReferenceInt8
 
 
 class Native(PackedWeight):
-    """What both widths share."""
+    """Base of both widths."""
 
     name = "native"
     device_type = "cpu"
@@ -24,7 +24,7 @@ class Native(PackedWeight):
         return super().unsupported(layer) or (None if library() is not None else "no C++ compiler")
 
     def matrix(self, bias: Tensor | None) -> Matrix:
-        """What the C++ takes; the buffers never move. `bias`: float32 [out]."""
+        """Arguments of the C++; the buffers never move. `bias`: float32 [out]."""
         tensors = self.codes, self.scales, self._buffers.get("zeros"), bias
         pointers = (None if each is None else each.data_ptr() for each in tensors)
         return Matrix(*pointers, self.layer.out_features, self.layer.in_features, self.bits, self.layer.group, 0)

@@ -139,6 +139,10 @@ def test_rows_are_admitted_while_each_may_grow_by_what_it_has(monkeypatch: pytes
         own = row_memory_of([101, 21], RowNeeds(column=2, row=3, fixed=7))
         assert not own.is_full and own.fitting(waiting) == count and not own.is_full
         assert own.fitting(waiting[:1]) == 1
+        own = row_memory_of([101, 21], RowNeeds(2, 3 + 1000, 7, states=1000))  # rows in flight have taken them
+        assert own.fitting(waiting) == 0
+        monkeypatch.setattr(row_memory, "free_memory", lambda device, free=free: free + 3000)
+        assert own.fitting(waiting) == count
     monkeypatch.setattr(row_memory, "free_memory", lambda device: 0)
     assert row_memory_of([], RowNeeds(2, 3, 7)).fitting(waiting) == 1, "else nobody would ever decode"
     full = row_memory_of([101, 21], RowNeeds(2, 3, 7))
