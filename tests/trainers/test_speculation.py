@@ -87,10 +87,8 @@ def make_trainer(name: str, folder: Path, trainer: dict[str, Any] | None = None,
         disable_tqdm=True,
     )  # fmt: skip
     length = {} if {"max_new_tokens"} & needed.keys() else {"max_completion_length": 16}
-    made = kind(
-        model=stored(tiny_policy(), folder / "policy"), args=config(**(settings | length | needed | options)), train_dataset=dataset,
-        processing_class=tokenizer, **(trainer or {}),
-    )  # fmt: skip
+    policy, args = stored(tiny_policy(), folder / "policy"), config(**(settings | length | needed | options))
+    made = kind(model=policy, args=args, train_dataset=dataset, processing_class=tokenizer, **(trainer or {}))
     made.generate_calls = watch(spec_trl.generation.engine.requirements.policy_in(made.model))
     return made
 
