@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 
 HOOK_DICTS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks"))
-_WHICH_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks_" in name)  # take keywords, or are always called
+_WHICH_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks_" in name)  # take keywords
 # Of gradient checkpointing, which a network in eval mode does not do: switching it on makes new ones. And the forward
 # that accelerate wraps autocast around.
 _MARKS = ("_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks", "_original_forward")
