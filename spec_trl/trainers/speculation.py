@@ -17,10 +17,9 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from ..generation.configuration import SpeculativeConfig, check_combination, check_strategy
-from ..generation.decoding import SpeculativeOutput
 from ..generation.engine.requirements import check_model, policy_in
-from ..generation.generate import DEFAULTS, completed
-from ..generation.option_use import check_use
+from ..generation.generate import DEFAULTS, SpeculativeOutput, setting
+from ..generation.registry import check_use
 from ..generation.session import Session
 from ..generation.strategies import Assistant, check_states, make_drafters
 from ..measuring.machine import hardware_name
@@ -113,7 +112,7 @@ class Speculation(AbstractContextManager["Speculation"]):
         """Generates for `generate(model, *args, **kwargs)`, which would be plain."""
         names = list(inspect.signature(generate).parameters)[1:]
         kwargs = dict(zip(names, args, strict=False)) | kwargs
-        wants_dict = completed("return_dict_in_generate", model, (), kwargs)
+        wants_dict = setting("return_dict_in_generate", kwargs.get("return_dict_in_generate"), model, (), kwargs)
         asked = {"return_dict_in_generate": True, "use_cache": True}  # no token depends on the latter
         call = kwargs | {"assistant_strategy": self._strategy, "speculative_config": self._config}
         if (config := kwargs.get("generation_config")) is None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...cpu_products import CODE_BLOCK, MOST_ROWS, Matrix, library, multiply
+from ...cpu_products import CODE_BLOCK, MOST_ROWS, Matrix, library, multiply_matrix
 from .base import LayerSpec, PackedWeight, QuantizedRows
 from .reference import ReferenceInt8
 
@@ -30,7 +30,7 @@ class Native(PackedWeight):
         return Matrix(*pointers, self.layer.out_features, self.layer.in_features, self.bits, self.layer.group, 0)
 
     def linear(self, x: Tensor) -> Tensor:
-        return multiply(self.matrix(None), x)  # [m, out]
+        return multiply_matrix(self.matrix(None), x)  # [m, out]
 
 
 class NativeInt4(Native):

@@ -84,7 +84,7 @@ class DraftThread(DraftPipe):
         worker = DraftWorker(self.drafter, mirrored(session), vocabulary, session.target.cache)
         # Settings that a thread does not inherit. torch fixes the number of threads per thread at its first query.
         autocast = autocast_dtype(session.rows.tokens.device)
-        cores = max(len(os.sched_getaffinity(0)) - torch.get_num_threads(), 1)
+        cores = max(idle_cores(), 1)
 
         def run() -> None:
             with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
@@ -124,6 +124,13 @@ class DraftThread(DraftPipe):
         torch.set_num_threads(torch.get_num_threads())  # later threads use the newest number
         while not self._answers.empty():
             self.receive()  # raises an error after the last window
+
+
+def idle_cores() -> int:
+    """Cores that this process may use beside torch's threads; negative where these are more."""
+    # Linux alone says to which cores a process is bound.
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return bound - torch.get_num_threads()
 
 
 def mirrored(session: DraftSession) -> DraftSession:
