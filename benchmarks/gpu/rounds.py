@@ -19,7 +19,7 @@ from spec_trl import SpeculativeConfig
 from spec_trl.efficient_rollout.calibration import _Bench, _NoDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.graph_runner import CAPTURE_AFTER
-from spec_trl.generation.engine.row_memory import model_constants
+from spec_trl.generation.engine.model_costs import model_constants
 from spec_trl.measuring.probe import probe
 from spec_trl.quantization import QuantizedLinear
 

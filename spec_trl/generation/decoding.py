@@ -27,7 +27,7 @@ from .engine.pages import PagedCache
 from .engine.processors import LogitsPipeline, PrefixView
 from .engine.record import Completion
 from .engine.rollout import Rollout
-from .engine.row_memory import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
+from .engine.row_memory import PagedRowMemory, RowMemory, RowNeeds, warn_of_little_memory
 from .engine.rows import Request, RequestQueue, Rows
 from .engine.runner_choice import captures, exactness, free_for_cache, runner_for, runner_mode, takes_pool
 from .engine.states import state_bytes
@@ -167,7 +167,7 @@ def speculative_decoding(
 
         # ---- for how many rows there is memory
         in_pool = takes_pool(config, device)
-        # A single row needs no room that others leave it.
+        # One row shares memory with no other.
         free = free_for_cache(session, device) if in_pool or capacity > 1 else 0
         states = snapshot_of(model).find("states", partial(state_bytes, model)) if has_states else 0
         needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, columns if in_pool else 0, states)
@@ -193,11 +193,12 @@ def speculative_decoding(
         pages = None if in_step or not in_pool else needs.pages_that_fit(capacity, free_for_cache(session, device))
         runner = runner_for(session, model, capacity, columns, config, pages, graphs, exact=config.exact is True)
         rows = Rows(capacity, columns, device, shares_prompts=not has_states)
-        room: KVRoom | None = None
+        memory: RowMemory | None = None
         if not in_step and isinstance(runner.cache, PagedCache):
-            room = PoolRoom(rows, runner.cache, most_drafted)
+            memory = PagedRowMemory(rows, runner.cache, most_drafted)
         elif not in_step and takes_memory_late(device) and capacity > 1:
-            room = KVRoom(rows, replace(needs, fixed=needs.fixed - bytes_in_use(runner.network)))  # which it has made
+            # The runner has made its copies of weights already.
+            memory = RowMemory(rows, replace(needs, fixed=needs.fixed - bytes_in_use(runner.network)))
         exact = exactness(model, config, runner.network)
 
         # ---- the rollout
@@ -223,7 +224,7 @@ def speculative_decoding(
             want_logprobs=bool(generation_config.return_dict_in_generate),
             strategy=assistant_strategy,
             on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
-            room=room,
+            memory=memory,
         )  # fmt: skip
         try:
             completions, statistics = rollout.run()
@@ -237,7 +238,7 @@ def speculative_decoding(
         if config.decoupled_execution != "never":
             keep_acceptance(session, drafters, statistics)
         session.check_shadow()
-        del rollout, runner, room
+        del rollout, runner, memory
         if not config.keep_graphs:
             session.drop_runner()
     if streamer is not None:

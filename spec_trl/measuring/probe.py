@@ -18,7 +18,7 @@ from ..generation.engine.cache import autocast_dtype
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.graph_capture import CudaRecorder, Outputs
 from ..generation.engine.linear_layers import lend_copies, take_copies_back
-from ..generation.engine.row_memory import model_constants
+from ..generation.engine.model_costs import model_constants
 from ..generation.engine.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
 from ..generation.engine.states import cache_for
 from ..generation.session import Session

@@ -20,7 +20,7 @@ from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.row_memory import model_constants
+from spec_trl.generation.engine.model_costs import model_constants
 from spec_trl.generation.session import Session
 from spec_trl.generation.strategies import control_for, make_control
 from spec_trl.measuring.known_rounds import KnownRounds

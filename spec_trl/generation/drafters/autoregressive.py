@@ -16,8 +16,8 @@ from ..engine.draft_loop import NetworkDraft
 from ..engine.drafter import DraftSession
 from ..engine.linear_layers import lend_copies, take_copies_back
 from ..engine.memory import sent
+from ..engine.model_costs import kv_bytes
 from ..engine.noise import RoundNoise
-from ..engine.row_memory import kv_bytes
 from ..engine.rows import Admission
 from ..engine.runner import EagerRunner
 from ..engine.shadow import decoder_layers

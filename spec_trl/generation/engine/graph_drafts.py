@@ -204,7 +204,7 @@ class CapturedFeatures(FeatureRunner):
             intake.recording.replay()
             return
         super().take_in_round(features, positions, keep)
-        if not self.budget.has_room():
+        if not self.budget.allows_more():
             return
         self._asked[key] += 1
         if self._is_due(self._asked[key]):
@@ -221,7 +221,7 @@ class CapturedFeatures(FeatureRunner):
         if loop is not None:
             return loop.replay(draft)
         proposal = self._draft_eagerly(draft, over, columns)
-        if self.budget.has_room() and self._is_due(self._loops.ask(draft, shape)):
+        if self.budget.allows_more() and self._is_due(self._loops.ask(draft, shape)):
             record = partial(self._record, shape.autocast)
             self._loops.capture(draft, shape, proposal, over(visible), record, type(self.network).__name__)
         return proposal
