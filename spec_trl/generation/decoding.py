@@ -117,8 +117,7 @@ def speculative_decoding(
         check_device(config, device, drafter)
         requirements.check_model(model, session.snapshot)
         check_states(model, assistant_strategy, config)
-        if (has_states := keeps_states(model.config)) and device.type != "cpu":
-            config = replace(config, runner="eager")
+        has_states = keeps_states(model.config)
         runner_mode(config, device)
         requirements.check_generation_config(generation_config, model.generation_config)
         requirements.check_keywords(model, model_kwargs)
@@ -166,7 +165,7 @@ def speculative_decoding(
         columns = longest + most_drafted
 
         # ---- for how many rows there is memory
-        in_pool = takes_pool(config, device)
+        in_pool = takes_pool(config, model)
         # One row shares memory with no other.
         free = free_for_cache(session, device) if in_pool or capacity > 1 else 0
         states = snapshot_of(model).find("states", partial(state_bytes, model)) if has_states else 0

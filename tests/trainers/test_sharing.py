@@ -53,7 +53,8 @@ def test_ranks_train_alike(ranks: list[Found], alone: Found, name: str) -> None:
     assert ranks[0][name]["losses"] == pytest.approx(alone[name]["losses"], rel=1e-5, abs=1e-9)
     for weight, reference in alone[name]["weights"].items():
         assert torch.equal(ranks[0][name]["weights"][weight], ranks[-1][name]["weights"][weight])
-        torch.testing.assert_close(ranks[0][name]["weights"][weight], reference, rtol=1e-5, atol=1e-7)
+        atol = 2e-6 if name == "states" else 1e-7  # scans compute in float32
+        torch.testing.assert_close(ranks[0][name]["weights"][weight], reference, rtol=1e-5, atol=atol)
 
 
 def test_both_ways_of_sharing_sample_the_same(ranks: list[Found]) -> None:

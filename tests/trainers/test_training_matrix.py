@@ -15,7 +15,7 @@ from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 import spec_trl
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOTrainer
-from spec_trl.generation.drafters.tts import drafter
+from spec_trl.generation.drafters.tts import distilled_drafter
 from spec_trl.generation.engine import runner_choice
 from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.generation.engine.shadow import unwrapped
@@ -305,7 +305,7 @@ def test_a_resumed_run_takes_its_own_learning_rate(tmp_path: Path, named: Named)
 @slow
 def test_a_failure_ends_no_training(tmp_path: Path, named: Named, monkeypatch: pytest.MonkeyPatch) -> None:
     none = train_plainly()
-    monkeypatch.setattr(drafter, "distillation_loss", lambda *_: 1 / 0)
+    monkeypatch.setattr(distilled_drafter, "distillation_loss", lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match="ZeroDivisionError"):
         run = train(tmp_path, "tts", save_strategy="steps", save_steps=3, **FAST, **named("dflash"))
     assert_same_training(none, run)

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from ...native_code import compiler
 from ..configuration import SpeculativeConfig
 from ..session import Session, Shadow, Snapshot, addresses
+from .attention import keeps_states
 from .cache import RaggedCache, autocast_dtype, pages_of
 from .exactness import inexact_parts
 from .graph_capture import SMALLEST_COLUMNS, CudaRecorder, GraphBudget, cache_rows
@@ -61,9 +62,10 @@ def captures(config: SpeculativeConfig, device: torch.device) -> bool:
     return recorder_for(device) is not None and config.runner != "eager"
 
 
-def takes_pool(config: SpeculativeConfig, device: torch.device) -> bool:
-    """Whether K/V lies in the pages of a pool: where forwards are captured, which need it at the same addresses."""
-    return captures(config, device)
+def takes_pool(config: SpeculativeConfig, model: PreTrainedModel) -> bool:
+    """Whether K/V lies in the pages of a pool: where forwards are captured, which need it at the same addresses, and
+    layers keep no states, beside which it is small."""
+    return captures(config, model.device) and not keeps_states(model.config)
 
 
 def runner_for(
@@ -90,7 +92,8 @@ def runner_for(
         pages: that memory holds, where K/V lies in the pages of a pool; None: all rows must have all their columns.
         graph_memory: bytes that captured forwards may take; None: `config.max_graph_memory`.
         exact: as of :func:`~spec_trl.generation.engine.shadow.make_shadow`. "auto" then compiles nothing: compiled
-            layers round otherwise, and take the place of others while rows are in flight.
+            layers round otherwise, and take the place of others while rows are in flight. So
+            it does where layers keep states.
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
@@ -99,7 +102,7 @@ def runner_for(
     if mode == "eager" or recorder is None:
         make = cpu_runner if mode == "compiled" else EagerRunner
         return make(shadow_for(session, model, exact), _cache_for(model, rows, columns, config, pages))
-    mode = "graph" if exact and mode == "auto" else mode
+    mode = "graph" if (exact or keeps_states(model.config)) and mode == "auto" else mode
     # Autocast decides in which dtype K/V is stored.
     made_for = (mode, exact, config.max_graph_memory, autocast_dtype(model.device), *addresses(model))
     graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory
@@ -140,7 +143,7 @@ def shadow_for(session: Session, model: PreTrainedModel, exact: bool = False) ->
 def _cache_for(
     model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig, pages: int | None
 ) -> RaggedCache:
-    if takes_pool(config, model.device):
+    if takes_pool(config, model):
         return PagedCache.with_pages(model, rows, columns, pages)
     return cache_for(model, rows, columns)
 
