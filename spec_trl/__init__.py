@@ -35,7 +35,7 @@ __all__ = [
     "speculative_decoding",
     "uninstall",
 ]
-# Imported when they are asked for: they bring TRL, datasets and peft, which generate needs nothing of.
+# Imported on first access: they import TRL, datasets and peft, which generate does not need.
 _TRAINERS = {"SpecGRPOConfig": "spec_grpo_config", "SpecGRPOTrainer": "spec_grpo_trainer"}
 
 
