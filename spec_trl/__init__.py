@@ -7,10 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .generation.configuration import SpeculativeConfig
-from .generation.decoding import SpeculativeOutput, speculative_decoding
 from .generation.engine.accept import Proposal
 from .generation.engine.drafter import Drafter
-from .generation.generate import install, uninstall
+from .generation.generate import SpeculativeOutput, install, speculative_decoding, uninstall
 from .generation.registry import register_drafter
 from .generation.session import release
 from .generation.strategies import refresh

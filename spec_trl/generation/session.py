@@ -257,7 +257,7 @@ class Snapshot:
         if not self.is_complete:
             return
         self._below = modules[1:]
-        self._kinds = list(map(_kind_of, modules))
+        self._kinds = [(type(module), type(module).forward) for module in modules]  # a forward may be replaced
         self._states = states
         self._owners = [state[name] for state in states for name in _TENSORS]
         self._kinds_of_tensors = self._read_tensors()
@@ -273,18 +273,17 @@ class Snapshot:
 
     def holds(self, network: nn.Module) -> bool:
         """Whether nothing of it has changed."""
-        modules = [network, *self._below]
         try:
-            return (
-                list(map(_kind_of, modules)) == self._kinds
+            for module, kind, state in zip([network, *self._below], self._kinds, self._states, strict=True):
                 # To see that values are the same objects takes little; few modules have marks of training.
-                and all(
-                    vars(module) == then or _state_of(module) == then
-                    for module, then in zip(modules, self._states, strict=True)
-                )
-                and self._read_tensors() == self._kinds_of_tensors
-                and all(vars(config) == then for config, then in self._configs)
-            )
+                if kind != (type(module), type(module).forward) or (
+                    vars(module) != state and _state_of(module) != state
+                ):
+                    return False
+            for config, settings in self._configs:
+                if vars(config) != settings:
+                    return False
+            return self._read_tensors() == self._kinds_of_tensors
         except (RuntimeError, ValueError):  # another tensor or array stands where one stood: they have no one truth
             return False
 
@@ -301,12 +300,6 @@ def snapshot_of(network: nn.Module) -> Snapshot:
         if snapshot.is_complete:
             _snapshots[network] = snapshot
     return snapshot
-
-
-def _kind_of(module: nn.Module) -> tuple[type, Any]:
-    """The class of `module`, and its forward, which may be replaced."""
-    kind: Any = type(module)
-    return kind, kind.forward
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from ..distributed.pool import SharedPool
 from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
+from ..generation.engine.record import thin
 from ..generation.engine.statistics import (
     MOST_PLANS,
     DraftCounts,
@@ -23,7 +24,6 @@ from ..generation.engine.statistics import (
     SpeculationStatistics,
     added,
     slowest,
-    thin,
 )
 from ..scheduling.control import Control, Explanation, Tally
 from .run_log import TIMELINES, Mode, RolloutRecord

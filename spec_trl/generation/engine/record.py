@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...scheduling.admission import plain_rounds
 from ...scheduling.control import Chain, Control, Tally
-from ...scheduling.plain_decoding import plain_rounds
 from .accept import Integers
 from .drafter import Drafter
 from .rows import Request, Rows, prompt_key
@@ -28,7 +28,6 @@ from .statistics import (
     RequestTimeline,
     RoundPoint,
     SpeculationStatistics,
-    thin,
 )
 
 
@@ -352,3 +351,16 @@ def count_drafts(
             [by_name(row) for row in won],
             {edge: by_name(row) for edge, row in won_at_edge if row.any()},
         )
+
+
+def thin(changes: list[Any], most: int, when: int) -> None:
+    """Merges the two shortest neighbouring spans until `most` of `changes` remain. The open span is never merged. The
+    field `when` of a change is its round; the fields after it are what changed."""
+    while len(changes) > most:
+        at = min(range(1, len(changes) - 1), key=lambda at: changes[at + 1][when] - changes[at - 1][when])
+        one, other, ended = changes[at - 1 : at + 2]
+        longer = one if 2 * other[when] >= one[when] + ended[when] else other
+        changes[at - 1 : at + 1] = [(*one[: when + 1], *longer[when + 1 :])]
+        for place in (at, at - 1):
+            if place and changes[place][when + 1 :] == changes[place - 1][when + 1 :]:
+                del changes[place]

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...scheduling.admission import AdmissionDelay
 from ...scheduling.control import Chain, Control
-from .accept import Outcome, Proposal, verify_rejection
-from .chains import Lanes, draft_lengths
+from .accept import Lanes, Outcome, Proposal, draft_lengths, verify_rejection
 from .drafter import Drafter, DraftSession
 from .guarded_drafters import GuardedDrafters, LookupEvaluation, broken_logits, report_broken
 from .memory import free_memory, sent

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .attention import keeps_states
 from .cache import RaggedCache
@@ -145,16 +144,6 @@ def follows_states(network: nn.Module) -> bool:
     mixers = [kind for kind in kinds if "update_conv_state" in _names_in(kind)]
     asks = all("get_conv_state" in _names_in(kind) for kind in mixers)  # before transformers 5.21 they read attributes
     return bool(mixers) and asks and all(_scan_in(kind) is not None for kind in scans)
-
-
-def is_filled(cache: Cache) -> bool:
-    """Whether a cache of transformers holds K/V or a state."""
-    return any(
-        layer.get_seq_length() > 0
-        if isinstance(layer, CacheLayerMixin)
-        else any(getattr(layer, "has_previous_state", {}).values())
-        for layer in cache.layers
-    )
 
 
 def mixer_class(kind: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 DEPTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Lower edges of the output-depth bins in tokens; from 512 on those of ER Tab. 7."""
 MOST_CHANGES = 32
-"""Changes in the timeline of one request; :func:`thin` merges more."""
+"""Changes in the timeline of one request; more are merged."""
 MOST_PLANS = 128
 """Changes of the plan of a rollout: about as many as a figure can show."""
 
@@ -158,19 +158,6 @@ class PlanChange(NamedTuple):
 def slowest(timelines: Sequence[RequestTimeline], count: int) -> list[RequestTimeline]:
     """The `count` requests that ended last, in the order of their ends."""
     return sorted(timelines, key=lambda timeline: timeline.ended)[-count:]
-
-
-def thin(changes: list[Any], most: int, when: int) -> None:
-    """Merges the two shortest neighbouring spans until `most` of `changes` remain. The open span is never merged. The
-    field `when` of a change is its round; the fields after it are what changed."""
-    while len(changes) > most:
-        at = min(range(1, len(changes) - 1), key=lambda at: changes[at + 1][when] - changes[at - 1][when])
-        one, other, ended = changes[at - 1 : at + 2]
-        longer = one if 2 * other[when] >= one[when] + ended[when] else other
-        changes[at - 1 : at + 1] = [(*one[: when + 1], *longer[when + 1 :])]
-        for place in (at, at - 1):
-            if place and changes[place][when + 1 :] == changes[place - 1][when + 1 :]:
-                del changes[place]
 
 
 @dataclass
