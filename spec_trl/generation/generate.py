@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -141,7 +142,6 @@ def speculative_decoding(
         requirements.check_model(model, snapshot)
         if has_states := snapshot.find("has states", partial(keeps_states, model.config)):
             check_states(model, assistant_strategy, config)
-            config = config if device.type == "cpu" else replace(config, runner="eager")
         runner_mode(config, device)
         requirements.check_generation_config(generation_config, model.generation_config)
         requirements.check_keywords(model, model_kwargs)
@@ -191,7 +191,7 @@ def speculative_decoding(
         columns = longest + most_drafted
 
         # ---- number of rows in flight, by memory
-        in_pool = takes_pool(config, device)
+        in_pool = takes_pool(config, device, has_states)
         # One row shares memory with no other.
         free = free_for_cache(session, device) if in_pool or capacity > 1 else 0
         states = snapshot.find("states", partial(state_bytes, model)) if has_states else 0
@@ -302,6 +302,8 @@ def _assemble(
 
 _SIGNATURE = inspect.signature(speculative_decoding)
 _generate: Callable[..., Any] | None = None
+DEFAULTS: "WeakKeyDictionary[Any, Callable[..., Any]]" = WeakKeyDictionary()
+"""What generates, by model, where a call names no method: called with plain `generate` and the call's arguments."""
 
 
 def install() -> None:
@@ -324,12 +326,14 @@ def install() -> None:
         if is_other and assistant_strategy is not None:
             raise ValueError("custom_generate and assistant_strategy both name a decoding method; pass one of them.")
         if not is_other:  # arguments precede configs
-            assistant_strategy = _given("assistant_strategy", assistant_strategy, self, args, kwargs)
+            assistant_strategy = setting("assistant_strategy", assistant_strategy, self, args, kwargs)
         is_argument = speculative_config is not None
-        speculative_config = _given("speculative_config", speculative_config, self, args, kwargs)
+        speculative_config = setting("speculative_config", speculative_config, self, args, kwargs)
         if assistant_strategy is None and custom is not speculative_decoding:
             if is_argument and not is_other:
                 raise ValueError("speculative_config is given without assistant_strategy; name a strategy.")
+            if custom is None and (default := DEFAULTS.get(self)) is not None:
+                return default(original, self, args, kwargs)
             return original(self, *args, **kwargs)
         strategy = check_strategy("self" if assistant_strategy is None else assistant_strategy)
         config = SpeculativeConfig.coerce(speculative_config)
@@ -359,7 +363,7 @@ def uninstall() -> None:
         _generate = None
 
 
-def _given(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def setting(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the argument `name`: its `value`, else the entry of the call's generation_config, else of the model's
     generation_config, as in `generate`. Configs carry unknown entries."""
     of_call = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
@@ -375,7 +379,7 @@ def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, 
     if prompts is not None:
         check_input_ids(prompts, model.device)
     heals, stop_strings = [
-        kwargs[name] if name in kwargs else _given(name, None, model, args, kwargs)
+        kwargs[name] if name in kwargs else setting(name, None, model, args, kwargs)
         for name in ("token_healing", "stop_strings")
     ]
     check_not_diverted(heals, kwargs)

@@ -61,7 +61,7 @@ class MaskPlan:
         `attention_chunk_size`: chunked; else full.
 
         Raises:
-            ValueError: a layer type has a state from which a rejected token cannot be removed.
+            ValueError: a layer type is not known.
         """
         settings = vars(config)  # families leave out different keys
         window, chunk = settings.get("sliding_window"), settings.get("attention_chunk_size")
@@ -73,9 +73,9 @@ class MaskPlan:
             unknown = [layer_type for layer_type in layer_types if layer_type not in (FULL, SLIDING, CHUNKED)]
             if unknown:
                 raise ValueError(
-                    f"model type '{config.model_type}' has layers of type {unknown}, which keep a recurrent or "
-                    "compressed state that rejected tokens cannot be removed from. spec_trl serves full, sliding and "
-                    "chunked attention; generate without `assistant_strategy`."
+                    f"model type '{config.model_type}' has layers of type {unknown}, whose caches and masks are not "
+                    "known here. spec_trl serves full, sliding and chunked attention, and states of convolutions and "
+                    "scans; generate without `assistant_strategy`."
                 )
             return cls(layer_types, True, window or 0, chunk or 0)
         layer_type = SLIDING if window is not None else CHUNKED if chunk is not None else FULL

@@ -59,6 +59,10 @@ class RaggedCache(Cache):
     """`[B, columns]` int64, positions of the keys that the next forward reads; None: their columns."""
     has_states = False
     """Whether layers keep states beside K/V (:class:`~spec_trl.generation.engine.states.States`)."""
+    held: dict[Any, Any] = {}
+    """What the last forward held of what it fed into states; a replay of that forward holds it anew."""
+    is_repeatable = True
+    """Whether a forward that is not a prompt's may run twice."""
     state_bytes = 0
     """Bytes of the states of all rows."""
 

@@ -223,6 +223,7 @@ class CapturedForward:
     bytes: int  # that it took
     filled: int  # rows of the buffers that a call has filled; the others have position 0
     replays: int = 0
+    held: dict[Any, Any] = field(default_factory=dict)  # as of the cache
 
     def fill(self, tokens: Tensor, positions: Tensor) -> None:
         """Copies this call into the buffers: a replay writes only K/V of this call."""

@@ -89,14 +89,14 @@ class GraphRunner(EagerRunner):
         self._gave_up = False
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
-        if keeps_states(network.config):
+        if keeps_states(network.config) and not shares_cache:
             return super().for_drafter(network, shares_cache, made_of)
         # Hooks are part of a capture, with the tensors that they read: a learner's corrections.
         hooks = (id(hook) for module in network.modules() for hook in module._forward_hooks.values())
         made_for = (*made_of, *addresses(network), *hooks)
 
         def make() -> GraphRunner:
-            cache = self.cache if shares_cache else self.cache.like(network)
+            cache = self.cache.for_drafts() if shares_cache else self.cache.like(network)
             return GraphRunner(network, cache, self.budget, self._mode, made_for)
 
         runner: GraphRunner = self._of_drafter(made_for, shares_cache, make)
@@ -115,7 +115,8 @@ class GraphRunner(EagerRunner):
 
     def _of_drafter(self, made_for: tuple[object, ...], shares_cache: bool, make: Callable[[], Any]) -> Any:
         """Returns the runner with the same `made_for`, or a new one."""
-        same_kind = [runner for runner in self._of_drafters if (runner.cache is self.cache) == shares_cache]
+        layers = self.cache.layers
+        same_kind = [runner for runner in self._of_drafters if (runner.cache.layers is layers) == shares_cache]
         runner = next((runner for runner in same_kind if runner.made_for == made_for), None)
         if runner is None:
             for idle in [runner for runner in same_kind if not runner.in_use]:  # drafters come and go
@@ -155,8 +156,10 @@ class GraphRunner(EagerRunner):
     ) -> Tensor:
         if first_row or tokens.shape[1] > MOST_QUERIES:
             return super().forward(tokens, positions, columns, first_row)
+        self.cache.feeds()  # even one token is held: a forward runs twice where it is captured
         key = self._key(tokens, columns)
-        graph = None if self._gave_up else self._graph_for(key, tokens, positions, columns)
+        may = self.cache.is_repeatable and not self._gave_up
+        graph = self._graph_for(key, tokens, positions, columns) if may else None
         if graph is None:
             return self._forward_padded(key, tokens, positions, columns)
         graph.fill(tokens, positions)
@@ -164,6 +167,9 @@ class GraphRunner(EagerRunner):
             self._try_compiled(graph)
         recording, rows = graph.recording, len(tokens)
         recording.replay()
+        if self.cache.has_states:  # which are committed by what the capture held
+            self.cache.point_at(graph.positions, key.columns, 0)
+            self.cache.held = graph.held
         self.forwards += 1
         graph.replays += 1
         self._tell(None if recording.features is None else recording.features[:rows], positions, first_row)
@@ -182,12 +188,15 @@ class GraphRunner(EagerRunner):
             return loop.replay(draft)
         if not may_capture or (asked := self._loops.ask(draft, shape)) > CAPTURE_AFTER:  # by captured steps
             return super().draft(draft, columns)
+        self.cache.begin_drafts(shape.rows)
         proposal = draft.run(partial(self._step_padded, columns))
         if asked == CAPTURE_AFTER:
             self.budget.preparations += 1
             runner = self._compiled_runner if self._mode == "compiled" else self
 
-            def forward(tokens: Tensor, positions: Tensor, _step: int) -> Tensor:
+            def forward(tokens: Tensor, positions: Tensor, step: int) -> Tensor:
+                if step == 0:
+                    self.cache.begin_drafts(shape.rows)
                 return runner._run(tokens, positions, shape.columns, spans=self._uses_spans)[0]
 
             record = partial(self._record, runner, shape)
@@ -266,7 +275,8 @@ class GraphRunner(EagerRunner):
         except Exception as error:
             self._note_failure(key, error)
             return None
-        graph = self._graphs[key] = CapturedForward(key, *buffers, recording, taken, len(tokens))
+        graph = CapturedForward(key, *buffers, recording, taken, len(tokens), held=self.cache.held)
+        self._graphs[key] = graph
         return graph
 
     def _note_failure(self, key: ForwardKey, error: Exception) -> None:

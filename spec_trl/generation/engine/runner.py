@@ -140,6 +140,7 @@ class EagerRunner:
 
     def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
         """Drafts token by token; the first forward attends over columns `0..columns`, the next over one more."""
+        self.cache.begin_drafts(len(draft.tokens))
         return draft.run(lambda tokens, positions, step: self.forward(tokens, positions, columns + step))
 
     def forward_chains(self, layout: ChainLayout, columns: int) -> Tensor:

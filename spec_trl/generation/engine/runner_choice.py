@@ -68,9 +68,10 @@ def captures(config: SpeculativeConfig, device: torch.device) -> bool:
     return recorder_for(device) is not None and config.runner != "eager"
 
 
-def takes_pool(config: SpeculativeConfig, device: torch.device) -> bool:
-    """Whether K/V lies in the pages of a pool: where forwards are captured, which need it at the same addresses."""
-    return captures(config, device)
+def takes_pool(config: SpeculativeConfig, device: torch.device, has_states: bool) -> bool:
+    """Whether K/V lies in the pages of a pool: where forwards are captured, which need it at the same addresses, and
+    layers keep no states, beside which it is small."""
+    return captures(config, device) and not has_states
 
 
 def runner_for(
@@ -99,7 +100,7 @@ def runner_for(
         graph_memory: bytes that captured forwards may take; None: `config.max_graph_memory`.
         exact: as of :func:`~spec_trl.generation.engine.shadow.make_shadow`. "auto" then compiles nothing: compiled
             layers round differently, and would replace others while rows are in flight.
-        has_states: whether layers keep states, which no captured forward serves.
+        has_states: whether layers keep states; "auto" compiles nothing then either.
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
@@ -108,10 +109,10 @@ def runner_for(
     if mode == "eager" or recorder is None:
         make = cpu_runner if mode == "compiled" else EagerRunner
         network = shadow_for(session, model, exact)
-        if takes_pool(config, model.device):
+        if takes_pool(config, model.device, has_states):
             return make(network, PagedCache.with_pages(model, rows, columns, pages))
         return make(network, (States if has_states else RaggedCache).for_network(model, rows, columns))
-    mode = "graph" if exact and mode == "auto" else mode
+    mode = "graph" if (exact or has_states) and mode == "auto" else mode
     # Autocast sets the dtype of K/V.
     made_for = (mode, exact, config.max_graph_memory, autocast_dtype(model.device), *addresses(model))
     graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory
@@ -129,7 +130,11 @@ def runner_for(
         del cache, runner
         session.drop_runner()  # frees its memory before allocating
     columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
-    cache = PagedCache.with_pages(model, cache_rows(rows), columns, pages)
+    cache = (
+        States.for_network(model, cache_rows(rows), columns)
+        if has_states
+        else PagedCache.with_pages(model, cache_rows(rows), columns, pages)
+    )
     budget = GraphBudget(recorder, graph_memory)
     network = shadow_for(session, model, exact)
     session.shadow = None  # captures leave changes on it that belong to the runner
