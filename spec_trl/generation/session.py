@@ -63,6 +63,7 @@ class Session:
         controls: by the drafters and options that they serve, with what they have measured.
         ladder: of the drafters that were profiled last.
         acceptance: first-token acceptance by strategy.
+        heads: whether a checkpoint, by its name, has an MTP head that can draft for the model.
     """
 
     def __init__(self) -> None:
@@ -73,6 +74,7 @@ class Session:
         self.controls: dict[str, KeptControl] = {}
         self.ladder: Ladder | None = None
         self.acceptance: dict[str, float] = {}
+        self.heads: dict[str, bool] = {}
         self._structure: tuple[object, ...] | None = None  # of the model for which drafters and runner were made
         self._in_use = Lock()
 
@@ -134,7 +136,7 @@ class Session:
     def clear(self) -> None:
         """Frees all."""
         self.snapshot = self.shadow = self.ladder = self._structure = None
-        self.drafters, self.controls, self.acceptance = {}, {}, {}
+        self.drafters, self.controls, self.acceptance, self.heads = {}, {}, {}, {}
         self.drop_runner()
 
 

@@ -1,5 +1,6 @@
 """What an `assistant_strategy` means: which drafters draft, and the control that decides when they do."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -12,6 +13,7 @@ from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpecu
 from ..scheduling.ledger import CELL_ERROR, Drafts, Times
 from ..scheduling.planner import Planner
 from .configuration import SpeculativeConfig, check_strategy
+from .drafters.mtp.drafter import MtpDrafter, has_head
 from .drafters.self_copy import SelfDrafter
 from .drafters.tts.drafter import DistilledDrafter
 from .engine.attention import keeps_states
@@ -48,6 +50,7 @@ def make_drafters(
         members = {}
     elif strategy == "auto":  # a history looks in the row's own text too: prompt lookup has nothing to add to it
         members = {"self": None, "history": None} | ({} if assistant is None else {"model": assistant})
+        members |= {MtpDrafter.strategy: None} if _has_head(session, model) else {}
     elif strategy == "best_of_n":
         assistants = config.assistants_of_best_of_n(assistant)
         members = {member: assistants.get(member) for member in config.best_of_n_drafters}
@@ -58,7 +61,14 @@ def make_drafters(
         if drafter is None or drafter.made_for != made_for:
             drafter = None
             session.drafters.pop(name, None)  # frees its memory before another one takes some
-            drafter = DRAFTERS[name].make(model, of_member, config)
+            try:
+                drafter = DRAFTERS[name].make(model, of_member, config)
+            except ValueError as error:
+                if (strategy, name) != ("auto", MtpDrafter.strategy):
+                    raise
+                warnings.warn(f'"auto" does not draft with the head of the checkpoint: {error}', stacklevel=3)
+                session.heads[model.config.name_or_path] = False
+                continue
             drafter.made_for = made_for
             if made_for is not None:
                 session.drafters[name] = drafter
@@ -66,6 +76,14 @@ def make_drafters(
     for copied in policy_copies(drafters):
         copied.refresh_if_changed()
     return drafters
+
+
+def _has_head(session: Session, model: PreTrainedModel) -> bool:
+    """Whether the checkpoint of `model` has an MTP head. Its files are looked at once."""
+    name = model.config.name_or_path
+    if name not in session.heads:
+        session.heads[name] = has_head(model)
+    return session.heads[name]
 
 
 def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfig, draft_ranks: int = 0) -> None:
@@ -128,7 +146,7 @@ def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeCon
             for member, of_member in config.assistants_of_best_of_n(assistant).items()
         }
     for argument, (member, of_member) in named.items():
-        if of_member is not None:
+        if of_member is not None or (member in DRAFTERS and DRAFTERS[member].assistant == "optional"):
             DRAFTERS[member].check_assistant(argument, of_member, target, config)
 
 

@@ -44,8 +44,8 @@ _REMEDY = "Install trl>=1.16,<1.17, or a spec_trl that knows the installed versi
 OVERRIDDEN = (
     "_calculate_rewards", "_generate", "_generate_single_turn", "_get_per_token_logps_and_entropies",
     "_inner_training_loop",
-    "_get_train_sampler", "_load_optimizer_and_scheduler", "_prepare_inputs", "_save_rng_state", "_tool_call_loop",
-    "compute_loss", "save_model", "train", "training_step",
+    "_get_train_sampler", "_load_optimizer_and_scheduler", "_prepare_inputs", "_save", "_save_rng_state",
+    "_tool_call_loop", "compute_loss", "save_model", "train", "training_step",
 )  # fmt: skip
 """Methods that the trainer puts its own in place of, and calls."""
 _CALLED = ("_tokenize_prompts",)
