@@ -4,7 +4,6 @@ import copy
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,6 +46,16 @@ class MtpConfig(FeatureConfig):
         return cls(decoder=decoder, feature_layers=layers, draft_vocabulary=target.vocab_size)
 
 
+class _AsCache:
+    """What the layer takes for its K/V cache."""
+
+    def __init__(self, store: Store) -> None:
+        self.update = store
+
+    def layer_at(self, _: int) -> None:
+        """No fused layer may write where the layers of a ragged cache lie."""
+
+
 class MtpNetwork(FeatureNetwork):
     """One decoder layer of the target's family over pairs of a token and the target's state at the token before it:
 
@@ -85,7 +94,7 @@ class MtpNetwork(FeatureNetwork):
             attention_mask=mask,
             position_ids=positions,
             position_embeddings=self._rotary[0](x, positions),
-            **{self._cache_name: SimpleNamespace(update=store)},
+            **{self._cache_name: _AsCache(store)},
         )
         y: Tensor = output[0] if isinstance(output, tuple) else output
         return y

@@ -34,11 +34,11 @@ _NAMES = {
 }  # fmt: skip
 
 
-def random_head(folder: Path, model: PreTrainedModel, family: str, seed: int = 1) -> dict[str, Tensor]:
-    """A head for `model`, which was saved to `folder`, shaped like its last decoder layer, which must attend."""
+def random_head(model: PreTrainedModel, family: str, seed: int = 1) -> dict[str, Tensor]:
+    """A head for `model`, shaped like its last decoder layer, which must attend."""
     layout = LAYOUTS[family]
     generator = torch.Generator().manual_seed(seed)
-    depth, stored = model.config.num_hidden_layers, load_file(folder / "model.safetensors")
+    depth, stored = model.config.num_hidden_layers, model.state_dict()
     (last,) = {name.split("self_attn")[0] for name in stored if f".{depth - 1}.self_attn.q" in name}
     embedding, hidden, fc, norm, block = (name and name.format(depth) for name in _NAMES[layout])
     size, dtype = model.config.hidden_size, model.dtype
@@ -51,7 +51,7 @@ def random_head(folder: Path, model: PreTrainedModel, family: str, seed: int = 1
         head[f"{block}mlp.down_proj.weight"] = torch.empty(size, wide, dtype=dtype)
     head[f"{fc}.weight"] = torch.empty(size, 2 * size, dtype=dtype)
     for name in filter(None, (embedding, hidden, norm)):
-        head[f"{name}.weight"] = next(like for name, like in shift.items() if name.endswith("input_layernorm.weight"))
+        head[f"{name}.weight"] = shift[f"{last}input_layernorm.weight"]
     head = {
         name: like + torch.randn(like.shape, generator=generator, dtype=like.dtype) * 0.1
         if like.ndim < 2 or "e_score" in name
@@ -88,10 +88,17 @@ def write_heads(folder: Path, family: str, shards: bool = False) -> tuple[PreTra
     for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
         setattr(model.config, name, 1)
     model.save_pretrained(folder)
-    head = random_head(folder, model, family)
+    head = random_head(model, family)
     add(folder, head, shards)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     return loaded.eval(), head
+
+
+def write_alone(folder: Path, model: PreTrainedModel) -> str:
+    """Writes a head for a Llama without the `model`, as drafters are saved."""
+    model.config.save_pretrained(folder)
+    save_file(random_head(model, "llama"), folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
 
 
 def add(folder: Path, tensors: dict[str, Tensor], shards: bool = False) -> None:
