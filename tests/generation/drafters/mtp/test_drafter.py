@@ -81,7 +81,7 @@ def test_learns_from_rounds(scope: str, llama: PreTrainedModel) -> None:
     assert learned.statistics.drafter_failure is None and learned.statistics.learning.updates > 5
 
 
-# ---- which head -------------------------------------------------------------------------------------------------------
+# ---- which head ---------------------------------------------------------------------------------------------------
 
 
 def test_only_shards_with_heads_are_read(llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_auto_without_heads(change: str, llama: PreTrainedModel, tmp_path: Path)
     release(llama)
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------------------------
 
 
 def without(name: str) -> Any:
@@ -166,9 +166,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "missing": (without("mtp.norm.weight"), r"missing \['norm.weight'\]"),
     "unknown": (lambda t: t.update({"mtp.gain": t["mtp.norm.weight"].clone()}), r"unexpected \['mtp.gain'\]"),
     "shape": (lambda t: t.update({"mtp.fc.weight": t["mtp.fc.weight"][:, :64].clone()}), r"shape \[64, 64\]"),
-    "layout": (
-        lambda t: t.update({"mtp.proj.weight": t.pop("mtp.fc.weight")}), "a layout that is not known here: .*mtp.layers"
-    ),
+    "layout": (lambda t: t.update({"mtp.x.weight": t.pop("mtp.fc.weight")}), "layout that is not known here: .*mtp.l"),
     "none": (lambda t: [t.pop(name) for name in list(t)], "has no multi-token-prediction head"),
 }  # fmt: skip
 
@@ -199,7 +197,7 @@ def test_refused_places(llama: PreTrainedModel, tmp_path: Path) -> None:
         generate(llama, PROMPTS, "mtp", assistant_model=str(tmp_path / "llama"))
 
 
-# ---- a trained head ---------------------------------------------------------------------------------------------------
+# ---- a trained head -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow  # 40 s
