@@ -13,6 +13,7 @@ from .generation.engine.drafter import Drafter
 from .generation.generate import install, uninstall
 from .generation.registry import register_drafter
 from .generation.session import release
+from .generation.strategies import refresh
 
 
 if TYPE_CHECKING:
@@ -28,12 +29,13 @@ __all__ = [
     "SpeculativeConfig",
     "SpeculativeOutput",
     "install",
+    "refresh",
     "register_drafter",
     "release",
     "speculative_decoding",
     "uninstall",
 ]
-# Imported when they are asked for: they bring TRL, datasets and peft, which generate needs nothing of.
+# Imported on first access: they import TRL, datasets and peft, which generate does not need.
 _TRAINERS = {"SpecGRPOConfig": "spec_grpo_config", "SpecGRPOTrainer": "spec_grpo_trainer"}
 
 

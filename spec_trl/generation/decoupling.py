@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from ..measuring.known_rounds import find_profile
 from ..papers import load
 from .configuration import SpeculativeConfig
-from .drafters.decoupled.drafter import DecoupledDrafter
+from .drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from .drafters.decoupled.pipe import DraftThread
-from .engine.attention import keeps_states
 from .engine.drafter import Drafter
 from .engine.statistics import SpeculationStatistics
 from .session import Session
@@ -59,8 +58,6 @@ def decoupled(
         ]
     # A thread would share a GPU with the target: only idle cores of a CPU make a second worker.
     is_open = config.decoupled_execution == "auto" and model.device.type == "cpu" and _drafting_share() > 0
-    if keeps_states(model.config) and drafters and drafters[0].strategy == "self":
-        is_open = False  # the copy would need the states of each window
     if is_open and len(drafters) == 1 and drafters[0].drafts_ahead and not rejects:
         plans = _plans(drafters[0], model, config, capacity, length)
         if plans is not None and plans.group.mode == "decoupled":

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
@@ -13,9 +14,9 @@ from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpecu
 from ..scheduling.ledger import CELL_ERROR, Drafts, Times
 from ..scheduling.planner import Planner
 from .configuration import SpeculativeConfig, check_strategy
-from .drafters.mtp.drafter import MtpDrafter, has_head
+from .drafters.mtp.mtp_drafter import MtpDrafter, has_head
 from .drafters.self_copy import SelfDrafter
-from .drafters.tts.drafter import DistilledDrafter
+from .drafters.tts.distilled_drafter import DistilledDrafter
 from .engine.attention import keeps_states
 from .engine.drafter import Drafter
 from .registry import CHOOSING, DRAFTERS, taking_assistant
@@ -50,7 +51,7 @@ def make_drafters(
         members = {}
     elif strategy == "auto":  # a history looks in the row's own text too: prompt lookup has nothing to add to it
         members = {"self": None, "history": None} | ({} if assistant is None else {"model": assistant})
-        members |= {MtpDrafter.strategy: None} if _has_head(session, model) else {}
+        members |= {MtpDrafter.strategy: None} if has_head(model, session.heads) else {}
     elif strategy == "best_of_n":
         assistants = config.assistants_of_best_of_n(assistant)
         members = {member: assistants.get(member) for member in config.best_of_n_drafters}
@@ -78,23 +79,16 @@ def make_drafters(
     return drafters
 
 
-def _has_head(session: Session, model: PreTrainedModel) -> bool:
-    """Whether the checkpoint of `model` has an MTP head. Its files are looked at once."""
-    name = model.config.name_or_path
-    if name not in session.heads:
-        session.heads[name] = has_head(model)
-    return session.heads[name]
-
-
 def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfig, draft_ranks: int = 0) -> None:
     """Raises ValueError where a rollout asks for what a `model` whose layers keep states cannot do."""
     if not keeps_states(model.config):
         return
     copies, ahead = strategy == "self", "the copy would need states of its own for each window"
+    races = strategy == "best_of_n" and config.best_of_n_race
     learns = strategy == "tts" and config.tts_drafter == "self"
     decouples = copies and config.decoupled_execution == "always"
     for is_asked, asked, why, remedy in (
-        (strategy == "best_of_n", 'assistant_strategy="best_of_n"', _NO_RACES, 'assistant_strategy="auto"'),
+        (races, 'assistant_strategy="best_of_n"', _NO_RACES, "best_of_n_race=False"),
         (learns, 'tts_drafter="self"', "the copy cannot learn through states yet", 'assistant_strategy="self"'),
         (decouples, 'decoupled_execution="always"', ahead, 'decoupled_execution="never"'),
         (copies and draft_ranks > 0, f"draft_ranks={draft_ranks}", ahead, "draft_ranks=0"),
@@ -104,11 +98,10 @@ def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfi
             raise ValueError(f"{_of_states(model)}: {asked} is not served, since {why}. Use {remedy}.")
 
 
-def check_drafting(model: PreTrainedModel, races: bool, ahead: bool) -> None:
-    """The same for drafters and a control that come with a call; `ahead`: the copy runs ahead of the target."""
-    if (races or ahead) and keeps_states(model.config):
-        why = _NO_RACES if races else "a copy that runs ahead would need states of its own for each window"
-        raise ValueError(f"{_of_states(model)}: the drafters of this call are not served, since {why}.")
+def check_races(model: PreTrainedModel, races: bool) -> None:
+    """The same for a control that comes with a call, and `races`."""
+    if races and keeps_states(model.config):
+        raise ValueError(f"{_of_states(model)}: the control of this call is not served, since {_NO_RACES}.")
 
 
 _NO_RACES = "races feed several chains of a row at once, and a scan takes one"
@@ -122,6 +115,17 @@ def policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
     """The policy's quantized copies among `drafters`, including those that learn low-rank corrections."""
     drafting = [drafter.student if isinstance(drafter, DistilledDrafter) else drafter for drafter in drafters]
     return [drafter for drafter in drafting if isinstance(drafter, SelfDrafter)]
+
+
+def refresh(model: nn.Module) -> None:
+    """Lets the quantized copies of `model`, also if it is wrapped, take its weights anew before they draft next.
+
+    Calls see by themselves that weights have changed, unless they were written in place, through `.data` or by a fused
+    optimizer, and the change leaves a sample of 256 to 1024 values of each weight as it was.
+    """
+    for session in Session.below(model):
+        for copied in policy_copies(session.drafters.values()):
+            copied.refresh_before_drafting()
 
 
 def copy_again(drafters: list[Drafter], model: PreTrainedModel, config: SpeculativeConfig) -> None:
@@ -146,7 +150,7 @@ def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeCon
             for member, of_member in config.assistants_of_best_of_n(assistant).items()
         }
     for argument, (member, of_member) in named.items():
-        if of_member is not None or (member in DRAFTERS and DRAFTERS[member].assistant == "optional"):
+        if of_member is not None:
             DRAFTERS[member].check_assistant(argument, of_member, target, config)
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..generation.drafters.mtp.drafter import OWN, MtpDrafter
-from ..generation.drafters.mtp.layouts import INDEX, WHOLE, find_heads, promises_heads, stored_files
+from ..generation.drafters.mtp.mtp_drafter import OWN, MtpDrafter
+from ..generation.drafters.mtp.mtp_layouts import INDEX, WHOLE, find_heads, promises_heads, stored_files
 from ..json_files import replacing, write_atomically
 
 

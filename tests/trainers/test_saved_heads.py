@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spec_trl.generation.drafters.mtp.drafter import MtpDrafter
+from spec_trl.generation.drafters.mtp.mtp_drafter import MtpDrafter
 from spec_trl.trainers.saved_heads import save_heads
 from tests.generation.drafters.mtp.heads import add, random_head, write_heads
 from tests.trainers.harness import Run, assert_same_training, make_run, tiny_policy, train, train_plainly

@@ -59,6 +59,8 @@ class RaggedCache(Cache):
     """`[B, columns]` int64, positions of the keys that the next forward reads, where these are not their columns."""
     has_states = False
     """Whether layers keep states beside K/V (:class:`~spec_trl.generation.engine.states.States`)."""
+    state_bytes = 0
+    """Bytes of the states of all rows."""
 
     def __init__(self, layers: int, rows: int, columns: int) -> None:
         self._window = Window(layers, rows, columns)
@@ -98,7 +100,7 @@ class RaggedCache(Cache):
         self._used = max(self._used, first_row + positions.shape[0])
 
     def reserve(self, lengths: Sequence[int], first_row: int = 0) -> None:
-        """Makes room for forwards that write the first `lengths[i]` columns of each row `first_row + i`. Here they
+        """Takes memory for forwards that write the first `lengths[i]` columns of each row `first_row + i`. Here they
         have it already."""
 
     def like(self, network: PreTrainedModel) -> "RaggedCache":

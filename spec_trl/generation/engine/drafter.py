@@ -233,6 +233,11 @@ class Drafter(CandidateGenerator):
         """Bytes of one column of a row in it, as far as they are known before `begin`."""
         return 0.0
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the states of a row that it keeps beside K/V, known before `begin`."""
+        return 0
+
     # ---- transformers' assisted loop, batch 1 ---------------------------------------------------------------------
 
     def prepare_assisted_decoding(

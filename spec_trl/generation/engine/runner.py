@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ...cpu_products import reading_prompts
 from ...native_code import compiler
 from .accept import Proposal
-from .attention import EXACT_ATTENTION, MaskPlan, calls_attention, reads_spans
+from .attention import EXACT_ATTENTION, MaskPlan, calls_attention, keeps_states, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
 from .cpu_layers import SCALARS
@@ -26,6 +26,7 @@ from .memory import sent
 from .requirements import position_limit
 from .rows import Admission, Rows
 from .shadow import keep_states
+from .states import cache_for
 
 
 # Attention reads columns up to the longest row, rounded up: few distinct shapes, so that kernels that are prepared
@@ -282,7 +283,13 @@ class EagerRunner:
 
         `made_of`: as of :class:`~spec_trl.generation.drafters.autoregressive.NetworkDrafter`.
         """
-        return EagerRunner(network, self.cache.for_drafts() if shares_cache else self.cache.like(network))
+        return EagerRunner(network, self._cache_for(network, shares_cache))
+
+    def _cache_for(self, network: PreTrainedModel, shares_cache: bool) -> RaggedCache:
+        if shares_cache:
+            return self.cache.for_drafts()
+        has_states = keeps_states(network.config)  # which no kind of cache but theirs has
+        return cache_for(network, self.cache.rows, self.cache.columns) if has_states else self.cache.like(network)
 
     def for_features(self, network: nn.Module, layers: int, more: int) -> FeatureRunner:
         """A runner of this kind for a drafter's `network` that reads hidden states, over a new cache of so many
@@ -415,7 +422,7 @@ class CompiledRunner(EagerRunner):
     """An :class:`EagerRunner` on a CPU with C++ attention in every forward, and C++ parts of layers."""
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
-        return cpu_runner(network, self.cache.for_drafts() if shares_cache else self.cache.like(network))
+        return cpu_runner(network, self._cache_for(network, shares_cache))
 
     def _run(self, tokens: Tensor, *arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor | None]:
         with torch.inference_mode():

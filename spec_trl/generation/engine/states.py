@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .attention import keeps_states
 from .cache import RaggedCache
-from .family_hooks import cache_name
+from .family_hooks import CACHE_NAMES
 
 
 Arguments = dict[str, Any]
@@ -280,14 +280,15 @@ def state_bytes(network: PreTrainedModel) -> int:
     by_kind: dict[type, int] = {}
     total = 0
     for mixer in network.modules():
-        kind = type(mixer)
-        if "update_conv_state" not in _names_in(kind):
+        kind: Any = type(mixer)
+        forward = _forward_of(kind)
+        if forward is None or "update_conv_state" not in forward.__code__.co_names:
             continue
         if kind not in by_kind:
             cache = States.for_network(network, 1, 1)
             cache.point_at(torch.zeros(1, 1, dtype=torch.int64, device=network.device), 1, 0)
             cache.feeds([1])
-            mixer(hidden, **{cache_name(kind): cache})
+            mixer(hidden, **{name: cache for name in CACHE_NAMES if name in forward.__code__.co_varnames})
             by_kind[kind] = cache.state_bytes
         total += by_kind[kind]
     return total
@@ -354,9 +355,11 @@ class States(RaggedCache):
         return bool(self._held_windows or self._held_scans)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of all rows."""
+    def state_bytes(self) -> int:  # type: ignore[override]
         return sum(state.nbytes for state in self.states)
+
+    def bytes_of(self, lengths: Sequence[int]) -> int:
+        return super().bytes_of(lengths) + self.state_bytes
 
     # ---- What mixers call -------------------------------------------------------------------------------------------
 

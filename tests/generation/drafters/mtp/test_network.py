@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from spec_trl.generation.drafters.eagle3.drafter import CAUSAL
-from spec_trl.generation.drafters.mtp.drafter import MtpDrafter
+from spec_trl.generation.drafters.eagle3.eagle3_drafter import CAUSAL
+from spec_trl.generation.drafters.mtp.mtp_drafter import MtpDrafter
 from tests.generation.drafters.mtp.heads import write_heads
 
 

@@ -10,10 +10,10 @@ from transformers import PreTrainedConfig
 
 from ...engine.draft_loop import Forward
 from ...registry import register_drafter
-from ..canvas import Canvas
 from ..feature_drafter import FeatureDrafter
 from ..feature_network import Store
-from .network import DFlashConfig, DFlashNetwork
+from ..trainable_drafter import Canvas
+from .dflash_network import DFlashConfig, DFlashNetwork
 
 
 @register_drafter

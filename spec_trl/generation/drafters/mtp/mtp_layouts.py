@@ -1,7 +1,7 @@
 """Multi-token-prediction (MTP, NextN) heads in checkpoints: transformers leaves them out when it loads a model.
 
-Each layout has names of its own for the same parts; :class:`~spec_trl.generation.drafters.mtp.network.MtpNetwork` has
-Qwen's. DeepSeek's heads are decoder layers after the last one, and bring copies of the embedding and the head along.
+Layouts name the same parts differently; `MtpNetwork` has Qwen's names. DeepSeek's heads are decoder layers after the
+last one, and bring copies of the embedding and of the output head along.
 """
 
 import json

@@ -12,10 +12,14 @@ from ...configuration import SpeculativeConfig
 from ...engine.drafter import DraftCost
 from ...registry import register_drafter
 from ..checkpoints import ConfigFile, read_config
-from ..eagle3.drafter import Eagle3Drafter
+from ..eagle3.eagle3_drafter import Eagle3Drafter
 from ..feature_drafter import FeatureDrafter
-from .layouts import StoredHeads, find_heads, promises_heads
-from .network import MtpConfig, MtpNetwork
+from .mtp_layouts import StoredHeads, find_heads, promises_heads
+from .mtp_network import MtpConfig, MtpNetwork
+
+
+OWN = "config.name_or_path"
+"""Names the checkpoint where `assistant_model` is left out."""
 
 
 @register_drafter
@@ -39,6 +43,7 @@ class MtpDrafter(Eagle3Drafter):
     network: MtpNetwork  # type: ignore[assignment]
     config: MtpConfig
     casts_weights = FeatureDrafter.casts_weights
+    outlives_changes = True  # only classes and sizes of the target count
 
     def __init__(
         self, checkpoint: str | Path | None, target: PreTrainedModel, dtype: torch.dtype | None = None
@@ -71,11 +76,8 @@ class MtpDrafter(Eagle3Drafter):
     def check_assistant(
         cls, argument: str, assistant: Any, target: PreTrainedModel, config: SpeculativeConfig
     ) -> None:
-        if assistant is None:
-            served_heads(None, target, OWN)
-        else:
-            super().check_assistant(argument, assistant, target, config)
-            served_heads(assistant, target, argument)
+        super().check_assistant(argument, assistant, target, config)
+        served_heads(assistant, target, argument)
 
     def read(self, checkpoint: str | Path, target: PreTrainedModel) -> tuple[ConfigFile, Mapping[str, Tensor]]:
         heads = served_heads(None if self.argument == OWN else checkpoint, target, self.argument)
@@ -117,10 +119,6 @@ class MtpDrafter(Eagle3Drafter):
         return column
 
 
-OWN = "config.name_or_path"
-"""What names the checkpoint where `assistant_model` is left out."""
-
-
 def served_heads(checkpoint: str | Path | None, target: PreTrainedModel, argument: str, **hub: Any) -> StoredHeads:
     """The heads of a checkpoint, None: of the target's; raises ValueError where there are none, or in no known
     layout."""
@@ -142,13 +140,15 @@ def served_heads(checkpoint: str | Path | None, target: PreTrainedModel, argumen
     return heads
 
 
-def has_head(target: PreTrainedModel) -> bool:
+def has_head(target: PreTrainedModel, known: dict[str, bool]) -> bool:
     """Whether the checkpoint that `target` comes from has a head of a known layout, by the config and the names of the
-    tensors. Nothing is fetched from the hub."""
-    if not (promises_heads(target.config) and target.config.name_or_path):
-        return False
-    try:
-        served_heads(None, target, OWN, local_files_only=True)
-    except ValueError:
-        return False
-    return True
+    tensors. Nothing is fetched from the hub, and no file is read again for a checkpoint that is `known`."""
+    name = target.config.name_or_path
+    if name not in known:
+        known[name] = bool(promises_heads(target.config) and name)
+        try:
+            if known[name]:
+                served_heads(None, target, OWN, local_files_only=True)
+        except ValueError:
+            known[name] = False
+    return known[name]
