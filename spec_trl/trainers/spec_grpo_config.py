@@ -72,10 +72,10 @@ class SpecGRPOConfig(GRPOConfig):
         'policy, the history, the head of "mtp" or an assistant, whichever is fastest, or not at all. "self": by the '
         'copy, which is refreshed when the weights have changed. "model": by a smaller causal LM. "ngram": by lookup '
         'in the prompt. "history": by lookup in earlier rollouts of the same prompt and in the other completions of '
-        'its group. "eagle3", "dflash": by a learned drafter, which follows the policy (drafter_adaptation). "mtp": '
-        'the same by the multi-token-prediction head in the checkpoint of the policy. "tts": by a drafter that '
-        'learns from the rounds it drafts (tts_drafter). "best_of_n": as "auto" with best_of_n_drafters, several of '
-        'them for the same rows where that pays. "none": not at all.',
+        'its group. "eagle3", "dflash", "mtp": by a learned drafter, which follows the policy (drafter_adaptation); '
+        '"mtp" is the multi-token-prediction head of the checkpoint. "tts": by a drafter that learns from the rounds '
+        'it drafts (tts_drafter). "best_of_n": as "auto" with best_of_n_drafters, several of them for the same rows '
+        'where that pays. "none": not at all.',
     )
     assistant_model: str | None = option(
         None,
@@ -138,8 +138,7 @@ class SpecGRPOConfig(GRPOConfig):
         True,
         'Train the drafter of "eagle3", "dflash" or "mtp", also within "auto", along with the policy, on the hidden '
         "states of the loss's own forward. It costs the drafter's forward and backward pass in each micro-batch, and "
-        "changes neither completions nor the policy. False: it stays as it was loaded, and falls behind a policy "
-        "that learns.",
+        "changes neither completions nor the policy. False: it stays as it was loaded.",
     )
     drafter_learning_rate: float = option(1e-6, "Learning rate of the drafter's own AdamW, constant.")
     drafter_hidden_weight: float = option(

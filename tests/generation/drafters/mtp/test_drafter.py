@@ -26,7 +26,7 @@ ROWS = random_rows([5, 9, 1, 12, 7, 3])
 PROMPTS = pad_left([*ROWS, ROWS[3]])  # a prompt of one token, and two copies
 RAGGED: dict[str, Any] = {"draft_length": 3, "max_batch_size": 3}
 NEW = 14
-FIRST = ("glm4_moe", "deepseek_v3", "qwen3_5_text", "ernie4_5_moe")
+FIRST = ("glm4_moe", "deepseek_v3", "qwen3_5_text")
 LATER = sorted(LAYOUTS.keys() - {*FIRST})
 STATES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # families with layers that keep states
 
