@@ -50,7 +50,10 @@ class _AsCache:
     """What the layer takes for its K/V cache."""
 
     def __init__(self, store: Store) -> None:
-        self.update = store
+        self._store = store
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
+        return self._store(keys, values, layer)
 
     def layer_at(self, _: int) -> None:
         """No fused layer may write where the layers of a ragged cache lie."""
