@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
-from ..generation.engine.requirements import check_lengths, check_model
+from ..generation.engine.requirements import check_lengths, check_model, position_limit
 from ..generation.generate import install
 from ..measuring.known_rounds import find_profile
 from ..measuring.machine import hardware_name
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     install()  # as `import spec_trl` would
     model = load_model(arguments.model, arguments.dtype, device)
     check_model(model)
-    check_lengths(model, list(map(len, prompts)), arguments.length)
+    check_lengths(model, position_limit(model), list(map(len, prompts)), arguments.length)
     dtype = str(model.dtype).removeprefix("torch.")
     mixed = device.type == "cuda" and dtype == "float32"
     weights = "float32 under autocast to bfloat16, as SpecGRPOConfig(bf16=True) trains" if mixed else dtype

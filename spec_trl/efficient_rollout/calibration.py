@@ -24,6 +24,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.self_copy import SelfDrafter
 from ..generation.engine.accept import Proposal
+from ..generation.engine.attention import keeps_states
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.graph_runner import CAPTURE_AFTER
 from ..generation.engine.memory import free_memory
@@ -81,7 +82,7 @@ class RoundBench:
         view = PrefixView(self._rows, prompts)
         self._rollout = rollout(
             RequestQueue([Request(i, prompts[i], 2**62, i) for i in range(batch)]),
-            runner_for(Session(), model, batch, columns, config),
+            runner_for(Session(), model, batch, columns, config, has_states=keeps_states(model.config)),
             drafters,
             NeverSpeculate(),
             self._rows,

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from ..scheduling.admission import PlainRounds
 from ..scheduling.control import FAILED, Candidate, Chain, Control, Explanation, RoundSeconds, Tally, decision, promise
-from ..scheduling.plain_decoding import PlainRounds
 
 
 class RooflineToggle(Control):

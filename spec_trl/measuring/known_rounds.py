@@ -13,8 +13,7 @@ from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
 from ..json_files import read_json, write_json
 from ..papers import load
-from ..scheduling.forward_seconds import ForwardSeconds, ProbedRounds
-from ..scheduling.ledger import Times
+from ..scheduling.ledger import ForwardSeconds, ProbedRounds, Times
 from ..user_cache import cache_directory, read_kept
 from .machine import profile_key
 from .probe import probe

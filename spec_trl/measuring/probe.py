@@ -24,7 +24,7 @@ from ..generation.engine.states import cache_for
 from ..generation.session import Session
 from ..quantization.awq import ActivationAware
 from ..quantization.linear import QuantizedLinear
-from ..scheduling.forward_seconds import ForwardSeconds, ProbedRounds
+from ..scheduling.ledger import ForwardSeconds, ProbedRounds
 
 
 TOKENS = (1, 4, 16, 64)  # of the forwards that are timed

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
+from ..scheduling.admission import PlainRounds
 from ..scheduling.control import Chain, Control, Explanation
-from ..scheduling.plain_decoding import PlainRounds
 
 
 Request = TypeVar("Request", bound=Hashable)

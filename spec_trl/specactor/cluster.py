@@ -7,7 +7,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from ..scheduling.forward_seconds import AffineSeconds
+from ..scheduling.shared_work import AffineSeconds
 from ..value_checks import require_field
 
 

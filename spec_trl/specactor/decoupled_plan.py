@@ -10,7 +10,7 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from ..scheduling.acceptance import MAX_DRAFT_LENGTH
-from ..scheduling.forward_seconds import AffineSeconds
+from ..scheduling.shared_work import AffineSeconds
 from .token_speed import (
     DraftSeconds,
     VerifySeconds,

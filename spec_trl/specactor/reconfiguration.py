@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from ..efficient_rollout.profile import Profile, roofline_of
 from ..efficient_rollout.roofline import Roofline
-from ..scheduling.forward_seconds import AffineSeconds, fit_affine
+from ..scheduling.shared_work import AffineSeconds, fit_affine
 from .decoupled_plan import ExecutionPlan, Mode, SpeedModel, best_window, plan_of_machine
 from .token_speed import (
     DraftSeconds,

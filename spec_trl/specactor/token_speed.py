@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from ..scheduling.acceptance import expected_block_efficiency
-from ..scheduling.forward_seconds import AffineSeconds
+from ..scheduling.shared_work import AffineSeconds
 
 
 DraftSeconds: TypeAlias = Callable[[int], AffineSeconds]

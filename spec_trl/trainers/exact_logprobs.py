@@ -18,12 +18,13 @@ from trl import GRPOTrainer
 
 from ..cpu_products import DTYPES
 from ..generation.configuration import SpeculativeConfig
+from ..generation.engine.attention import keeps_states
 from ..generation.engine.cache import autocast_dtype
 from ..generation.engine.completion_logprobs import read_completions
 from ..generation.engine.requirements import policy_in
 from ..generation.engine.runner_choice import exactness, runner_for
 from ..generation.engine.shadow import decoder_layers
-from ..generation.session import Session
+from ..generation.session import Session, snapshot_of
 from ..native_code import compiler
 from .sampler_mismatch import is_comparable
 
@@ -46,7 +47,7 @@ class ExactLogprobs:
         policy = policy_in(trainer.model)
         _check(trainer, policy, config, processors)
         with trainer.accelerator.autocast():
-            exact = exactness(policy, replace(config, exact="auto"), policy)
+            exact = exactness(snapshot_of(policy), policy, replace(config, exact="auto"), policy)
         if exact is not True:
             raise _refusal(f"{type(policy).__name__} is not exact on this machine: {exact}")
         self._accelerator, self._config, self._processors = trainer.accelerator, config, list(processors or ())
@@ -87,8 +88,14 @@ class ExactLogprobs:
         columns, exact = max(map(len, prompts)) + width, self._config.exact is True
         layers = range(1, len(decoder_layers(policy)))
         with Session.lend(policy) as session:
-            runner = runner_for(session, policy, len(ids), columns, self._config, exact=exact)
-            logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
+            runner = runner_for(
+                session, policy, len(ids), columns, self._config, exact=exact, has_states=keeps_states(policy.config)
+            )
+            try:
+                logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
+            except BaseException:
+                session.shadow = None  # the hooks that read its states may be on it
+                raise
             session.check_shadow()
         positions = _positions(mask)[..., None]  # [B, T, 1]
         return logprobs, [state.take_along_dim(positions, dim=1) for state in states]

@@ -51,7 +51,7 @@ class KeptGraphs:
     no token depends on it.
 
     Args:
-        setting: `keep_graphs`; with True and False :func:`~spec_trl.generation.decoding.speculative_decoding` keeps or
+        setting: `keep_graphs`; with True and False :func:`~spec_trl.generation.generate.speculative_decoding` keeps or
             frees it.
         device: of the training.
         in_place: whether weights have the same addresses in every rollout; else "auto" keeps nothing, since everything

@@ -25,9 +25,9 @@ from transformers import (
 from trl.models import unwrap_model_for_generation
 
 from ..generation.configuration import SpeculativeConfig
-from ..generation.decoupling import check_device
 from ..generation.drafters.mtp.mtp_drafter import OWN, MtpDrafter, served_heads
 from ..generation.drafters.small_model import refuse_states
+from ..generation.engine.attention import keeps_states
 from ..generation.engine.requirements import (
     check_generation_config,
     check_lengths,
@@ -37,7 +37,7 @@ from ..generation.engine.requirements import (
 )
 from ..generation.engine.runner_choice import runner_mode
 from ..generation.generate import move_stop_strings
-from ..generation.strategies import check_assistants, check_states
+from ..generation.strategies import check_assistants, check_device, check_states
 from ..papers import load
 
 
@@ -120,7 +120,8 @@ def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorLi
     drafter = config.tts_drafter if args.assistant_strategy == "tts" else args.assistant_strategy
     if drafter == MtpDrafter.strategy and args.assistant_model is None:
         served_heads(None, policy, OWN)
-    check_states(policy, args.assistant_strategy, config, args.draft_ranks)
+    if keeps_states(policy.config):
+        check_states(policy, args.assistant_strategy, config, args.draft_ranks)
     if args.draft_ranks and args.assistant_model is not None:
         refuse_states("assistant_model", args.assistant_model, f"draft_ranks={args.draft_ranks}", "draft_ranks=0")
     if args.roofline_profile is not None and Path(args.roofline_profile).exists():
@@ -250,4 +251,4 @@ def check_drawn(
 def _check(
     policy: PreTrainedModel, generation_config: GenerationConfig, ids: list[list[int]], name: Callable[[int], str]
 ) -> None:
-    check_lengths(policy, list(map(len, ids)), generation_config.max_new_tokens or 0, name)
+    check_lengths(policy, position_limit(policy), list(map(len, ids)), generation_config.max_new_tokens or 0, name)

@@ -12,8 +12,8 @@ from transformers.pytorch_utils import Conv1D
 from ...quantization.linear import QuantizedLinear
 from ..engine.accept import Integers, Proposal
 from ..engine.attention import keeps_states
-from ..engine.draft_loop import NetworkDraft
-from ..engine.drafter import DraftSession
+from ..engine.cache import autocast_dtype
+from ..engine.drafter import DraftSession, NetworkDraft
 from ..engine.linear_layers import lend_copies, take_copies_back
 from ..engine.memory import sent
 from ..engine.model_costs import kv_bytes
@@ -66,7 +66,8 @@ class NetworkDrafter(TrainableDrafter):
         if self._owns_cache and tail is None:
             self._cached = np.zeros(rows.capacity, np.int64)
         if session.target is not None:
-            lend_copies(session.target.network, self.network)
+            if autocast_dtype(self.network.device) is not None:
+                lend_copies(session.target.network, self.network)
             self._runner = session.target.for_drafter(self.network, self._shares_target_cache, self._made_of)
         else:
             own = cache_for(self.network, rows.capacity, rows.columns) if tail is None else tail
@@ -78,7 +79,8 @@ class NetworkDrafter(TrainableDrafter):
 
     def end(self) -> None:
         super().end()
-        take_copies_back(self.network)
+        if autocast_dtype(self.network.device) is not None:
+            take_copies_back(self.network)
         del self._runner, self._drafting, self.cache, self._cached, self._fed
 
     def admit(self, admission: Admission) -> None:
@@ -111,7 +113,6 @@ class NetworkDrafter(TrainableDrafter):
         session, rows = self.session, self.session.rows
         if self._owns_cache:
             self.cache.reserve((rows.host_lengths + draft_length).tolist())
-        self.cache.begin_drafts(rows.active)
         has_states = self._drafting is not self._runner
         known = 1 if has_states else self._catch_up()
         columns = rows.columns_after(-known, known + draft_length).clamp(min=0)  # [B, known + γ]

@@ -16,8 +16,7 @@ from ...value_checks import require_folder_or_id
 from ..configuration import SpeculativeConfig
 from ..engine.accept import Proposal
 from ..engine.cache import autocast_dtype
-from ..engine.draft_loop import Forward, NetworkDraft
-from ..engine.drafter import DraftCost, DraftSession
+from ..engine.drafter import DraftCost, DraftSession, Forward, NetworkDraft
 from ..engine.linear_layers import NarrowProduct
 from ..engine.noise import RoundNoise
 from ..engine.rows import Admission

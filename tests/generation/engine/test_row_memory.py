@@ -13,7 +13,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from spec_trl.generation import decoding
+from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.engine import memory, row_memory
@@ -179,9 +179,9 @@ def test_where_memory_is_taken_at_once_fewer_rows_are_in_flight(
         return Rows(capacity, *options, **more)
 
     plain = outputs(generate(tiny, PROMPTS))
-    monkeypatch.setattr(decoding, "takes_memory_late", lambda device: False)
-    monkeypatch.setattr(decoding, "Rows", watched)
-    monkeypatch.setattr(decoding, "free_for_cache", lambda *_: fixed + 3 * ((9 + 24 + 5) * column + row))
+    monkeypatch.setattr(one_call, "takes_memory_late", lambda device: False)
+    monkeypatch.setattr(one_call, "Rows", watched)
+    monkeypatch.setattr(one_call, "free_for_cache", lambda *_: fixed + 3 * ((9 + 24 + 5) * column + row))
     for config in ({}, {"max_batch_size": 5}):
         assert outputs(generate(tiny, PROMPTS, config={"draft_length": 5} | config)) == plain
     assert capacities == [3, 5], "who names a number gets it"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ...engine.draft_loop import Forward
+from ...engine.drafter import Forward
 from ...registry import register_drafter
 from ..feature_drafter import FeatureDrafter
 from ..feature_network import Store
