@@ -13,6 +13,7 @@ from .generation.engine.drafter import Drafter
 from .generation.generate import install, uninstall
 from .generation.registry import register_drafter
 from .generation.session import release
+from .generation.strategies import refresh
 
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = [
     "SpeculativeConfig",
     "SpeculativeOutput",
     "install",
+    "refresh",
     "register_drafter",
     "release",
     "speculative_decoding",

@@ -128,7 +128,7 @@ class SharedPool(RequestQueue):
         per_prompt_token = record.phase_seconds().get("prefill", 0.0) / max(record.tokens_read, 1)
         costs = MoveCosts(min(per_prompt_token, step(1)), self.send_seconds)
         # A row will probably generate as many tokens as it has generated, which fits long-tailed lengths best.
-        expected = float(np.minimum(in_flight.host_generated, in_flight.room).mean())
+        expected = float(np.minimum(in_flight.host_generated, in_flight.remaining).mean())
         count = rows_to_give([lengths[row] for row in free], expected, step, costs)
         rows, method = free[:count], None
         if not rows:

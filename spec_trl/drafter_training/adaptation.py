@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..generation.drafters.dflash.drafter import DFlashDrafter
-from ..generation.drafters.eagle3.drafter import Eagle3Drafter
+from ..generation.drafters.dflash.dflash_drafter import DFlashDrafter
+from ..generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from ..generation.engine.noise import stream_keys
 from ..generation.engine.shadow import decoder_layers, keep_states
 from ..json_files import replacing

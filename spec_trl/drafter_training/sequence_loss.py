@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..generation.drafters.borrowed import in_dtype_of, plain_embedding
-from ..generation.drafters.dflash.drafter import DFlashDrafter
-from ..generation.drafters.eagle3.drafter import Eagle3Drafter
+from ..generation.drafters.dflash.dflash_drafter import DFlashDrafter
+from ..generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from ..generation.drafters.feature_drafter import FeatureDrafter
 from ..generation.engine.shadow import share_weights
 from .whole_sequences import Unroll, block_states

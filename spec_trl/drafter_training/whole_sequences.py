@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..generation.drafters.borrowed import plain_embedding
-from ..generation.drafters.dflash.network import DFlashNetwork
-from ..generation.drafters.eagle3.drafter import CAUSAL
-from ..generation.drafters.eagle3.network import Eagle3Network
+from ..generation.drafters.dflash.dflash_network import DFlashNetwork
+from ..generation.drafters.eagle3.eagle3_drafter import CAUSAL
+from ..generation.drafters.eagle3.eagle3_network import Eagle3Network
 
 
 class Unroll:

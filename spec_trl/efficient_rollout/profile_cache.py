@@ -9,7 +9,7 @@ from ..generation.configuration import SpeculativeConfig
 from ..measuring.machine import NO_KERNEL, profile_key
 from ..scheduling.model_constants import ProfileKey
 from ..user_cache import cache_directory, read_kept, save_kept
-from .fill_profile import calibrate
+from .calibration import calibrate
 from .profile import Profile, ProfileMismatch
 
 

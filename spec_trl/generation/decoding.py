@@ -15,22 +15,22 @@ from ..dense_linear import warn_of_slow_dtype
 from ..scheduling.control import Control, NeverSpeculate
 from .configuration import SpeculativeConfig, check_combination, check_strategy
 from .decoupling import check_device, decoupled, keep_acceptance
-from .drafters.decoupled.drafter import DecoupledDrafter
+from .drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from .engine import requirements
 from .engine.attention import keeps_states
 from .engine.cache import PAGE_COLUMNS
 from .engine.drafter import Drafter
-from .engine.in_step import RolloutInStep
-from .engine.kept_runner import captures, exactness, free_for_cache, runner_for, runner_mode, takes_pool
 from .engine.linear_layers import bytes_in_use
+from .engine.lockstep import RolloutInStep
 from .engine.memory import check_memory, takes_memory_late
 from .engine.noise import stream_keys
 from .engine.pages import PagedCache
 from .engine.processors import LogitsPipeline, PrefixView
 from .engine.record import Completion
 from .engine.rollout import Rollout
-from .engine.room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
+from .engine.row_memory import PagedRowMemory, RowMemory, RowNeeds, warn_of_little_memory
 from .engine.rows import Request, RequestQueue, Rows
+from .engine.runner_choice import captures, exactness, free_for_cache, runner_for, runner_mode, takes_pool
 from .engine.states import state_bytes
 from .engine.statistics import SpeculationStatistics
 from .engine.stopping import Stopping, length_limit, must_run_in_step
@@ -169,7 +169,7 @@ def speculative_decoding(
 
         # ---- for how many rows there is memory
         in_pool = takes_pool(config, device)
-        # A single row needs no room that others leave it.
+        # One row shares memory with no other.
         free = free_for_cache(session, device) if in_pool or capacity > 1 else 0
         states = snapshot_of(model).find("states", partial(state_bytes, model)) if has_states else 0
         needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, columns if in_pool else 0, states)
@@ -192,11 +192,12 @@ def speculative_decoding(
         pages = None if in_step or not in_pool else needs.pages_that_fit(capacity, free_for_cache(session, device))
         runner = runner_for(session, model, capacity, columns, config, pages, graphs, exact=config.exact is True)
         rows = Rows(capacity, columns, device, shares_prompts=not has_states)
-        room: KVRoom | None = None
+        memory: RowMemory | None = None
         if not in_step and isinstance(runner.cache, PagedCache):
-            room = PoolRoom(rows, runner.cache, most_drafted)
+            memory = PagedRowMemory(rows, runner.cache, most_drafted)
         elif not in_step and takes_memory_late(device) and capacity > 1:
-            room = KVRoom(rows, replace(needs, fixed=needs.fixed - bytes_in_use(runner.network)))  # which it has made
+            # The runner has made its copies of weights already.
+            memory = RowMemory(rows, replace(needs, fixed=needs.fixed - bytes_in_use(runner.network)))
         exact = exactness(model, config, runner.network)
 
         # ---- the rollout
@@ -222,7 +223,7 @@ def speculative_decoding(
             want_logprobs=bool(generation_config.return_dict_in_generate),
             strategy=assistant_strategy,
             on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
-            room=room,
+            memory=memory,
         )  # fmt: skip
         try:
             completions, statistics = rollout.run()
@@ -236,7 +237,7 @@ def speculative_decoding(
         if config.decoupled_execution != "never":
             keep_acceptance(session, drafters, statistics)
         session.check_shadow()
-        del rollout, runner, room
+        del rollout, runner, memory
         if not config.keep_graphs:
             session.drop_runner()
     if streamer is not None:

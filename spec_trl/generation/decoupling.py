@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..measuring.known_rounds import find_profile
 from ..papers import load
 from .configuration import SpeculativeConfig
-from .drafters.decoupled.drafter import DecoupledDrafter
+from .drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from .drafters.decoupled.pipe import DraftThread
 from .engine.attention import keeps_states
 from .engine.drafter import Drafter

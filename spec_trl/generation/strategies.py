@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
@@ -13,7 +14,7 @@ from ..scheduling.ledger import CELL_ERROR, Drafts, Times
 from ..scheduling.planner import Planner
 from .configuration import SpeculativeConfig, check_strategy
 from .drafters.self_copy import SelfDrafter
-from .drafters.tts.drafter import DistilledDrafter
+from .drafters.tts.distilled_drafter import DistilledDrafter
 from .engine.attention import keeps_states
 from .engine.drafter import Drafter
 from .registry import CHOOSING, DRAFTERS, taking_assistant
@@ -104,6 +105,17 @@ def policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
     """The policy's quantized copies among `drafters`, including those that learn low-rank corrections."""
     drafting = [drafter.student if isinstance(drafter, DistilledDrafter) else drafter for drafter in drafters]
     return [drafter for drafter in drafting if isinstance(drafter, SelfDrafter)]
+
+
+def refresh(model: nn.Module) -> None:
+    """Lets the quantized copies of `model`, also if it is wrapped, take its weights anew before they draft next.
+
+    Calls see by themselves that weights have changed, unless they were written in place, through `.data` or by a fused
+    optimizer, and the change leaves a sample of 256 to 1024 values of each weight as it was.
+    """
+    for session in Session.below(model):
+        for copied in policy_copies(session.drafters.values()):
+            copied.refresh_before_drafting()
 
 
 def copy_again(drafters: list[Drafter], model: PreTrainedModel, config: SpeculativeConfig) -> None:

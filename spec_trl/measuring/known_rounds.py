@@ -114,10 +114,10 @@ def find_ladder(
     max_batch_size: int,
     draft_lengths: Sequence[int],
 ) -> "Ladder | None":
-    """The ladder that :func:`~spec_trl.specactor.fill_ladder.find_ladder` finds or profiles."""
+    """The ladder that :func:`~spec_trl.specactor.ladder_calibration.find_ladder` finds or profiles."""
     if config.sd_toggle != "roofline" and not any(ladder_folder(config).glob("*.ladder.json")):
         return None
-    found: Ladder | None = load("specactor.fill_ladder").find_ladder(
+    found: Ladder | None = load("specactor.ladder_calibration").find_ladder(
         model, drafters, config, max_batch_size, draft_lengths
     )
     return found

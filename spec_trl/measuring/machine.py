@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.cache import autocast_dtype
-from ..generation.engine.kept_runner import runner_mode
+from ..generation.engine.runner_choice import runner_mode
 from ..quantization.kernels import find_kernel
 from ..quantization.quantized_copy import choose_scheme, layer_specs
 from ..quantization.rtn import Scheme

@@ -12,13 +12,13 @@ from transformers.pytorch_utils import Conv1D
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.self_copy import SelfDrafter
-from ..generation.drafters.tts.drafter import DistilledDrafter
-from ..generation.engine import kept_runner
+from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
+from ..generation.engine import runner_choice
 from ..generation.engine.cache import autocast_dtype
-from ..generation.engine.cuda_graphs import CudaRecorder, Outputs
 from ..generation.engine.drafter import Drafter
+from ..generation.engine.graph_capture import CudaRecorder, Outputs
 from ..generation.engine.linear_layers import lend_copies, take_copies_back
-from ..generation.engine.room import model_constants
+from ..generation.engine.model_costs import model_constants
 from ..generation.engine.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
 from ..generation.engine.states import cache_for
 from ..generation.session import Session
@@ -42,13 +42,13 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
     weights, joined as they are. Elsewhere products are timed, one of each shape, and a whole forward of a token; what
     that takes beyond its products (Python, norms, attention, weights that no cache held) is added to every forward.
     """
-    mode, recorder = kept_runner.runner_mode(config, model.device), None
-    if kept_runner.captures(config, model.device):
-        recorder = kept_runner.recorder_for(model.device)
+    mode, recorder = runner_choice.runner_mode(config, model.device), None
+    if runner_choice.captures(config, model.device):
+        recorder = runner_choice.recorder_for(model.device)
     cache = cache_for(model, TOKENS[-1], COLUMN_BUCKET)
     make = cpu_runner if recorder is None and mode == "compiled" else EagerRunner
     with torch.no_grad():
-        runner = make(kept_runner.shadow_for(Session(), model), cache)
+        runner = make(runner_choice.shadow_for(Session(), model), cache)
         target = _captured(runner, recorder) or _of_products(runner, model)
         found = {}
         for drafter in drafters:

@@ -13,7 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..generation.drafters.history import HistoryDrafter, damage_of
-from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
 from ..json_files import read_json, replacing, write_json
 from ..scheduling.ledger import CELL_ERROR, Drafts, Times
 

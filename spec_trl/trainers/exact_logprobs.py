@@ -19,9 +19,9 @@ from trl import GRPOTrainer
 from ..cpu_products import DTYPES
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.cache import autocast_dtype
-from ..generation.engine.given_completions import read_completions
-from ..generation.engine.kept_runner import exactness, runner_for
+from ..generation.engine.completion_logprobs import read_completions
 from ..generation.engine.requirements import policy_in
+from ..generation.engine.runner_choice import exactness, runner_for
 from ..generation.engine.shadow import decoder_layers
 from ..generation.session import Session
 from ..native_code import compiler

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
 from ..drafter_training.adaptation import Adaptable, DrafterAdaptation
 from ..generation.drafters.history import HistoryDrafter
-from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
 from ..generation.engine.drafter import Drafter
 from ..generation.registry import CHOOSING
 from ..generation.session import Session, structure

@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
-from ..distributed.decoupled import DraftRanks
+from ..distributed.draft_ranks import DraftRanks
 from ..distributed.link import naming_the_remedy
 from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
 from ..drafter_training.adaptation import check_adaptation

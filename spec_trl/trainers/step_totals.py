@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from ..distributed.pool import SharedPool
-from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
 from ..generation.engine.statistics import (
     MOST_PLANS,
     DraftCounts,

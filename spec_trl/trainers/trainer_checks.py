@@ -26,7 +26,6 @@ from trl.models import unwrap_model_for_generation
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.decoupling import check_device
-from ..generation.engine.kept_runner import runner_mode
 from ..generation.engine.requirements import (
     check_generation_config,
     check_lengths,
@@ -34,6 +33,7 @@ from ..generation.engine.requirements import (
     policy_in,
     position_limit,
 )
+from ..generation.engine.runner_choice import runner_mode
 from ..generation.generate import move_stop_strings
 from ..generation.strategies import check_assistants, check_states
 from ..papers import load

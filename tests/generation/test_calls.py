@@ -14,9 +14,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import spec_trl
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
-from spec_trl.generation.engine.captured import GraphRunner
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.graph_runner import GraphRunner
 from spec_trl.generation.session import Session
 from spec_trl.scheduling.planner import Planner
 from tests.conftest import tiny_llama

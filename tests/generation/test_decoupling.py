@@ -15,7 +15,7 @@ from spec_trl.efficient_rollout.profile import Profile
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.generation import decoding, decoupling
 from spec_trl.generation.configuration import SpeculativeConfig
-from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.trainers import trainer_checks
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs

@@ -17,9 +17,9 @@ from spec_trl import SpeculativeConfig, cpu_products, dense_linear
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
-from spec_trl.generation.engine import kept_runner
-from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
+from spec_trl.generation.engine import runner_choice
+from spec_trl.generation.engine.graph_capture import Outputs, Recording
 from spec_trl.measuring import probe as probing
 from spec_trl.measuring.probe import TOKENS, probe
 from spec_trl.native_code import compiler
@@ -82,7 +82,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(F, "linear", linear)
     monkeypatch.setattr(cpu_products, "library", lambda: None)
     monkeypatch.setattr(dense_linear, "HAS_ONEDNN", False)
-    monkeypatch.setattr(kept_runner, "recorder_for", lambda _: device)
+    monkeypatch.setattr(runner_choice, "recorder_for", lambda _: device)
     monkeypatch.setattr(time, "perf_counter", lambda: next(minutes))
     return device
 

@@ -16,7 +16,7 @@ import spec_trl
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOTrainer
 from spec_trl.generation.drafters.tts import drafter
-from spec_trl.generation.engine import kept_runner
+from spec_trl.generation.engine import runner_choice
 from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.generation.engine.shadow import unwrapped
 from spec_trl.generation.session import Session
@@ -168,7 +168,7 @@ def test_the_policy_trains_as_without(
 def test_captured_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_graphs: bool) -> None:
     """A tape stands in for CUDA graphs: it replays on the same memory while the optimizer updates the weights."""
     steps = 6 if keep_graphs else 3  # recorded anew in each
-    monkeypatch.setattr(kept_runner, "recorder_for", lambda device: tape)
+    monkeypatch.setattr(runner_choice, "recorder_for", lambda device: tape)
     for strategy in ("none", "self"):
         tape, policy = Tape(), tiny_policy()
         run = train(tmp_path, strategy, policy=policy, max_steps=steps, runner="graph", keep_graphs=keep_graphs)

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ...cli.loading import find_device, load_model
 from ...generation.configuration import SpeculativeConfig
-from ..fill_profile import calibrate
+from ..calibration import calibrate
 from ..fit import evaluate
 from ..sweep import write_sweep
 from .validate import diagnostics_table

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...cli.arguments import table
-from ...generation.engine.room import model_constants
+from ...generation.engine.model_costs import model_constants
 from ...scheduling.model_constants import ModelConstants, ProfileKey
 from ..fit import BANDWIDTH_SHARE, Diagnostics, Form, evaluate, fit
 from ..profile import Profile

@@ -11,12 +11,12 @@ from ..engine.cache import RaggedCache
 from ..engine.draft_loop import NetworkDraft
 from ..engine.drafter import DraftSession
 from ..engine.linear_layers import lend_copies, take_copies_back
+from ..engine.model_costs import kv_bytes
 from ..engine.noise import RoundNoise
-from ..engine.room import kv_bytes
 from ..engine.rows import Admission
 from ..engine.runner import EagerRunner
 from ..engine.shadow import decoder_layers
-from .canvas import Canvas, TrainableDrafter
+from .trainable_drafter import Canvas, TrainableDrafter
 
 
 CATCH_UP = 16

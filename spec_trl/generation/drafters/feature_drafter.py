@@ -21,9 +21,9 @@ from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
 from ..engine.runner import COLUMN_BUCKET
 from .borrowed import plain_embedding
-from .canvas import TrainableDrafter
 from .checkpoints import load_exactly, read_checkpoint, read_config, tensors_to_store, write_checkpoint
 from .feature_network import FeatureConfig, FeatureNetwork
+from .trainable_drafter import TrainableDrafter
 from .vocabulary import check_sizes
 
 

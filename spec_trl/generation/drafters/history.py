@@ -198,10 +198,10 @@ class RolloutHistory:
         if index is None:
             index = prompt.index = SuffixIndex(prompt.tokens)
             self._indexed.add(prompt)
-            room = MOST_INDEXED
+            left = MOST_INDEXED
             for each in reversed(prompt.texts):
-                each.node, each.indexed = index.root, 0 if room > 0 else len(each.tokens)
-                room -= len(each.tokens)
+                each.node, each.indexed = index.root, 0 if left > 0 else len(each.tokens)
+                left -= len(each.tokens)
             prompt.grown = [(each, len(each.tokens)) for each in prompt.texts if not each.indexed]
         for each, end in prompt.grown:
             each.node, each.indexed = index.extend(each.node, each.tokens[each.indexed : end]), end

@@ -22,13 +22,13 @@ from ..configuration import SpeculativeConfig
 from ..engine.attention import keeps_states
 from ..engine.cache import autocast_dtype
 from ..engine.drafter import DraftCost
+from ..engine.model_costs import model_constants
 from ..engine.requirements import check_model, policy_in
-from ..engine.room import model_constants
 from ..engine.shadow import make_shadow
 from ..registry import register_drafter
 from ..session import addresses, structure
 from .autoregressive import NetworkDrafter
-from .canvas import Canvas
+from .trainable_drafter import Canvas
 from .vocabulary import check_sizes
 
 

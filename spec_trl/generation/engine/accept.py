@@ -71,15 +71,15 @@ class Proposal:
         sound = (self.scores > -torch.inf).long().cumprod(1).sum(1)  # [B]
         return torch.minimum(lengths, sound).masked_fill(self.scores.isnan().any(1), 0)
 
-    def within(self, vocabulary: int, room: Tensor | None) -> "Proposal":
+    def within(self, vocabulary: int, remaining: Tensor | None) -> "Proposal":
         """The same without tokens that do not exist: one of the `vocabulary` takes their place, and is verified as any
-        other. With `room` (`[B]`, drafts that each row may take) `lengths` end before such a token, and at the
-        room."""
+        other. With `remaining` (`[B]`, drafts that each row may take) `lengths` end before such a token, and at the
+        remaining."""
         tokens = self.tokens.clamp(0, vocabulary - 1)  # [B, γ]
-        if room is None:
+        if remaining is None:
             return replace(self, tokens=tokens)
         exist = (tokens == self.tokens).long().cumprod(1).sum(1)  # [B]
-        return replace(self, tokens=tokens, lengths=torch.minimum(self.drafted(), room).minimum(exist).relu())
+        return replace(self, tokens=tokens, lengths=torch.minimum(self.drafted(), remaining).minimum(exist).relu())
 
 
 def verify_rejection(
@@ -137,8 +137,8 @@ class Judged(NamedTuple):
     is_broken: Bools
 
 
-def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], room: Integers) -> list[Judged]:
-    """Accepts the drafts of each lane that equal the target's tokens (design §3), for rows with `room` (`[B]`)
+def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], remaining: Integers) -> list[Judged]:
+    """Accepts the drafts of each lane that equal the target's tokens (design §3), for rows with `remaining` (`[B]`)
     tokens left.
 
     The target's token at a position does not depend on the draft, so the output is what `"none"` gives:
@@ -164,7 +164,7 @@ def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], room: Integers) 
         at += part.shape[1]
     for lane in range(0, len(pieces), 6):
         tokens, scores, drafts, draft_scores, lengths, most = pieces[lane : lane + 6]
-        drafted = np.minimum(room - 1, drafts.shape[1])  # [B], the token after the drafts needs room too
+        drafted = np.minimum(remaining - 1, drafts.shape[1])  # [B], the token after the drafts needs remaining too
         if lengths.shape[1]:
             drafted = np.minimum(drafted, lengths[:, 0].astype(np.int64)).clip(min=0)
         is_broken = np.isnan(draft_scores).any(1)  # [B]
@@ -218,18 +218,18 @@ class Outcome:
         draws: Sequence[Draw],
         owners: Sequence[Sequence[int]],
         width: int,
-        room: Integers,
+        remaining: Integers,
     ) -> "Outcome":
         """Takes for each row the chain of which most was accepted, the first among equals. `proposals`, `draws`: one
-        for each lane, at least one; `room`: `[B]`, tokens that each row has left."""
-        judged = judge(proposals, draws, room)
+        for each lane, at least one; `remaining`: `[B]`, tokens that each row has left."""
+        judged = judge(proposals, draws, remaining)
         drawn, first = draws[0], judged[0]
         tokens, sound, drafted, accepted = first.tokens, first.sound, first.drafted[None], first.accepted[None]
-        winner = np.zeros(len(room), np.int64)
+        winner = np.zeros(len(remaining), np.int64)
         if len(judged) > 1:
             drafted = np.stack([lane.drafted for lane in judged])  # [N, B]
             accepted = np.stack([lane.accepted for lane in judged])  # [N, B]
-            winner, rows = accepted.argmax(0), np.arange(len(room))  # [B] each
+            winner, rows = accepted.argmax(0), np.arange(len(remaining))  # [B] each
             most = max([lane.tokens.shape[1] for lane in judged])
             padded = [np.pad(lane.tokens, ((0, 0), (0, most - lane.tokens.shape[1]))) for lane in judged]
             tokens = np.stack(padded)[winner, rows]

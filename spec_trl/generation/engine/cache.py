@@ -98,7 +98,7 @@ class RaggedCache(Cache):
         self._used = max(self._used, first_row + positions.shape[0])
 
     def reserve(self, lengths: Sequence[int], first_row: int = 0) -> None:
-        """Makes room for forwards that write the first `lengths[i]` columns of each row `first_row + i`. Here they
+        """Takes memory for forwards that write the first `lengths[i]` columns of each row `first_row + i`. Here they
         have it already."""
 
     def like(self, network: PreTrainedModel) -> "RaggedCache":

@@ -23,7 +23,7 @@ class NetworkDraft:
     """One round's loop of a network, which is fed every token that was drawn.
 
     Args:
-        tokens: `[B, known + γ]` int64, the newest committed tokens, which are fed first, and room for the drafts.
+        tokens: `[B, known + γ]` int64, the newest committed tokens, which are fed first, and places for the drafts.
         columns: `[B, known + γ - 1]` int64, where they lie in the cache; nobody feeds the last draft.
         known: how many committed tokens there are, at least 1.
         noise: of the round; None: greedy.

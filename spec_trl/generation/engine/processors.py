@@ -9,7 +9,7 @@ that have generated different numbers of tokens:
   show them, grouped by length: some of transformers', and any class with the attribute `prefix_only = True`.
 * A user's class of this kind may refuse a prefix that it forbids: it is shown a row's drafts step by step, only as far
   as the target takes them.
-* All others may look at other rows or keep state. They need rows that run in step (`in_step.py`), and are called once
+* All others may look at other rows or keep state. They need rows that run in step (`lockstep.py`), and are called once
   per step with all rows in the caller's order, as in `generate`.
 """
 

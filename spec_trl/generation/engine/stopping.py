@@ -30,19 +30,19 @@ class Stopping:
         self._eos = np.array(eos, np.int64)  # [ids]
         self._may_refuse = not all(map(is_known, self._by_prefix))
 
-    def first_stop(self, tokens: Integers, counts: Integers, room: Integers) -> tuple[Integers, Bools]:
-        """Where rows end that have `room` (`[B]`) tokens left.
+    def first_stop(self, tokens: Integers, counts: Integers, remaining: Integers) -> tuple[Integers, Bools]:
+        """Where rows end that have `remaining` (`[B]`) tokens left.
 
         Args:
             tokens: `[B, n]`, the next ones, already written after the committed ones.
             counts: `[B]`, how many of them were verified; 0: the row takes none, and goes on.
-            room: `[B]`, how many each row may take.
+            remaining: `[B]`, how many each row may take.
 
         Returns:
             How many tokens each row keeps, `[B]`, at least one where there are any; and whether it ends there, `[B]`.
         """
-        keep = np.minimum(counts, room)  # [B]
-        ends = keep == room  # [B]
+        keep = np.minimum(counts, remaining)  # [B]
+        ends = keep == remaining  # [B]
         if len(self._eos):
             is_eos = (tokens[..., None] == self._eos).any(-1)  # [B, n]
             first = np.where(is_eos.any(1), is_eos.argmax(1) + 1, tokens.shape[1] + 1)  # [B]
@@ -85,7 +85,7 @@ def must_run_in_step(
     parts: Iterable[LogitsProcessor | StoppingCriteria], batch: int, capacity: int, drafts: bool
 ) -> bool:
     """Whether some of these processors and criteria need a
-    :class:`~spec_trl.generation.engine.in_step.RolloutInStep`; warns where that costs `drafts`.
+    :class:`~spec_trl.generation.engine.lockstep.RolloutInStep`; warns where that costs `drafts`.
 
     Raises:
         ValueError: they do, and there are fewer rows (`capacity`) than requests (`batch`).

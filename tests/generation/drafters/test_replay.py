@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter, distillation_loss
+from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
+from spec_trl.generation.drafters.tts.distillation import distillation_loss
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
 from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.noise import RoundNoise
 from tests.generation.calls import generate, pad_left, random_rows

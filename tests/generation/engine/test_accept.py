@@ -29,12 +29,12 @@ def test_exact_accepts_the_leading_agreement(target: list[list[int]], data: st.D
     logits = torch.nn.functional.one_hot(torch.tensor(target), 3).double() * 5  # [B, 4, 3]
     proposal = Proposal(torch.tensor(drafts), torch.tensor(lengths))
     drawn = draw(logits, None, want_logprobs=True)
-    room = [data.draw(st.integers(1, 5)) for _ in target]
+    remaining = [data.draw(st.integers(1, 5)) for _ in target]
     most = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=len(target), max_size=len(target)))
     limit = None if most is None else torch.tensor(most)
-    (judged,) = judge([proposal], [replace(drawn, most=limit)], np.array(room))
+    (judged,) = judge([proposal], [replace(drawn, most=limit)], np.array(remaining))
     for row, (drafted, length) in enumerate(zip(drafts, lengths, strict=True)):
-        assert judged.drafted[row] == min(length, room[row] - 1)
+        assert judged.drafted[row] == min(length, remaining[row] - 1)
         equal = next((n for n in range(3) if drafted[n] != target[row][n]), 3)
         assert judged.accepted[row] == min(equal, judged.drafted[row], 3 if most is None else most[row])
     assert judged.tokens.tolist() == target and (judged.sound == 4).all() and not judged.is_broken.any()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
 from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.noise import RoundNoise

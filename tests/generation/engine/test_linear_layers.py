@@ -20,7 +20,7 @@ from spec_trl.generation.drafters.small_model import load_assistant
 from spec_trl.generation.engine import linear_layers
 from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.linear_layers import NarrowProduct, bytes_of_copies, copied_bytes, make_copies
-from spec_trl.generation.engine.room import RowNeeds
+from spec_trl.generation.engine.row_memory import RowNeeds
 from spec_trl.generation.engine.shadow import make_shadow, share_weights
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 

@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spec_trl import release
-from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.model_costs import kv_bytes
 from spec_trl.generation.engine.requirements import check_model
-from spec_trl.generation.engine.room import KVRoom, kv_bytes
+from spec_trl.generation.engine.row_memory import RowMemory
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.engine.states import States, cache_for, state_bytes
@@ -108,7 +109,7 @@ def test_preempted_rows_are_read_again(family: str, monkeypatch: pytest.MonkeyPa
     network = make(family)
     plain = generate(network, PROMPTS, max_new_tokens=NEW)
     calls = iter([False] * 4 + [True] * 3)
-    monkeypatch.setattr(KVRoom, "leaving", lambda *_: [1] if next(calls, False) else [])
+    monkeypatch.setattr(RowMemory, "leaving", lambda *_: [1] if next(calls, False) else [])
     result = generate(network, PROMPTS, max_new_tokens=NEW)
     assert outputs(result) == outputs(plain) and result.statistics.preemptions
     torch.testing.assert_close(result.logprobs, plain.logprobs, rtol=1e-5, atol=1e-5)

@@ -1,12 +1,12 @@
 """Test-Time Speculation (arXiv 2605.09329): a drafter that learns, while it drafts, from the rounds it drafted.
 
-Verification computes the target's distribution p at every drafted position anyway: one gradient step brings the
-drafter's q nearer to p before it drafts again (TTS §4.1, Algorithm 1). The target stays as it is.
+Verification computes the target's distribution p at every drafted position anyway. One gradient step brings the
+drafter's distribution q nearer to p before the next draft (TTS §4.1, Algorithm 1). The target does not change.
 """
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,41 +18,42 @@ from transformers import PreTrainedModel
 
 from ...configuration import Distillation, SpeculativeConfig
 from ...engine.accept import Integers, Proposal
-from ...engine.cuda_graphs import CAPTURING
 from ...engine.drafter import DraftCost, Drafter, DraftSession
-from ...engine.noise import RoundNoise, widen
+from ...engine.graph_capture import CAPTURING
+from ...engine.noise import RoundNoise
 from ...engine.rows import Admission
 from ...engine.statistics import LearningStatistics
 from ...registry import DRAFTERS, register_drafter
-from ...session import structure, versions
-from ..canvas import Canvas, TrainableDrafter
+from ...session import WeightState, structure
 from ..self_copy import SelfDrafter
 from ..small_model import as_assistant
-from .learners import Learner, make_learner
-from .price import LearningPrice, UpdateStride
+from ..trainable_drafter import Canvas, TrainableDrafter
+from .distillation import distillation_loss, expected_tokens
+from .trained_weights import Learner, make_learner
+from .update_stride import AdaptiveStride, FixedStride
 
 
 @register_drafter
 class DistilledDrafter(Drafter):
-    """Drafts with `student` and lets it learn (TTS Algorithm 1).
+    """Drafts with `student` and trains it (TTS Algorithm 1).
 
-    With scope "request" and one row at a time all weights of the student learn, as in the paper; with several rows
-    each learns a low-rank correction of its own. With the wider scopes all rows teach the same weights. A student
-    whose weights are packed always learns low-rank corrections.
+    With scope "request" and one row at a time all weights of the student are trained, as in the paper. With several
+    rows every row trains a separate low-rank correction. With the wider scopes all rows train the same weights. A
+    student whose weights are packed always trains low-rank corrections.
 
-    With an adaptive stride it learns where that pays (:class:`LearningPrice`), and weights alone: corrections slow
-    every draft. Until the first update it costs what the student costs.
+    With an adaptive stride updates run where they pay (:class:`AdaptiveStride`), and train weights only: corrections
+    slow every draft. Until the first update drafting costs what the student costs.
 
-    Learning works on a copy. The drafting network takes it over S rounds later, before it drafts; synchronous learning
-    updates, and takes over, within round r:
+    An update trains a copy. S rounds later, before drafting, the result is published: copied into the drafting
+    network. Synchronous learning updates and publishes within round r:
 
         round         r                  r+1       ...  r+S-1            r+S
-        main thread   draft verify learn draft verify   draft verify     take over, draft verify learn
+        main thread   draft verify learn draft verify   draft verify     publish, draft verify learn
         second thread                    └── update on round r's canvas ──┘
 
     Args:
-        student: drafts; nobody else uses its weights.
-        how: scope, stride and the rest.
+        student: drafts; no other drafter uses its weights.
+        how: scope, stride and the other options.
     """
 
     strategy = "tts"
@@ -70,12 +71,11 @@ class DistilledDrafter(Drafter):
         self.has_probabilities, self.max_rows = student.has_probabilities, student.max_rows
         self.uses_pool = student.uses_pool
         self.outlives_changes = not isinstance(student, SelfDrafter)
-        self._stride = None if how.stride is None else UpdateStride(how.stride)
-        self.price = LearningPrice()
-        """Of an adaptive stride."""
+        self._stride = None if how.stride is None else FixedStride(how.stride)
+        self.adaptive_stride = AdaptiveStride()
         self.learner: Learner | None = None
-        """What has been learned; None before the first generation, and before the first update that pays."""
-        self._rise = 0.0  # of log τ by what was learned before the newest update, on its canvas
+        """Holds what was learned; None before the first generation, and before the first update that pays."""
+        self._rise = 0.0  # log τ (before the newest update) - log τ (first weights), on the update's canvas
         self._update: Future[float] | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._saved: Mapping[str, Any] | None = None  # for the learner of the next generation
@@ -117,7 +117,7 @@ class DistilledDrafter(Drafter):
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
-        if self._update is not None:  # of a generation that was broken off
+        if self._update is not None:  # left by a generation that was interrupted
             self._update.exception()
             self._update = None
         alone = self._how.scope != "request" or session.rows.capacity == 1
@@ -127,7 +127,7 @@ class DistilledDrafter(Drafter):
             self.learner = self._learner_for(session)
         if self._how.scope != "run":
             self._start_anew()
-        self._waited = 0  # rounds since the update under way was begun
+        self._waited = 0  # rounds since the running update began
         self._proposal: Proposal | None = None
         self._executor = ThreadPoolExecutor(1, "tts") if self._how.asynchronous else None
         on_cuda = session.rows.tokens.is_cuda
@@ -137,7 +137,7 @@ class DistilledDrafter(Drafter):
 
     def end(self) -> None:
         try:
-            self._take_over()
+            self._finish_update()
         finally:
             if self._executor is not None:
                 self._executor.shutdown()
@@ -150,7 +150,7 @@ class DistilledDrafter(Drafter):
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         rows = self.session.rows
         if self._how.scope == "request":
-            self._take_over()
+            self._finish_update()
             if rows.capacity == 1:
                 self._start_anew()
             elif self._stride is not None:
@@ -163,7 +163,7 @@ class DistilledDrafter(Drafter):
         self._waited += 1
         if self._update is not None:
             if self._update.done() if self._stride is None else self._waited >= self._stride.rounds:
-                self._take_over()
+                self._finish_update()
         self._began, self._stood = time.perf_counter(), self.stood
         self._proposal = self.student.propose(draft_length, noise)
         return self._proposal
@@ -182,7 +182,7 @@ class DistilledDrafter(Drafter):
         if self._executor is None:
             self._publish(self._learn_from(self.learner, canvas, logits, drafted))
         else:
-            self._take_over()
+            self._finish_update()
             logits = logits.clone()  # a captured forward reuses them
             is_ready = None
             if self._stream is not None:
@@ -196,13 +196,13 @@ class DistilledDrafter(Drafter):
         if self._proposal is not None:
             draft_length = self._proposal.tokens.shape[1]
             seconds = time.perf_counter() - self._began - (self.stood - self._stood)
-            self.price.observe(float(kept.mean()), draft_length, seconds)
+            self.adaptive_stride.observe(float(kept.mean()), draft_length, seconds)
             self._proposal = None
         self.student.observe(tokens, kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """What scope "run" has learned so far, as the tensors themselves; empty in other scopes and before the first
-        generation. Not while a generation runs."""
+        """What scope "run" has learned so far: tensors, not copies. Empty in other scopes and before the first
+        generation. Must not be called while a generation runs."""
         if self._how.scope != "run":
             return {}
         if self.learner is None and (self._saved is not None or self._stride is not None):
@@ -210,12 +210,13 @@ class DistilledDrafter(Drafter):
         learned = {} if self.learner is None else self.learner.state_dict()
         if self._stride is not None:
             learned["rounds_waited"] = self._stride.waited
-        return {"student": self.student.strategy, "price": self.price.state_dict()} | learned
+        return {"student": self.student.strategy, "price": self.adaptive_stride.state_dict()} | learned
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` gave, from the next generation on; not while one runs.
+        """Restores the result of :meth:`state_dict` at the next generation; must not be called while one runs.
 
-        The next generation warns and starts anew if it is of another drafter. Other scopes ignore it.
+        That generation warns and learns from the start if the state belongs to another drafter. Scopes other than
+        "run" ignore it.
         """
         if self._how.scope != "run":
             return
@@ -225,7 +226,7 @@ class DistilledDrafter(Drafter):
         self._saved = state
 
     def _learner_for(self, session: DraftSession) -> Learner:
-        """The present learner, or a new one where another number of rows learns separately."""
+        """The learner, made anew where the number of rows that learn separately has changed."""
         assert session.target is not None
         rows, how = 1, self._how
         if how.scope == "request" and session.rows.capacity > 1:
@@ -244,22 +245,22 @@ class DistilledDrafter(Drafter):
                     raise ValueError(f"it is of a drafter of kind {saved['student']!r}." if saved else "it is empty.")
                 if "tensors" in saved:  # else nothing has been learned yet
                     learner.load_state_dict(saved)
-                self.price.load_state_dict(saved.get("price"))
+                self.adaptive_stride.load_state_dict(saved.get("price"))
                 if self._stride is not None and "rounds_waited" in saved:  # older checkpoints lack it
                     self._stride.waited = saved["rounds_waited"]
             except (ValueError, KeyError) as error:
                 warnings.warn(
                     f"the saved state of Test-Time Speculation does not fit this drafter of kind {kind!r}: {error} It "
-                    "starts to learn anew. Outputs are not affected.",
+                    "learns from the start. Outputs are not affected.",
                     stacklevel=2,
                 )
         return learner
 
     def _start_anew(self) -> None:
-        """Takes back what all rows have learned."""
+        """Resets what all rows have learned."""
         if self.learner is not None:
             self.learner.reset(range(self.learner.rows))
-        self.price.forget()
+        self.adaptive_stride.forget()
         if self._stride is not None:
             self._stride.begin()
 
@@ -270,35 +271,37 @@ class DistilledDrafter(Drafter):
         if not self._may_learn or self._update is not None:
             return False
         rows = self.session.rows
-        ahead = float(self.price.rounds)  # as many as it has drafted in its life: a training comes back to it
-        if self._how.scope != "run":  # as many tokens as a row has: that is what long-tailed lengths make most likely
-            ahead = float(np.minimum(rows.host_generated, rows.room).mean()) / self.price.tau
-        return self.price.is_due(ahead, self.session.spend)
+        # Rounds expected ahead. Scope "run": as many as so far. Else rows generate as many tokens as they have, a good
+        # guess for long-tailed lengths.
+        ahead = float(self.adaptive_stride.rounds)
+        if self._how.scope != "run":
+            ahead = float(np.minimum(rows.host_generated, rows.remaining).mean()) / self.adaptive_stride.tau
+        return self.adaptive_stride.is_due(ahead, self.session.spend)
 
     def _publish(self, seconds: float) -> None:
-        """Gives what an update of so many seconds learned to the drafting network."""
+        """Copies what an update learned into the drafting network, and records its `seconds`."""
         assert self.learner is not None
         self.learning.seconds += seconds
         self.learner.publish()
         if self._stride is None:
-            self.price.learned(seconds, self._rise)
-            if self.price.is_harmful:
+            self.adaptive_stride.learned(seconds, self._rise)
+            if self.adaptive_stride.is_harmful:
                 self._start_anew()
 
-    def _take_over(self) -> None:
-        """Waits for the update under way, if any, and gives what it learned to the drafting network."""
+    def _finish_update(self) -> None:
+        """Waits for the running update, if any, and publishes it."""
         if self._update is None:
             return
         started = time.perf_counter()
         update, self._update = self._update, None
-        # The host waits, not a stream: replays of captured forwards take no notice of events (TTS App. C.3).
+        # The host waits, not a stream: replays of captured forwards ignore events (TTS App. C.3).
         self._publish(update.result())
         self.learning.waited += time.perf_counter() - started
 
     def _learn_aside(
         self, learner: Learner, canvas: Canvas, logits: Tensor, drafted: Tensor, is_ready: torch.cuda.Event | None
     ) -> float:
-        """`_learn_from` in the second thread; on a GPU on a second stream."""
+        """Runs `_learn_from` in the second thread; on a GPU on a second stream."""
         if is_ready is None or self._stream is None:
             return self._learn_from(learner, canvas, logits, drafted)
         with CAPTURING, torch.cuda.stream(self._stream):
@@ -309,7 +312,7 @@ class DistilledDrafter(Drafter):
 
     def _learn_from(self, learner: Learner, canvas: Canvas, logits: Tensor, drafted: Tensor) -> float:
         """Takes K steps on one canvas and the target's logits `[B, γ + 1, V]` of the rows `drafted` (`[B]` bool);
-        returns the seconds that it took. With an adaptive stride, notes how much earlier updates raise log τ here."""
+        returns its seconds. With an adaptive stride, measures how much earlier updates raise log τ on this canvas."""
         started = time.perf_counter()
         student, how = self.student, self._how
         # Inference may run under autocast; learning computes in the dtype of what learns.
@@ -346,45 +349,11 @@ class DistilledDrafter(Drafter):
         return time.perf_counter() - started
 
 
-@torch.no_grad()
-def expected_tokens(drafts: Tensor, target: Tensor, target_ids: Tensor | None) -> Tensor:
-    """Expected tokens of a round for each row `[B]`, at temperature 1, where a draft is accepted with the overlap of p
-    and q: 1 + Σ_k Π_{j≤k} Σ_v min(p_j, q_j). Arguments as of :func:`distillation_loss`."""
-    p = target[:, : drafts.shape[1]].float().softmax(-1)  # [B, C, V]
-    if target_ids is not None:
-        p = p[..., target_ids]  # [B, C, draft V]
-    overlap = torch.minimum(p, drafts.float().softmax(-1)).sum(-1)  # [B, C]
-    return 1 + overlap.cumprod(1).sum(1)
-
-
-def distillation_loss(drafts: Tensor, target: Tensor, target_ids: Tensor | None, weights: Sequence[float]) -> Tensor:
-    """Σ_k w_k KL(p_k ‖ q_k) of each row `[B]`, in nats, at temperature 1 (TTS §4.1).
-
-    Over a pruned vocabulary p is renormalised, and positions whose likeliest token lies outside teach nothing, as in
-    EAGLE-3's own training.
-
-    Args:
-        drafts: `[B, C, draft vocabulary]` raw logits of q, with gradient.
-        target: `[B, >= C, V]` raw logits of p.
-        target_ids: `[draft vocabulary]` int64, the target's token for each of the drafter's; None: they are the same.
-        weights: w_k, C of them.
-    """
-    scores = widen(target[:, : drafts.shape[1]])  # [B, C, V]
-    is_known = torch.ones_like(scores[..., 0], dtype=torch.bool)  # [B, C]
-    if target_ids is not None:
-        is_known = torch.isin(scores.argmax(-1), target_ids)  # [B, C]
-        scores = scores[..., target_ids]  # [B, C, draft V]
-    log_p, log_q = scores.log_softmax(-1), widen(drafts).log_softmax(-1)  # [B, C, draft V] each
-    terms = log_p.exp() * (log_p - log_q)  # [B, C, draft V]
-    losses = terms.where(log_p > -torch.inf, 0).sum(-1).where(is_known, 0)  # [B, C]; a ruled-out token: 0 log 0
-    return losses @ torch.tensor(weights, dtype=losses.dtype, device=losses.device)  # [B]
-
-
 def _identity(assistant: Any) -> Iterator[object]:
-    """Identifies the assistant's state: its weights' storage and versions, or its files' times."""
+    """Identifies the assistant's state: its structure and weights, or its files' times."""
     if isinstance(assistant, nn.Module):
         network = as_assistant("assistant_model", assistant)
-        yield from (*structure(network), *versions(network))
+        yield from (*structure(network), WeightState(network))
     elif isinstance(assistant, str):
         yield assistant
         if (folder := Path(assistant)).is_dir():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from spec_trl.generation.drafters.tts.learners import RowAdam, RowAdapters
+from spec_trl.generation.drafters.tts.trained_weights import RowAdam, RowAdapters
 
 
 LAYERS = {"a": nn.Linear(6, 4).double(), "b": Conv1D(5, 6).double()}

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from .accept import Proposal
 from .attention import takes_spans, warn_of_masks
 from .cache import RaggedCache, autocast_dtype
-from .cuda_graphs import (
+from .draft_loop import Forward, NetworkDraft
+from .filters import Filters
+from .graph_capture import (
     CapturedForward,
     ForwardKey,
     GraphBudget,
@@ -28,8 +30,6 @@ from .cuda_graphs import (
     row_bucket,
     uncached_autocast,
 )
-from .draft_loop import Forward, NetworkDraft
-from .filters import Filters
 from .runner import FeatureRunner, Over, TakeIn
 
 
@@ -204,7 +204,7 @@ class CapturedFeatures(FeatureRunner):
             intake.recording.replay()
             return
         super().take_in_round(features, positions, keep)
-        if not self.budget.has_room():
+        if not self.budget.allows_more():
             return
         self._asked[key] += 1
         if self._is_due(self._asked[key]):
@@ -221,7 +221,7 @@ class CapturedFeatures(FeatureRunner):
         if loop is not None:
             return loop.replay(draft)
         proposal = self._draft_eagerly(draft, over, columns)
-        if self.budget.has_room() and self._is_due(self._loops.ask(draft, shape)):
+        if self.budget.allows_more() and self._is_due(self._loops.ask(draft, shape)):
             record = partial(self._record, shape.autocast)
             self._loops.capture(draft, shape, proposal, over(visible), record, type(self.network).__name__)
         return proposal

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_trl.distributed.decoupled import DraftRanks, serve
+from spec_trl.distributed.draft_ranks import DraftRanks, serve
 from spec_trl.generation.drafters.history import HistoryDrafter
-from tests.distributed.decoupled_job import TIMEOUT
+from tests.distributed.draft_ranks_job import TIMEOUT
 from tests.distributed.ranks import launch
 
 
@@ -33,7 +33,7 @@ def test_trouble_costs_time_and_no_token(trouble: str, message: str, tmp_path: P
     """The generation goes on without drafts; where the connection is lost, so do later ones, without a wait."""
     file = tmp_path / "generations.pt"
     who = 1 if trouble in ("killed", "stopped") else -1
-    launch(["tests.distributed.decoupled_job", str(file), trouble], 2, 180, who)
+    launch(["tests.distributed.draft_ranks_job", str(file), trouble], 2, 180, who)
     first, *later = torch.load(file)
     assert first["same"] and all(each["same"] for each in later) and len(later) >= 5
     assert first["accepted"] > 0 and first["seconds"] < TIMEOUT + 20

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import spec_trl
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.engine import attention, captured, fused_layers, processors, runner
-from spec_trl.generation.engine.captured_drafts import CapturedLoop
-from spec_trl.generation.engine.cuda_graphs import Outputs, Recording, cache_rows, column_bucket, row_bucket
+from spec_trl.generation.engine import attention, fused_layers, graph_runner, processors, runner
+from spec_trl.generation.engine.graph_capture import Outputs, Recording, cache_rows, column_bucket, row_bucket
+from spec_trl.generation.engine.graph_drafts import CapturedLoop
 from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -153,7 +153,7 @@ def test_more_rows_or_columns_get_a_new_cache(fresh, tape) -> None:
 
 def runners() -> int:
     gc.collect()
-    return sum(isinstance(thing, captured.GraphRunner) for thing in gc.get_objects())
+    return sum(isinstance(thing, graph_runner.GraphRunner) for thing in gc.get_objects())
 
 
 def test_memory_is_given_back(fresh, tape) -> None:
@@ -270,8 +270,8 @@ def test_through_the_kernels(tape, monkeypatch) -> None:
     monkeypatch.setattr(fused_layers, "run_on", lambda device: True)
     monkeypatch.setattr(attention, "run_on", lambda device: True)
     monkeypatch.setattr(processors, "_is_fused", lambda logits: True)
-    monkeypatch.setattr(captured, "CAPTURE_AFTER", 1)
-    monkeypatch.setattr(captured, "WARM_UPS", 0)
+    monkeypatch.setattr(graph_runner, "CAPTURE_AFTER", 1)
+    monkeypatch.setattr(graph_runner, "WARM_UPS", 0)
     replay, loops = CapturedLoop.replay, []
     monkeypatch.setattr(CapturedLoop, "replay", lambda loop, draft: loops.append(draft) or replay(loop, draft))
     for strategy in ("none", "self"):
@@ -391,8 +391,8 @@ def test_one_shape_that_fails_spoils_no_other(fresh, tape, monkeypatch) -> None:
     ("mode", "said"), [("compiled", "goes on without being compiled"), ("auto", "could not be compiled")]
 )
 def test_what_does_not_compile_is_captured_as_it_is(fresh, tape, monkeypatch, mode: str, said: str) -> None:
-    monkeypatch.setattr(captured, "COMPILE_AFTER", 10)
-    monkeypatch.setattr(captured, "compiled_twin", no_compiler)
+    monkeypatch.setattr(graph_runner, "COMPILE_AFTER", 10)
+    monkeypatch.setattr(graph_runner, "compiled_twin", no_compiler)
     with pytest.warns(UserWarning, match=f"{said}.*no compiler here") as seen:
         result = graph(fresh, config={"runner": mode})
     assert len(seen) == 1 and outputs(result) == outputs(eager(fresh)) and tape.replayed > 15
@@ -400,7 +400,7 @@ def test_what_does_not_compile_is_captured_as_it_is(fresh, tape, monkeypatch, mo
 
 @pytest.mark.parametrize("compiled_is_faster", [True, False])
 def test_auto_keeps_what_measures_faster(fresh, tape, unlike, monkeypatch, compiled_is_faster: bool) -> None:
-    monkeypatch.setattr(captured, "COMPILE_AFTER", 10)
+    monkeypatch.setattr(graph_runner, "COMPILE_AFTER", 10)
     times = iter([1.0, 2.0] if compiled_is_faster else [2.0, 1.0])  # the compiled one is timed first
     monkeypatch.setattr(tape, "seconds", lambda replay: next(times))
     replays: list[int] = []
@@ -424,7 +424,7 @@ def test_auto_keeps_what_measures_faster(fresh, tape, unlike, monkeypatch, compi
 
 def test_a_compiled_trial_writes_what_the_call_writes(fresh, tape, monkeypatch) -> None:
     """Rows have moved since the shape ran last, and a self-drafter's old K/V could land on the target's columns."""
-    monkeypatch.setattr(captured, "COMPILE_AFTER", 4)
+    monkeypatch.setattr(graph_runner, "COMPILE_AFTER", 4)
     result, expected = graph(fresh, "self", {"runner": "auto", "draft_length": 3}, **EOS), eager(fresh, **EOS)
     assert outputs(result) == outputs(expected) and result.statistics.drafter_failure is None
     torch.testing.assert_close(result.logprobs, expected.logprobs, rtol=0, atol=1e-6)

@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig
-from spec_trl.efficient_rollout import fill_profile
-from spec_trl.efficient_rollout.fill_profile import calibrate, sweep
+from spec_trl.efficient_rollout import calibration
+from spec_trl.efficient_rollout.calibration import calibrate, sweep
 from spec_trl.efficient_rollout.fit import Diagnostics, SignAccuracy, evaluate
 from spec_trl.efficient_rollout.profile import Profile
 from spec_trl.efficient_rollout.sweep import Sample
@@ -51,8 +51,8 @@ def test_beyond_the_kernels_rows_only_verification_is_timed(policy: LlamaForCaus
 
 
 def test_memory_limits_the_grid(policy: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    per_token = fill_profile.model_constants(policy).kv_bytes
-    monkeypatch.setattr(fill_profile, "free_memory", lambda device: 2 * 140 * per_token / fill_profile.MEMORY_SHARE)
+    per_token = calibration.model_constants(policy).kv_bytes
+    monkeypatch.setattr(calibration, "free_memory", lambda device: 2 * 140 * per_token / calibration.MEMORY_SHARE)
     assert {s.batch for s in quick(policy, SelfDrafter(policy), max_batch=64, max_length=250)} == {1, 2}
 
 
@@ -75,8 +75,8 @@ def test_a_roofline_no_better_than_guessing_is_told(
     accuracy: float, is_told: bool,
 ) -> None:  # fmt: skip
     signs = (SignAccuracy(1.0, accuracy, majority=0.7),)
-    monkeypatch.setattr(fill_profile, "sweep", lambda *_: profile.samples)
-    monkeypatch.setattr(fill_profile, "fit", lambda *_, **__: (profile.roofline, Diagnostics(0, 0, 0, 0, signs, 1)))
+    monkeypatch.setattr(calibration, "sweep", lambda *_: profile.samples)
+    monkeypatch.setattr(calibration, "fit", lambda *_, **__: (profile.roofline, Diagnostics(0, 0, 0, 0, signs, 1)))
     calibrate(policy, progress=False)
     assert any("no better than guessing" in str(warning.message) for warning in recwarn) is is_told
 

@@ -1,4 +1,4 @@
-"""What a model and its rows cost, how many rows there is memory for, and which rows leave when it ends."""
+"""Memory of rows: bytes that they need, how many rows fit, and which rows leave when memory ends (preemption)."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -6,19 +6,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from ...quantization import QuantizedNetwork
-from ...quantization.experts import is_experts, matrix_names
-from ...quantization.source_weight import under_adapters
-from ...scheduling.model_constants import ModelConstants
 from .accept import Integers
-from .attention import attends, reads_spans
+from .attention import reads_spans
 from .cache import PAGE_COLUMNS, autocast_dtype, pages_of
 from .drafter import Drafter
 from .linear_layers import bytes_of_copies
 from .memory import free_memory
+from .model_costs import kv_bytes
 from .pages import PagedCache
 from .rows import Request, Rows
 from .runner import TOKENS_PER_FORWARD
@@ -30,80 +26,6 @@ LEAST_GRAPH_MEMORY = 2**28
 take 111 MiB in 16 bits, which all share, and activations of the widest one as much again."""
 _GRAPHS_SHARE = 8  # of what is free, one part is theirs before rows: an eighth fewer rows are little slower
 _ACTIVATIONS = 16  # widest activations of a prefilled token over the hidden size: an MLP keeps 3 of about 5 times it
-
-
-def model_constants(
-    model: PreTrainedModel, quantized: QuantizedNetwork | None = None, dtype: torch.dtype | None = None
-) -> ModelConstants:
-    """W_T, W_D, C_dense, C_attn and κ of `model` (ER App. E.3), which may be on the meta device. `quantized` is its
-    drafter; None: W_D = 0. They are read off the modules of the text decoder and its head, of any architecture.
-
-    Tied embeddings are one weight that is used twice: they count once in bytes and, through the head, in FLOP.
-    Adapters count as the matrices they are. Forwards compute in `dtype`: autocast keeps its casts of wider weights for
-    a whole rollout; None: the weights' dtype.
-    """
-    itemsize = (dtype or model.dtype).itemsize
-    config = model.config.get_text_config(decoder=True)
-    shape = vars(config)  # architectures leave out different keys
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    parameters = {id(p): p for module in (decoder, head) if module is not None for p in module.parameters()}
-    weight_bytes = sum(p.numel() * min(p.element_size(), itemsize) for p in parameters.values())
-
-    # Matrices are multiplied, tables (the input embedding among them) are looked up.
-    tables = {id(p) for m in decoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    experts_layers = [under_adapters(m) for m in decoder.modules() if is_experts(m)]
-    stacks = {id(p): p for m in experts_layers for p in map(m.get_parameter, matrix_names(m))}
-    matrices = sum(_count(p) for key, p in parameters.items() if p.ndim >= 2 and key not in tables | stacks.keys())
-    if head is not None and id(head.weight) in tables:
-        matrices += head.weight.numel()
-    experts = next((p.shape[0] for p in stacks.values()), 0)
-    per_token = shape.get("num_experts_per_tok", experts) if stacks else 0
-    active = sum(_count(p) for p in stacks.values()) * per_token / max(experts, 1)
-    expert_bytes = sum(p.numel() * min(p.element_size(), itemsize) for p in stacks.values())
-
-    heads, layers, _kv_heads, head_dim = _attention_shape(model)
-    packed = saved = packed_experts = saved_experts = 0.0
-    for layer in quantized.layers.values() if quantized is not None else ():
-        dense = layer.weight_count * itemsize
-        packed, saved = packed + layer.packed_bytes, saved + dense
-        if is_experts(layer.dense):
-            packed_experts, saved_experts = packed_experts + layer.packed_bytes, saved_experts + dense
-    return ModelConstants(
-        name=type(model).__name__,
-        weight_bytes=float(weight_bytes),
-        draft_weight_bytes=weight_bytes - saved + packed if quantized is not None else 0.0,
-        dense_flops=2.0 * (matrices + active),
-        attention_flops=4.0 * layers * heads * head_dim,
-        kv_bytes=kv_bytes(model, dtype),
-        expert_bytes=float(expert_bytes),
-        draft_expert_bytes=expert_bytes - saved_experts + packed_experts if quantized is not None else 0.0,
-        experts=experts,
-        experts_per_token=per_token,
-    )
-
-
-def kv_bytes(model: PreTrainedModel, dtype: torch.dtype | None = None) -> float:
-    """κ, the bytes of K/V per token of `model`, which computes in `dtype`; None: the weights' dtype."""
-    _heads, layers, kv_heads, head_dim = _attention_shape(model)
-    return 2.0 * layers * kv_heads * head_dim * (dtype or model.dtype).itemsize
-
-
-def _attention_shape(model: PreTrainedModel) -> tuple[int, int, int, int]:
-    """Heads, layers that attend, K/V heads and the size of a head."""
-    config = model.config.get_text_config(decoder=True)
-    shape = vars(config)  # architectures leave out different keys
-    types = getattr(config, "layer_types", None)
-    layers = config.num_hidden_layers if types is None else sum(map(attends, types))
-    if not layers:
-        return 0, 0, 0, 0
-    heads = config.num_attention_heads
-    head_dim = shape.get("head_dim") or config.hidden_size // heads
-    return heads, layers, shape.get("num_key_value_heads") or heads, head_dim
-
-
-def _count(parameter: nn.Parameter) -> int:
-    """Weights of a matrix; bitsandbytes keeps two in a byte."""
-    return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
 
 
 @dataclass(frozen=True)
@@ -189,7 +111,7 @@ def warn_of_little_memory(device: torch.device, free: int, graphs: float, most: 
     )
 
 
-class KVRoom:
+class RowMemory:
     """Watches the memory of rows that take it as they grow.
 
     Nobody knows how long a row becomes. So rows are admitted while memory lasts until each has as many more tokens as
@@ -204,13 +126,13 @@ class KVRoom:
 
     @property
     def is_full(self) -> bool:
-        """Whether no row has left since there was no room for another one."""
+        """Whether no row has left since memory for another one was lacking."""
         return self._rows.active >= self._refused_at
 
     def fitting(self, requests: Sequence[Request]) -> int:
         """How many of `requests`, from the first on, there is memory for; at least one where no row is in flight."""
         rows = self._rows
-        left = self._left(np.minimum(np.maximum(rows.host_generated, PAGE_COLUMNS), rows.room))
+        left = self._left(np.minimum(np.maximum(rows.host_generated, PAGE_COLUMNS), rows.remaining))
         count = 0
         for needed in self._needed(requests):
             left -= needed
@@ -254,7 +176,7 @@ class KVRoom:
             yield _expected(request) * self._needs.column + self._needs.row
 
 
-class PoolRoom(KVRoom):
+class PagedRowMemory(RowMemory):
     """Watches the pages of `cache`, which can be counted exactly, and so in every round. A round drafts at most
     `most_drafted` tokens of a row."""
 

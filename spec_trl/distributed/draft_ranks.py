@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..generation.drafters.decoupled.drafter import DecoupledDrafter
+from ..generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from ..generation.drafters.decoupled.pipe import DRAFT_TIMEOUT, NOTHING, DraftPipe
 from ..generation.drafters.decoupled.worker import DraftWorker, Kind, work
 from ..generation.engine.drafter import DraftCost, Drafter, DraftSession

@@ -24,16 +24,16 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.self_copy import SelfDrafter
 from ..generation.engine.accept import Proposal
-from ..generation.engine.captured import CAPTURE_AFTER
 from ..generation.engine.drafter import Drafter
-from ..generation.engine.kept_runner import captures, runner_for
+from ..generation.engine.graph_runner import CAPTURE_AFTER
 from ..generation.engine.memory import free_memory
+from ..generation.engine.model_costs import model_constants
 from ..generation.engine.noise import RoundNoise
 from ..generation.engine.processors import LogitsPipeline, PrefixView
 from ..generation.engine.requirements import position_limit
 from ..generation.engine.rollout import Rollout
-from ..generation.engine.room import model_constants
 from ..generation.engine.rows import Request, RequestQueue, Rows
+from ..generation.engine.runner_choice import captures, runner_for
 from ..generation.engine.stopping import Stopping
 from ..generation.session import Session
 from ..measuring.machine import NO_KERNEL, effective_dtype, profile_key

@@ -119,7 +119,7 @@ class GraphBudget:
     _warned: bool = field(default=False, repr=False)
     _logits: Tensor | None = field(default=None, repr=False)  # [bytes] uint8
 
-    def has_room(self) -> bool:
+    def allows_more(self) -> bool:
         """Whether one more may be captured; warns once when not."""
         if self.bytes < self.limit:
             return True

@@ -18,8 +18,9 @@ from torch import Tensor
 from spec_trl import release
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter, distillation_loss
-from spec_trl.generation.drafters.tts.learners import CORRECTION_RATE
+from spec_trl.generation.drafters.tts.distillation import distillation_loss
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
+from spec_trl.generation.drafters.tts.trained_weights import CORRECTION_RATE
 from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.session import Session
 from tests.conftest import tiny_llama

@@ -7,9 +7,9 @@ from ...native_code import compiler
 from ..configuration import SpeculativeConfig
 from ..session import Session, Shadow, Snapshot, addresses
 from .cache import RaggedCache, autocast_dtype, pages_of
-from .captured import GraphRunner
-from .cuda_graphs import SMALLEST_COLUMNS, CudaRecorder, GraphBudget, cache_rows
 from .exactness import inexact_parts
+from .graph_capture import SMALLEST_COLUMNS, CudaRecorder, GraphBudget, cache_rows
+from .graph_runner import GraphRunner
 from .linear_layers import make_copies, refresh_copies
 from .memory import free_memory
 from .pages import PagedCache
@@ -79,7 +79,7 @@ def runner_for(
     """A runner of `model`'s shadow, which never changes the model.
 
     The session's runner, with its cache and captured forwards, serves again while weights lie where they lay and it
-    has room. A pool stays as large as it is, however much memory there is now.
+    is large enough. A pool stays as large as it is, however much memory there is now.
 
     Args:
         session: of the call; the runner and the shadow stay in it.
@@ -106,10 +106,10 @@ def runner_for(
     runner = session.runner
     if runner is not None:
         cache = runner.cache
-        has_room = cache.rows >= rows and cache.columns >= columns
+        is_large = cache.rows >= rows and cache.columns >= columns
         if pages is None and isinstance(cache, PagedCache):
-            has_room = has_room and cache.pages.count >= rows * pages_of(columns)
-        if runner.made_for == made_for and has_room:
+            is_large = is_large and cache.pages.count >= rows * pages_of(columns)
+        if runner.made_for == made_for and is_large:
             runner.begin()
             runner.budget.limit = graph_memory
             refresh_copies(runner.network)

@@ -116,9 +116,9 @@ class DecoupledDrafter(Drafter):
             waits = torch.tensor([plan.mode == "coupled" for plan in plans])
             # Coupled requests draft one more: their first draft token coincides with the token being decoded.
             window = (torch.tensor([plan.window for plan in plans]) + waits).clamp(max=most)
-        room = self._limits[:batch] - self._lengths[:batch] - ahead  # [B]
+        remaining = self._limits[:batch] - self._lengths[:batch] - ahead  # [B]
         # 2w - 1 are ahead at most, of which the first is sure to be right if all before it are.
-        due = torch.minimum(window, torch.minimum(2 * window - 1 - ahead, room)).clamp(min=0)
+        due = torch.minimum(window, torch.minimum(2 * window - 1 - ahead, remaining)).clamp(min=0)
         due = due.masked_fill(waits & (ahead > 0), 0)  # [B]
         self.pipe.send(Kind.DRAFT, due)
         self._due = due

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from spec_trl.generation.drafters.tts.price import TRIAL, UPDATES, LearningPrice, UpdateStride
+from spec_trl.generation.drafters.tts.update_stride import TRIAL, UPDATES, AdaptiveStride, FixedStride
 
 
 DRAFT_LENGTH = 7
@@ -15,7 +15,7 @@ DRAFT_LENGTH = 7
 
 @pytest.mark.parametrize("rounds", [1, 2, 7])
 def test_the_first_round_and_every_sth_after_it(rounds: int) -> None:
-    stride = UpdateStride(rounds)
+    stride = FixedStride(rounds)
     for _ in range(2):
         assert [i for i in range(40) if stride.is_due()] == list(range(0, 40, rounds))
         stride.begin()
@@ -41,7 +41,7 @@ class Drafter:
 
     def run(
         self,
-        price: LearningPrice,
+        price: AdaptiveStride,
         rounds: int,
         ahead: Callable[[int], float] = float,
         spend: Callable[[float], bool] = lambda _: True,
@@ -74,7 +74,7 @@ class Drafter:
 
 def test_one_that_learns_goes_on_until_it_has_learned() -> None:
     """It pays for its updates by what they save."""
-    drafter, price = Drafter(), LearningPrice()
+    drafter, price = Drafter(), AdaptiveStride()
     assert drafter.run(price, 10_000) > 1.2
     assert drafter.updates > 500 and drafter.updates * drafter.update_seconds > 2 * drafter.spent
     before = drafter.updates
@@ -86,7 +86,7 @@ def test_one_that_learns_goes_on_until_it_has_learned() -> None:
 def test_only_ratios_of_seconds_count(scale: float) -> None:
     found = []
     for unit in (1.0, scale):
-        price, due = LearningPrice(), []
+        price, due = AdaptiveStride(), []
         for index in range(3000):
             price.observe(2.0, DRAFT_LENGTH, unit)
             if price.is_due(float(index), lambda _: True):
@@ -99,19 +99,19 @@ def test_only_ratios_of_seconds_count(scale: float) -> None:
 @pytest.mark.parametrize("tau", [7.95, 7.99])
 def test_one_without_room_does_not_learn(tau: float) -> None:
     drafter = Drafter(tau=tau, most=0.0)
-    drafter.run(LearningPrice(), 10_000)
+    drafter.run(AdaptiveStride(), 10_000)
     assert drafter.updates == 0
 
 
 @pytest.mark.parametrize("drafter", [Drafter(most=0.0), Drafter(most=0.0, update_seconds=5.0)])
 def test_one_that_gains_nothing_stops(drafter: Drafter) -> None:
-    price = LearningPrice()
+    price = AdaptiveStride()
     assert drafter.run(price, 20_000) > 0.98
     assert price.share < 1 / UPDATES / 2
 
 
 def test_one_that_gets_worse_stops_and_starts_anew() -> None:
-    drafter, price = Drafter(most=-5.0, slope=-0.001), LearningPrice()
+    drafter, price = Drafter(most=-5.0, slope=-0.001), AdaptiveStride()
     assert drafter.run(price, 30_000) > 0.96
     assert drafter.updates == 0 and price.share < 0
     assert not price.is_harmful and drafter.run(price, 5000) and drafter.updates == 0
@@ -119,30 +119,30 @@ def test_one_that_gets_worse_stops_and_starts_anew() -> None:
 
 def test_cost_beyond_gain() -> None:
     drafter = Drafter(update_seconds=100.0)
-    drafter.run(LearningPrice(), 10_000)
+    drafter.run(AdaptiveStride(), 10_000)
     assert drafter.updates == 1  # it did not know
 
 
 @pytest.mark.parametrize("ahead, learns", [(100.0, False), (1e5, True)])
 def test_few_rounds_ahead(ahead: float, learns: bool) -> None:
     drafter = Drafter()
-    drafter.run(LearningPrice(), 3000, lambda _: ahead)
+    drafter.run(AdaptiveStride(), 3000, lambda _: ahead)
     assert (drafter.updates > 0) is learns
 
 
 def test_trials_are_paid_from_the_budget() -> None:
     """Never more than a small share of the rounds; and an empty budget allows none."""
     empty, full = Drafter(), Drafter(most=0.0)
-    empty.run(LearningPrice(), 5000, spend=lambda _: False)
+    empty.run(AdaptiveStride(), 5000, spend=lambda _: False)
     assert empty.updates == 0
-    full.run(LearningPrice(), 5000)
+    full.run(AdaptiveStride(), 5000)
     assert full.updates > 5
     assert full.spent <= TRIAL * 5000 and full.updates * full.update_seconds < 1.5 * full.spent
 
 
 def test_what_took_longer_than_expected_is_paid_later() -> None:
     """The first update took as long as 30 rounds: the next one waits until trials have paid for it."""
-    price, due = LearningPrice(), []
+    price, due = AdaptiveStride(), []
     for index in range(8000):
         price.observe(2.0, DRAFT_LENGTH, 1.0)
         if price.is_due(1e6, lambda _: True):
@@ -152,14 +152,14 @@ def test_what_took_longer_than_expected_is_paid_later() -> None:
 
 
 def test_goes_on_from_a_checkpoint() -> None:
-    drafter, price, other = Drafter(), LearningPrice(), LearningPrice()
+    drafter, price, other = Drafter(), AdaptiveStride(), AdaptiveStride()
     drafter.run(price, 6000)
     other.load_state_dict(price.state_dict())
     assert (other.level, other.share, other.rounds, other.tau) == (price.level, price.share, price.rounds, price.tau)
 
 
 def test_one_measurement_tells_what_an_unknown_checkpoint_has_learned() -> None:
-    price = LearningPrice()
+    price = AdaptiveStride()
     price.load_state_dict(None)
     price.observe(2.0, DRAFT_LENGTH, 1.0)
     price.learned(1.0, 0.5)
@@ -167,7 +167,7 @@ def test_one_measurement_tells_what_an_unknown_checkpoint_has_learned() -> None:
 
 
 def test_rows_that_start_anew_have_learned_nothing() -> None:
-    drafter, price = Drafter(), LearningPrice()
+    drafter, price = Drafter(), AdaptiveStride()
     drafter.run(price, 6000)
     share = price.share
     assert price.level > 0.1

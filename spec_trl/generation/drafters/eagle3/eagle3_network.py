@@ -112,7 +112,7 @@ class Eagle3Network(FeatureNetwork):
     """One decoder layer over pairs of a token and the target's features at the token before it, projected: r.
 
     It predicts the token after the pair's. Where the target has not been yet, the layer's own output takes the place
-    of r (`fed_back`). :class:`~spec_trl.generation.drafters.eagle3.drafter.Eagle3Drafter` shows the pairs.
+    of r (`fed_back`). :class:`~spec_trl.generation.drafters.eagle3.eagle3_drafter.Eagle3Drafter` shows the pairs.
 
     Parameters have the names of the speculators format, in which `midlayer` is `layers.0`. Arguments are those of
     :class:`FeatureNetwork`, which takes the layers too.

@@ -13,19 +13,19 @@ import torch
 from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
-from spec_trl.efficient_rollout.fill_profile import RoundBench
+from spec_trl.efficient_rollout.calibration import RoundBench
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.rows import Rows
 from spec_trl.scheduling.control import Chain
-from spec_trl.specactor import fill_ladder
-from spec_trl.specactor.fill_ladder import build_ladder, find_ladder
+from spec_trl.specactor import ladder_calibration
 from spec_trl.specactor.ladder import Ladder
+from spec_trl.specactor.ladder_calibration import build_ladder, find_ladder
 from tests.conftest import tiny_llama
 
 
@@ -64,7 +64,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, steps: Iterable[float]) -> list[int]:
         done.append(plan[0].draft_length if plan else 0)
         return step
 
-    monkeypatch.setattr(fill_ladder.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(ladder_calibration.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(RoundBench, "round", round_)
     return done
 
@@ -104,7 +104,7 @@ def test_tokens_are_marked_with_the_given_probability(
 
     monkeypatch.setattr(RoundBench, "round", watched_round)
     monkeypatch.setattr(Rows, "commit", watched_commit)
-    monkeypatch.setattr(fill_ladder, "ACCEPTANCE", acceptance)
+    monkeypatch.setattr(ladder_calibration, "ACCEPTANCE", acceptance)
     drafter = SmallModelDrafter(tiny_llama(seed=5), tiny)
     quick(tiny, [drafter], batches=(32,), draft_lengths=(4,), rounds=5)
     assert sum(committed) / len(committed) == pytest.approx(tokens, abs=0.4 * acceptance * (1 - acceptance) * 4)
@@ -124,7 +124,7 @@ def test_profiling_leaves_no_trace(tiny: LlamaForCausalLM) -> None:
 
 
 def test_short_contexts_and_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill_ladder, "STABLE", 1e9)  # a quiet machine
+    monkeypatch.setattr(ladder_calibration, "STABLE", 1e9)  # a quiet machine
     model = tiny_llama(max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 2.0})
     drafter = NgramDrafter(2)
     ladder = quick(model, [drafter], draft_lengths=[16, 32, 64])
@@ -146,13 +146,13 @@ def test_drafters_that_fail_are_named(tiny: LlamaForCausalLM, monkeypatch: pytes
 def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     """Rounds take no time; the list has batches and γ of the ladders that were built."""
     asked: list[tuple[list[int], list[int]]] = []
-    build = fill_ladder.build_ladder
+    build = ladder_calibration.build_ladder
 
     def watch(model: Any, drafters: Any, batches: list[int], draft_lengths: Sequence[int], **options: Any) -> Ladder:
         asked.append((list(batches), list(draft_lengths)))
         return build(model, drafters, batches, draft_lengths, rounds=1, **options)
 
-    monkeypatch.setattr(fill_ladder, "build_ladder", watch)
+    monkeypatch.setattr(ladder_calibration, "build_ladder", watch)
     clock(monkeypatch, itertools.repeat(1.0))
     return asked
 
@@ -161,7 +161,7 @@ def test_a_ladder_is_found_again(
     tiny: LlamaForCausalLM, built: list[Any], cache: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(fill_ladder, "QUIET", 0.0)
+    monkeypatch.setattr(ladder_calibration, "QUIET", 0.0)
     drafters = [SelfDrafter(tiny, kernel="reference"), NgramDrafter(2)]
     first = find_ladder(tiny, drafters, CONFIG, 16, LENGTHS)
     assert f"profiling the drafters of LlamaForCausalLM (once; kept in {cache})" in capsys.readouterr().err

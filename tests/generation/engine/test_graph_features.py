@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 from spec_trl import release
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.dflash.network import DFlashConfig
+from spec_trl.generation.drafters.dflash.dflash_network import DFlashConfig
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
-from spec_trl.generation.engine import captured
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
+from spec_trl.generation.engine import graph_runner
 from spec_trl.generation.engine.attention import ragged_attention
-from spec_trl.generation.engine.captured_drafts import CapturedFeatures
-from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
+from spec_trl.generation.engine.graph_capture import Outputs, Recording
+from spec_trl.generation.engine.graph_drafts import CapturedFeatures
 from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
@@ -299,7 +299,7 @@ def test_the_memory_bound_counts_it(kind: str, drafter, tiny, tape, replays) -> 
 
 @pytest.mark.parametrize("kind", ["dflash"])
 def test_an_attention_kernel_that_fails_gives_way_to_masks(kind: str, drafter, tiny, tape, monkeypatch) -> None:
-    monkeypatch.setattr(captured, "CapturedFeatures", WithSpans)
+    monkeypatch.setattr(graph_runner, "CapturedFeatures", WithSpans)
     monkeypatch.setattr("spec_trl.generation.drafters.feature_network.ragged_attention", refuse_spans)
     with pytest.warns(UserWarning, match="attention kernel failed under .*Network.*under masks") as seen:
         found = run(tiny, drafter)
@@ -337,7 +337,7 @@ def over_pages(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mas
 
 @each_kind
 def test_spans_over_pages_give_the_same_drafts(kind: str, drafter, tiny, tape, replays, monkeypatch) -> None:
-    monkeypatch.setattr(captured, "CapturedFeatures", WithSpans)
+    monkeypatch.setattr(graph_runner, "CapturedFeatures", WithSpans)
     monkeypatch.setattr("spec_trl.generation.drafters.feature_network.ragged_attention", over_pages)
     check(run(tiny, drafter), run(tiny, drafter, "eager"))
     assert len(replays) > 4

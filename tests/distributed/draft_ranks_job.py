@@ -1,6 +1,6 @@
 """One of two ranks: rank 0 generates, rank 1 drafts for it, and has the trouble that the test asks for.
 
-python -m tests.distributed.decoupled_job FILE TROUBLE
+python -m tests.distributed.draft_ranks_job FILE TROUBLE
 
 Rank 0 writes to FILE, for each of some generations, whether its tokens are those without drafts, and how it went.
 """
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spec_trl import SpeculativeOutput
-from spec_trl.distributed.decoupled import Channel, DraftRank, serve
-from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.distributed.draft_ranks import Channel, DraftRank, serve
+from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.worker import Kind
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.accept import Proposal

@@ -12,9 +12,9 @@ from transformers import LogitsProcessorList
 
 from spec_trl.generation import decoding
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import captured, room
-from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
+from spec_trl.generation.engine import graph_runner, row_memory
 from spec_trl.generation.engine.draft_loop import NetworkDraft
+from spec_trl.generation.engine.graph_capture import Outputs, Recording
 from tests.conftest import tiny_llama
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
 from tests.generation.engine.tape import spoil_pool
@@ -182,7 +182,7 @@ def test_a_near_tie_is_no_failure(fresh, tape, monkeypatch, replays) -> None:
 @pytest.mark.parametrize("capture_after", [1, 3])
 def test_a_drafter_that_returns_nan_is_dropped(fresh, tape, monkeypatch, capture_after: int) -> None:
     """By its loop, whose capture is not at fault, and before."""
-    monkeypatch.setattr(captured, "CAPTURE_AFTER", capture_after)
+    monkeypatch.setattr(graph_runner, "CAPTURE_AFTER", capture_after)
     drafter = SelfDrafter(fresh, kernel="reference")
     drafter.network.lm_head = nn.Linear(64, 64, dtype=torch.float64)
     nn.init.constant_(drafter.network.lm_head.weight, float("nan"))
@@ -228,8 +228,8 @@ def test_little_memory_makes_captured_forwards_fewer_before_rows(
     config = {"runner": "graph", "draft_length": 5}
     plain = generate(model, SIXTY_FOUR, "none", {"runner": "eager"}, **LENGTHS)
     monkeypatch.setattr(tape, "bytes", lambda: tape.recorded << 22)  # four captures take 16 MiB
-    monkeypatch.setattr(room, "LEAST_GRAPH_MEMORY", 0)
-    monkeypatch.setattr(room, "warned_of", set())
+    monkeypatch.setattr(row_memory, "LEAST_GRAPH_MEMORY", 0)
+    monkeypatch.setattr(row_memory, "warned_of", set())
     monkeypatch.setattr(decoding, "free_for_cache", lambda *_: NEEDED + left)
     with pytest.warns(UserWarning) as seen:
         found = [generate(model, SIXTY_FOUR, "self", config, **LENGTHS) for _ in range(2)]

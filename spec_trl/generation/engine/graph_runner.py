@@ -20,8 +20,8 @@ from ..session import addresses
 from .accept import Proposal
 from .attention import warn_of_masks
 from .cache import RaggedCache, autocast_dtype
-from .captured_drafts import CapturedFeatures, CapturedLoops
-from .cuda_graphs import (
+from .draft_loop import NetworkDraft
+from .graph_capture import (
     CapturedForward,
     ForwardKey,
     GraphBudget,
@@ -32,7 +32,7 @@ from .cuda_graphs import (
     row_bucket,
     uncached_autocast,
 )
-from .draft_loop import NetworkDraft
+from .graph_drafts import CapturedFeatures, CapturedLoops
 from .linear_layers import copied_bytes
 from .runner import EagerRunner, FeatureRunner, Heard
 from .shadow import decoder_layers, make_shadow
@@ -170,13 +170,13 @@ class GraphRunner(EagerRunner):
         shape = self._key(draft.tokens[:, :1], columns + draft.draft_length - 1)
         if draft.drawn_by is None or self._gave_up:
             return super().draft(draft, columns)
-        loop, has_room = self._loops.get(draft, shape), True
-        if loop is None and not (has_room := self.budget.has_room()):
+        loop, may_capture = self._loops.get(draft, shape), True
+        if loop is None and not (may_capture := self.budget.allows_more()):
             loop = self._loops.larger(draft, shape)
         if loop is not None:
             self.forwards += draft.draft_length
             return loop.replay(draft)
-        if not has_room or (asked := self._loops.ask(draft, shape)) > CAPTURE_AFTER:  # by captured steps
+        if not may_capture or (asked := self._loops.ask(draft, shape)) > CAPTURE_AFTER:  # by captured steps
             return super().draft(draft, columns)
         proposal = draft.run(partial(self._step_padded, columns))
         if asked == CAPTURE_AFTER:
@@ -237,7 +237,7 @@ class GraphRunner(EagerRunner):
         """The captured forward of `key`, which may be captured now; None: run eagerly."""
         graph = self._graphs.get(key)
         if graph is None and key not in self._failed:
-            if not self.budget.has_room():
+            if not self.budget.allows_more():
                 return self._larger(key)
             self._asked[key] += 1
             self.budget.preparations += 1
@@ -323,7 +323,7 @@ class GraphRunner(EagerRunner):
 
     def _try_compiled(self, graph: CapturedForward) -> None:
         """Takes a compiled forward in place of `graph`, which is filled, if it agrees with it and measures faster."""
-        if not self.budget.has_room():
+        if not self.budget.allows_more():
             return
         self.budget.preparations += 1
         before, seconds = graph.recording, self.budget.recorder.seconds

@@ -15,9 +15,9 @@ from ...engine.drafter import DraftSession
 from ...engine.rows import Admission
 from ...registry import register_drafter
 from ..autoregressive import CATCH_UP
-from ..canvas import Canvas
 from ..feature_drafter import FeatureDrafter
-from .network import Eagle3Config, Eagle3Network
+from ..trainable_drafter import Canvas
+from .eagle3_network import Eagle3Config, Eagle3Network
 
 
 _PROMPT_PAIRS = 8192  # fed at once, padding included: bounds activations and masks

@@ -1,7 +1,7 @@
-"""When a drafter learns: after every S rounds (TTS App. C.1), or with the stride "adaptive" where it pays.
+"""The update stride of Test-Time Speculation: every S rounds (TTS App. C.1), or "adaptive": where an update pays.
 
-The paper leaves an adaptive stride to future work (TTS App. C.2). Here an update runs where the rounds ahead are
-expected to save its seconds, and where a budget covers it.
+The paper leaves an adaptive stride to future work (TTS App. C.2). Here an update runs if the rounds ahead are
+expected to save its seconds, and if a budget covers them.
 """
 
 import math
@@ -15,22 +15,22 @@ UPDATES = 1000
 """By expectation an update closes 1 / UPDATES of what log τ lacks to its ceiling: between 1/600 (EAGLE-3, greedy) and
 1/4000 (small LM, sampled) in benchmarks/results/tts_drafters.json. In so many updates that may change by as much."""
 TRIAL = 0.01
-"""Share of the rounds' seconds that updates of unknown worth may take. A planner's budget of trials gets 1.5 times as
-much."""
+"""Share of the rounds' seconds that updates of unknown value may take. The planner's exploration budget gets 1.5 times
+as much."""
 FIRST = 2
-"""Rounds that the first update is assumed to take, before one was timed; the copy of the network included."""
+"""Rounds that the first update is assumed to take, copying the network included; later updates are timed."""
 NOISE = 0.1
-"""sd of the rise that one round shows, before some were seen."""
+"""Prior sd of the rise that one round shows."""
 WEIGHT, RECENT = 4, 100
-"""Weight of that in such rounds, and the number of newest ones whose mean square counts."""
+"""Weight of the prior in rounds, and the number of newest rounds in the mean square."""
 WINDOW = 32
-"""Rounds, and updates, whose median seconds count: one that compiled or waited says nothing of the others."""
+"""Rounds, and updates, in a median of seconds: one that compiled or waited must not count."""
 TEXT = 256
-"""Rounds over which the mean of τ is taken: several texts differ more than an update changes."""
+"""Rounds in the mean of τ: texts differ more than an update changes."""
 _SAVED = ("level", "share", "rounds", "_variances", "_noise", "_seen", "_efficiency", "_ceiling")
 
 
-class UpdateStride:
+class FixedStride:
     """Says after which rounds the drafter learns: every `rounds` (S) of them."""
 
     def __init__(self, rounds: int) -> None:
@@ -38,8 +38,8 @@ class UpdateStride:
         self.begin()
 
     def begin(self) -> None:
-        """Learning starts anew, with the first round."""
-        self.waited = self.rounds - 1  # rounds since the last update; a checkpoint keeps it
+        """Restarts: the first round is due."""
+        self.waited = self.rounds - 1  # rounds since the last update; saved in checkpoints
 
     def is_due(self) -> bool:
         """Whether the drafter learns from this round; asked once in each round that drafted."""
@@ -50,20 +50,20 @@ class UpdateStride:
         return True
 
 
-class LearningPrice:
-    """Says after which rounds the drafter learns: where that pays.
+class AdaptiveStride:
+    """Says after which rounds the drafter learns: where an update pays.
 
-    A linear model with drift, a Kalman filter, follows what was learned from one update to the next: its state is the
-    *level* (by how much learning has raised log τ) and the *share* of what is missing, log((γ + 1) / τ), that one more
-    update closes. Each update measures the level: on the same round, with the weights that learned and the first ones.
+    A Kalman filter follows what is learned from update to update. Its state is the *level*, by how much learning has
+    raised log τ, and the *share* of the gap log((γ + 1) / τ) that one more update closes. Every update measures the
+    level: log τ of one round with the learned and with the first weights.
 
-    * Worth of an update: share · log((γ + 1) / τ) · rounds ahead · seconds of a round.
-    * It is due where it is worth its seconds and the budget covers them.
-    * Where an update is worth its seconds by expectation, each round adds to the budget what learning surely saves
-      (level less one sd). Where it may be worth them (plus one sd), a round adds a small share of its seconds, if
-      `spend`, which takes them from the control's budget of trials, agrees.
+    * Value of an update: share · log((γ + 1) / τ) · rounds ahead · seconds of a round.
+    * An update is due if its value exceeds its seconds and the budget covers them.
+    * If the expected value exceeds the seconds, a round adds to the budget what learning saves (level less one sd). If
+      the value plus one sd exceeds them, a round adds a small share of its seconds, if `spend`, which takes them from
+      the control's exploration budget, agrees.
 
-    So learning pays for itself but for that share. It ends where the drafter has no room, gains nothing or loses.
+    So learning pays for itself, but for that share. It stops if the drafter cannot improve, gains nothing or loses.
     """
 
     def __init__(self) -> None:
@@ -77,8 +77,8 @@ class LearningPrice:
         self._of_updates: deque[float] = deque(maxlen=WINDOW)
 
     def observe(self, block_efficiency: float, draft_length: int, seconds: float) -> None:
-        """A round of `seconds` without learning, with γ = `draft_length`, committed `block_efficiency` tokens per row,
-        the corrected or bonus token included."""
+        """Records a round with γ = `draft_length` that took `seconds` without learning and committed
+        `block_efficiency` tokens per row, the corrected or bonus token included."""
         self.rounds += 1
         weight = 1 / min(self.rounds, TEXT)
         self._efficiency += weight * (block_efficiency - self._efficiency)
@@ -92,7 +92,7 @@ class LearningPrice:
 
     @property
     def is_harmful(self) -> bool:
-        """Whether the drafter surely was better before it learned."""
+        """Whether the drafter was better before it learned, by more than one sd."""
         return self.level + math.sqrt(self._variances[0]) < 0
 
     def is_due(self, rounds_ahead: float, spend: Callable[[float], bool]) -> bool:
@@ -112,7 +112,7 @@ class LearningPrice:
             self._budget += TRIAL * seconds
         if self._budget < cost:
             return False
-        self._budget, self._charged = 0.0, cost  # what was saved beyond is kept
+        self._budget, self._charged = 0.0, cost
         return True
 
     def learned(self, seconds: float, rise: float) -> None:
@@ -133,23 +133,23 @@ class LearningPrice:
         )
 
     def forget(self) -> None:
-        """What was learned is gone: rows have started anew."""
+        """Forgets the level: rows were reset."""
         self.level, self._variances = 0.0, (0.0, 0.0, self._variances[2])
 
     def state_dict(self) -> dict[str, Any]:
-        """What it knows but for the machine's times, for a checkpoint."""
+        """All but times of this machine, for a checkpoint."""
         return {name: getattr(self, name) for name in _SAVED}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from what :meth:`state_dict` gave; None: nothing is known of what was learned so far."""
+        """Restores the result of :meth:`state_dict`; None: the level is unknown."""
         if state is None:
-            self._variances = 1.0, 0.0, self._variances[2]  # a factor of e: all but anything
+            self._variances = 1.0, 0.0, self._variances[2]  # sd: a factor of e
         else:
             vars(self).update({name: state[name] for name in _SAVED})
 
     @property
     def _missing(self) -> float:
-        """log((γ + 1) / τ): how much log τ can rise yet."""
+        """log((γ + 1) / τ): how much log τ can still rise."""
         return max(math.log(self._ceiling / self._efficiency), 0.0)
 
     def _correct(self, rise: float) -> None:

@@ -1,9 +1,8 @@
-"""What changes in a drafter that learns, and how: all of its weights, or low-rank corrections of its layers.
+"""The weights that Test-Time Speculation trains: all of a drafter's, or low-rank corrections of its layers.
 
-A learner works on a copy of the drafting network, at least in float32, so that drafting can go on meanwhile. `publish`
-then copies what was learned into the drafting network, in place. A correction belongs to one cache row, so that a
-request of a batch learns for itself and starts anew (TTS resets between requests), or to all rows. Drafters whose
-weights are packed can learn in this way too.
+A learner trains a copy of the drafting network, at least in float32, while the network drafts. `publish` then copies
+the result into the drafting network, in place. A correction belongs to one cache row, so that every request trains
+and resets a separate one (TTS resets between requests), or to all rows. Packed weights allow corrections only.
 """
 
 import copy
@@ -18,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from ....quantization.linear import PackedLayer, QuantizedLinear
 from ....quantization.source_weight import read_projection
 from ...engine.shadow import share_weights
-from ..canvas import TrainableDrafter
+from ..trainable_drafter import TrainableDrafter
 
 
 CORRECTION_RATE = 3e-4
-"""η of low-rank corrections, which are relative to the layer's own scale."""
+"""η of low-rank corrections, which are relative to the layer's scale."""
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
 
@@ -30,10 +29,10 @@ class Learner(ABC):
     """Trains a copy of a drafter.
 
     Attributes:
-        network: the copy of the drafting network that learns.
+        network: the trained copy of the drafting network.
         initial: a network with the weights before learning, q_0; None where it is not needed.
-        tensors: the tensors that learn, with gradient.
-        published: those of the drafting network, written in place since captured forwards read them.
+        tensors: the trained tensors, with gradient.
+        published: tensors of the drafting network, written in place since captured forwards read them.
         rows: number of separate adapters, one per cache row; 1: all rows share the tensors.
         learning_rate: η of Adam.
     """
@@ -78,11 +77,11 @@ class Learner(ABC):
     @property
     @abstractmethod
     def bytes(self) -> int:
-        """Memory of learning in addition to the drafting network, gradients included."""
+        """Bytes of learning in addition to the drafting network, gradients included."""
 
 
 class WeightLearner(Learner):
-    """Learns all weights that a drafter does not borrow (TTS §4.1), for all rows together."""
+    """Trains all weights that a drafter does not share with the target (TTS §4.1), for all rows together."""
 
     rows = 1
 
@@ -114,7 +113,7 @@ class WeightLearner(Learner):
         self._start_adam()
 
     def move(self, source: list[int], destination: list[int]) -> None:
-        """Nothing moves: all rows share what is learned."""
+        """Does nothing: all rows share the tensors."""
 
     @torch.no_grad()
     def release(self) -> None:
@@ -125,7 +124,7 @@ class WeightLearner(Learner):
         return {"tensors": tensors, "moments": self._optimizer.state_dict()["state"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        moments = copy.deepcopy(state["moments"])  # torch would go on in the caller's tensors
+        moments = copy.deepcopy(state["moments"])  # torch would write into the caller's tensors
         _copy_tensors(state["tensors"], self.tensors)
         groups = self._optimizer.state_dict()["param_groups"]  # the learning rate is this run's
         self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
@@ -156,19 +155,19 @@ class RowTensors:
 
     @property
     def bytes(self) -> int:
-        """Bytes that they take."""
+        """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self._by_row)
 
 
 class RowAdapters(RowTensors):
     """y_b + (x_b @ downᵀ) @ up_bᵀ for row b of every adapted layer. `up` starts at 0: at first nothing changes.
 
-    Only `up` learns (LoRA-FA, arXiv 2308.03303), so rows share `down`, a random projection. `down` has the scale of
-    the layer's own weight: then a change of η in `up` changes y by a share of about η, whatever the layer's scale.
+    Only `up` is trained (LoRA-FA, arXiv 2308.03303), so rows share `down`, a random projection. `down` has the scale
+    of the layer's weight: then a change of η in `up` changes y by a share of about η, whatever the layer's scale.
 
     Args:
         layers: linear layers by name, with inputs `[B, q, in]`.
-        rows: number of cache rows with a correction of their own; 1: one correction for all.
+        rows: number of cache rows, with a correction per row; 1: one correction for all rows.
         rank: r.
 
     Attributes:
@@ -182,7 +181,7 @@ class RowAdapters(RowTensors):
         self.down: dict[str, Tensor] = {}
         self.up: dict[str, Tensor] = {}
         for name, layer in layers.items():
-            # Of a quantized layer, what it was made of.
+            # A quantized layer holds the layer that it was packed from.
             weight, _ = read_projection(layer.dense if isinstance(layer, QuantizedLinear) else layer)  # [out, in]
             wide = torch.promote_types(weight.dtype, torch.float32)
             scale = weight.detach().to(wide).square().mean().sqrt()
@@ -202,10 +201,10 @@ class RowAdapters(RowTensors):
 
     def attach(self, layers: Mapping[str, nn.Module], first_row: Callable[[], int]) -> list[RemovableHandle]:
         """Has every forward of `layers`, of the same names and shapes, corrected until the handles are removed;
-        `first_row` returns the first cache row of the forward under way, which raises ValueError where rows learn
+        `first_row` returns the first cache row of the running forward, which raises ValueError where rows learn
         separately and a layer's inputs have no batch dimension."""
 
-        # Each hook holds its own tensors: one that looks them up by name would be compiled for each layer anew.
+        # A hook holds its tensors: one that looks them up by name would be compiled again for every layer.
         def correction(name: str, down: Tensor, up: Tensor) -> Callable[..., Tensor]:
             def correct(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
                 x = args[0].to(down.dtype)  # [B, q, in]
@@ -230,8 +229,8 @@ class RowAdapters(RowTensors):
 
 
 class RowAdam(RowTensors):
-    """Adam with a step count per row: torch has one per tensor, and rows start anew at different times. `tensors`,
-    with rows in the first dimension, are written in place."""
+    """Adam with a step count per row: torch has one per tensor, and rows are reset at different times. `tensors`, with
+    rows in the first dimension, are written in place."""
 
     def __init__(self, tensors: list[Tensor], learning_rate: float) -> None:
         self.learning_rate = learning_rate
@@ -243,8 +242,8 @@ class RowAdam(RowTensors):
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], learns: Tensor) -> None:
-        """One step by the gradients of each tensor for those of the first rows that learn, by `[n <= rows]` bool; the
-        others keep their moments."""
+        """Takes one step by the gradients of every tensor, for the first rows that learn (`[n <= rows]` bool). Other
+        moments do not change."""
         (which,) = learns.nonzero(as_tuple=True)  # [m]
         self._steps[which] += 1
         counts = self._steps[which]  # [m, 1, 1]
@@ -262,14 +261,14 @@ class RowAdam(RowTensors):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave for tensors of the same shapes."""
+        """Loads the result of :meth:`state_dict` for tensors of the same shapes."""
         saved = [*state["means"], *state["squares"], state["steps"]]
         for tensor, value in zip(self._by_row, saved, strict=True):
             tensor.copy_(value)
 
 
 class AdapterLearner(Learner):
-    """Learns low-rank corrections of the drafter's layers, whose weights stay as they are."""
+    """Trains low-rank corrections of the drafter's layers, whose weights do not change."""
 
     def __init__(self, drafter: TrainableDrafter, learning_rate: float, rows: int, rank: int) -> None:
         self.rows, self.learning_rate = rows, learning_rate
@@ -344,8 +343,9 @@ def _copy_tensors(saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 def make_learner(
     drafter: TrainableDrafter, rows: int, learning_rate: float | None, rank: int, keeps_initial: bool
 ) -> Learner:
-    """All weights learn where the drafter owns some and `rows` is 1 (all rows learn together); else low-rank
-    corrections do. A `learning_rate` η of None is the drafter's `weight_rate` / width, or `CORRECTION_RATE`."""
+    """Trains all weights where the drafter has some that it does not share and `rows` is 1 (all rows learn together);
+    else low-rank corrections. A `learning_rate` η of None means the drafter's `weight_rate` / width, or
+    `CORRECTION_RATE`."""
     if rows == 1 and drafter.trained(drafter.network):
         return WeightLearner(drafter, learning_rate or drafter.weight_rate / drafter.width, keeps_initial)
     return AdapterLearner(drafter, learning_rate or CORRECTION_RATE, rows, rank)

@@ -13,10 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..efficient_rollout.fill_profile import RoundBench, bar_text, warm_up_rounds
+from ..efficient_rollout.calibration import RoundBench, bar_text, warm_up_rounds
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.history import HistoryDrafter
-from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
 from ..generation.engine.accept import Proposal
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.noise import Draw, RoundNoise

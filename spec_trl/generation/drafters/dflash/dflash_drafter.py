@@ -12,10 +12,10 @@ from ...engine.cache import autocast_dtype
 from ...engine.draft_loop import Forward
 from ...engine.linear_layers import NarrowProduct
 from ...registry import register_drafter
-from ..canvas import Canvas
 from ..feature_drafter import FeatureDrafter
 from ..feature_network import Store
-from .network import DFlashConfig, DFlashNetwork
+from ..trainable_drafter import Canvas
+from .dflash_network import DFlashConfig, DFlashNetwork
 
 
 @register_drafter
