@@ -16,8 +16,8 @@ from spec_trl.scheduling.planner import MAX_BUDGET, ROUND_BUDGET, Planner
 
 @functools.cache
 def small_batches() -> list[Bounds]:
-    """Of four worlds of each cell; an oracle takes longer than a planner."""
-    return [Bounds(World(cell, seed)) for cell in CELLS if cell.batch <= 4 for seed in range(4)]
+    """Of three worlds of each cell; an oracle takes longer than a planner."""
+    return [Bounds(World(cell, seed)) for cell in CELLS if cell.batch <= 4 for seed in range(3)]
 
 
 @pytest.mark.parametrize(
