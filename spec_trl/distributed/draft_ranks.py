@@ -7,8 +7,8 @@
     else:
         serve(SmallModelDrafter(assistant, model), verifier=0)
 
-Messages lie in host memory, so both ranks need a group that can send from there: gloo, on GPUs too, where a process
-group "cpu:gloo,cuda:nccl" has both. A receive must be given up after a time, which NCCL cannot do.
+Messages are in host memory, so both ranks need a group that can send from it: gloo, also on GPUs, where a process
+group "cpu:gloo,cuda:nccl" has both backends. A receive needs a timeout, which NCCL does not offer.
 """
 
 import warnings
@@ -34,10 +34,10 @@ from .link import Link, Watch
 
 
 IDLE_SECONDS = 24 * 3600.0
-"""Seconds between two messages after which :func:`serve` ends by itself: a verifier may have a long break."""
+"""Seconds without a message after which :func:`serve` ends by itself: a verifier may pause for long."""
 _LOOK_SECONDS = 0.5  # between two checks whether a verifier that sends nothing is alive
-_MAGIC = 0x5AEC7A11  # of a message's head
-_MOST = 1 << 26  # numbers in a message: the prompts of thousands of rows, and no garbage that asks for more memory
+_MAGIC = 0x5AEC7A11  # the first number of a message's head
+_MOST = 1 << 26  # numbers in a message: the prompts of thousands of rows, a bound against damaged heads
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Channel:
     content. Both are int64 in host memory.
 
     Args:
-        rank: the other one, in the default group.
+        rank: the other rank, in the default group.
         group: that both are in; None: the default group.
     """
 
@@ -63,8 +63,8 @@ class Channel:
             self._wait(dist.isend(part.contiguous(), self.rank, self.group), seconds)
 
     def receive(self, seconds: float) -> tuple[Kind, Tensor]:
-        """The next message, `[n]` int64; raises RuntimeError where none comes within `seconds` or the other rank is
-        gone, and ValueError where it is damaged."""
+        """Receives the next message, `[n]` int64. Raises RuntimeError if no message comes within `seconds` or the
+        other rank is gone, and ValueError if the message is damaged."""
         self.received += 1
         head = torch.zeros(5, dtype=torch.int64)
         self._wait(dist.irecv(head, self.rank, self.group), seconds)
@@ -87,13 +87,13 @@ class Channel:
 class DraftRank(DraftPipe):
     """The pipe to a drafter that another rank runs by :func:`serve`.
 
-    Of the logits processors, temperature, top-k, top-p and min-p act on its drafts; leaving out others costs
-    acceptance. A rank that fails in any way, or gives no window in time, is lost: torch.distributed closes the
-    connection. Later generations go on without drafts.
+    Of the logits processors, temperature, top-k, top-p and min-p act on its drafts; without the other processors fewer
+    drafts are accepted. A rank that fails, or sends no window in time, is lost: torch.distributed closes the
+    connection. Later generations run without drafts.
 
     Args:
-        rank: the drafter's, in the default group.
-        group: that both are in, with gloo for host memory; None: the default group.
+        rank: the rank that drafts, in the default group.
+        group: contains both ranks, with gloo for host memory; None: the default group.
         timeout: seconds that a window may take.
         strategy: the drafter's name in statistics.
         max_rows: most rows in flight with which it drafts.
@@ -169,23 +169,24 @@ def serve(
     """Drafts for the rank `verifier` until it closes its :class:`DraftRank`, or is gone.
 
     Args:
-        drafter: drafts on this rank; must be able to draft ahead. A copy does not keep its policy alive: keep it.
+        drafter: drafts on this rank; must be able to draft ahead. A quantized copy does not keep its policy alive:
+            hold a reference.
         verifier: a rank of the default group.
-        device: where it drafts.
-        group: that both are in, as passed to :class:`DraftRank`.
+        device: on which it drafts.
+        group: contains both ranks, as passed to :class:`DraftRank`.
         timeout: seconds that the verifier may take to receive a window.
-        look: is called again and again while the verifier sends nothing. What it raises ends the wait.
+        look: called repeatedly while the verifier sends nothing; an exception of it ends the wait.
 
     Returns:
-        Whether the verifier has closed it; False: with a warning, the connection is lost.
+        True if the verifier closed the pipe; False, with a warning, if the connection was lost.
 
     Raises:
         ValueError: the drafter cannot draft ahead.
     """
     if not drafter.drafts_ahead:
-        raise ValueError(f"drafter={type(drafter).__name__} cannot draft ahead; serve a small model or the copy.")
+        raise ValueError(f"drafter={type(drafter).__name__} cannot draft ahead; serve a network without states.")
     channel = Channel(verifier, group)
-    # Over gloo a receive cannot be tried, and giving one up closes the connection: a thread receives, up to CLOSE.
+    # gloo cannot poll, and a receive that times out closes the connection. So a thread receives, up to CLOSE.
     arrived: SimpleQueue[tuple[Kind, Tensor] | Exception] = SimpleQueue()
     Thread(target=_receive_all, args=(channel, arrived), daemon=True).start()
 
@@ -224,7 +225,7 @@ def serve(
 
 
 class _Lost(Exception):
-    """The verifier is gone, or what it sent is damaged; the cause says how."""
+    """The verifier is gone, or its message is damaged; the cause is chained."""
 
 
 def _receive_all(channel: Channel, arrived: "SimpleQueue[tuple[Kind, Tensor] | Exception]") -> None:
@@ -238,12 +239,13 @@ def _receive_all(channel: Channel, arrived: "SimpleQueue[tuple[Kind, Tensor] | E
 
 
 def _text(error: BaseException | None) -> Tensor:
-    """`[n]` int64, the UTF-8 bytes of its type and message."""
+    """Encodes an exception: `[n]` int64, the UTF-8 bytes of its type and message."""
     return torch.tensor([*f"{type(error).__name__}: {error}".encode()], dtype=torch.int64)
 
 
 class DraftRanks:
-    """The last `drafting` of all ranks draft in rollouts, each for one of the first. All ranks must make it.
+    """Has the last `drafting` ranks draft in rollouts, every one for one of the first ranks. All ranks must make this
+    object.
 
     Args:
         drafting: number of ranks that draft.
@@ -268,7 +270,7 @@ class DraftRanks:
         self._seconds = min(DRAFT_TIMEOUT, timeout)  # that a message may take
         for first in range(drafting):
             pair = [first, self.decoding + first]
-            # Over gloo, since messages lie in host memory; a group that fails leaves other groups whole.
+            # gloo, since messages are in host memory. A separate group: if it fails, other groups stay usable.
             group = dist.new_group(pair, backend="gloo", timeout=timedelta(seconds=timeout))
             if rank in pair:
                 self._other, self._group = sum(pair) - rank, group
@@ -279,11 +281,11 @@ class DraftRanks:
         return self._rank >= self.decoding
 
     def serve(self, drafter: Drafter, device: torch.device, link: Link) -> None:
-        """Drafts with `drafter` on `device` until the other rank leaves :meth:`ahead`. Where the connection to it is
-        lost, that rank decodes on alone, and this one waits for the end of the pool, to which `link` leads.
+        """Drafts with `drafter` on `device` until the other rank leaves :meth:`ahead`. If the connection is lost, that
+        rank decodes without drafts, and this rank waits until the pool of `link` is done.
 
         Raises:
-            RuntimeError: no rank that decodes was heard from for the link's timeout.
+            RuntimeError: no decoding rank has written anything for the link's timeout.
         """
         watch = Watch(link)
         if not serve(drafter, self._other, device, self._group, self._seconds, watch.look):
@@ -291,7 +293,8 @@ class DraftRanks:
 
     @contextmanager
     def ahead(self, drafters: Sequence[Drafter]) -> Iterator[Sequence[Drafter]]:
-        """The drafters of a generation on this rank, or in their place the one of the rank that drafts for it."""
+        """Yields the drafters of a generation on this rank, or instead of them the drafter on the rank that drafts for
+        it."""
         if self._group is None:
             yield drafters
             return

@@ -1,4 +1,4 @@
-"""Calibration: times this machine's rounds with the engine itself, and fits the roofline to them (ER App. E.3)."""
+"""Calibration: times this machine's rounds with the engine, and fits the roofline to them (ER App. E.3)."""
 
 import gc
 import itertools
@@ -24,6 +24,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.self_copy import SelfDrafter
 from ..generation.engine.accept import Proposal
+from ..generation.engine.attention import keeps_states
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.graph_runner import CAPTURE_AFTER
 from ..generation.engine.memory import free_memory
@@ -47,8 +48,8 @@ from .sweep import Mode, Sample
 DRAFT_LENGTHS = (3, 7, 11)
 BATCHES = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
-GEMM_ROWS = (256, 512, 1024)  # where GEMMs have long been bound by compute: F_eff is taken from them
-MEMORY_SHARE = 0.3  # of the free memory, what the sweep's K/V cache may take
+GEMM_ROWS = (256, 512, 1024)  # there GEMMs are bound by compute: F_eff is taken from them
+MEMORY_SHARE = 0.3  # share of the free memory for the sweep's K/V cache
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 15  # timed rounds of one visit to a cell; there are two visits
 
 
@@ -57,8 +58,8 @@ class RoundBench:
 
     Args:
         model: the target.
-        drafters: those that a round's chains name by their index.
-        prompts: `[B, n]`, int64, one per row. Rows begin with one token more.
+        drafters: a round's chains name them by index.
+        prompts: `[B, n]`, int64, one per row. Rows begin with one more token.
         columns: of the cache, per row.
         config: names the runner.
         rollout: the kind of rollout.
@@ -76,12 +77,12 @@ class RoundBench:
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         batch = len(prompts)
-        Session.of(model).drop_runner()  # its K/V would lie beside ours
+        Session.of(model).drop_runner()  # its K/V would take memory beside ours
         self._rows = Rows(batch, columns, model.device)
         view = PrefixView(self._rows, prompts)
         self._rollout = rollout(
             RequestQueue([Request(i, prompts[i], 2**62, i) for i in range(batch)]),
-            runner_for(Session(), model, batch, columns, config),
+            runner_for(Session(), model, batch, columns, config, has_states=keeps_states(model.config)),
             drafters,
             NeverSpeculate(),
             self._rows,
@@ -109,11 +110,11 @@ class RoundBench:
         """Frees the cache."""
         self._rollout.end()
         if self._captures:
-            gc.collect()  # a runner and what it captured hold each other
+            gc.collect()  # a runner and its captured forwards reference each other
 
 
 def warm_up_rounds(model: PreTrainedModel, config: SpeculativeConfig) -> int:
-    """Rounds of each shape that are not timed: they prepare kernels and captured forwards."""
+    """Number of untimed rounds per shape: they prepare kernels and captured forwards."""
     return CAPTURE_AFTER if captures(config, model.device) else 1
 
 
@@ -143,7 +144,7 @@ def calibrate(
         max_length: longest total length that will occur.
         budget_seconds: for the sweep; a large model on a slow machine may exceed it, with four times of every cell.
         progress: show a progress bar.
-        kept_in: folder in which the caller keeps the profile; the progress bar says so.
+        kept_in: folder in which the caller saves the profile; the progress bar names it.
 
     Raises:
         ValueError: no kernel can hold the drafter's layers, so there is nothing to calibrate.
@@ -155,7 +156,7 @@ def calibrate(
             f"draft_kernel={config.draft_kernel!r} with draft_quantization={config.draft_quantization!r} can pack no "
             f"layer on {key.hardware}; choose another of them."
         )
-    # A drafter of its own, since the strategy that will run may have none.
+    # A separate drafter, since the strategy may have none.
     drafter = SelfDrafter(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
     constants = model_constants(model, drafter.quantized, effective_dtype(model))
     bar = bar_text("calibrating this machine for", model, kept_in) if progress else None
@@ -199,7 +200,7 @@ def _time_gemms(model: PreTrainedModel) -> list[GemmMeasurement]:
 
 
 def _copy_bandwidth(size: float, device: torch.device) -> float:
-    """Bytes per second that a copy of `size` bytes (at most 1 GiB) reads and writes; small models live in caches."""
+    """Bytes per second that a copy of `size` bytes (at most 1 GiB) reads and writes; small models fit into caches."""
     source = torch.zeros(int(min(size, 2**30)) // 8 + 1, dtype=torch.int64, device=device)
     destination = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(partial(destination.copy_, source), device)
@@ -233,7 +234,7 @@ def sweep(
     limit = position_limit(model)
     margin = max(DRAFT_LENGTHS) + 1  # tokens that a round may write
     longest = max((max_length if limit is None else min(max_length, limit)) - margin, 1)
-    # The longest length matters most; those just below it would tell nothing new.
+    # The longest length matters most; lengths just below it add no information.
     lengths = [length for length in LENGTHS if 1.5 * length <= longest] + [longest]
     bench = _Bench(model, drafter, max_batch, lengths, margin, config)
     lengths = [length for length in lengths if length <= bench.longest]
@@ -241,7 +242,7 @@ def sweep(
     cells = [
         (batch, length, gamma)
         for batch, length, gamma in itertools.product(batches, lengths, (0, *DRAFT_LENGTHS))
-        # With more rows than the kernels serve no network drafts: there one γ of verification is enough.
+        # With more rows than the kernels serve no network drafts: one γ of verification is enough.
         if batch <= drafter.max_rows or gamma in (0, DRAFT_LENGTHS[1])
     ]
     random.Random(0).shuffle(cells)
@@ -258,7 +259,7 @@ def sweep(
 
 
 class _NoDrafter(Drafter):
-    """Proposes whatever tokens come after the rows: for verification alone, with more rows than kernels serve."""
+    """Proposes arbitrary tokens: for timing verification with more rows than kernels serve."""
 
     has_probabilities = False
 
@@ -268,7 +269,7 @@ class _NoDrafter(Drafter):
 
 
 class _Bench(RoundBench):
-    """An engine whose rows can be set to any number and length without reading such texts."""
+    """An engine whose rows can be set to any number and length without reading texts."""
 
     def __init__(
         self,

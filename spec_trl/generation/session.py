@@ -77,6 +77,7 @@ class Session:
         self.acceptance: dict[str, float] = {}
         self._structure: tuple[object, ...] | None = None  # of the model for which drafters and runner were made
         self._in_use = Lock()
+        self._spare: Session | None = None  # for a call that begins while this one is lent
 
     @classmethod
     def of(cls, model: nn.Module) -> "Session":
@@ -85,28 +86,38 @@ class Session:
 
     @classmethod
     def below(cls, model: nn.Module) -> "list[Session]":
-        """The sessions of `model` and what it wraps."""
-        return [_sessions[module] for module in model.modules() if module in _sessions]
+        """The sessions of `model` and what it wraps, and their spare ones."""
+        sessions = [_sessions[module] for module in model.modules() if module in _sessions]
+        for session in sessions:
+            if session._spare is not None:
+                sessions.append(session._spare)
+        return sessions
 
     @classmethod
     @contextmanager
     def lend(cls, model: nn.Module) -> "Iterator[Session]":
-        """Lends the session of `model` to one call. A second call at the same time gets a fresh one, which ends with
-        it, as does a session that is released meanwhile."""
-        session = cls.of(model)
-        is_free = session._in_use.acquire(blocking=False)
-        if not is_free:
-            session = cls()
+        """Lends the session of `model` to one call. A call that begins while another one runs gets a spare one, which
+        serves the next such call too, but captures nothing for it. A session that is released meanwhile ends with the
+        call."""
+        first = session = cls.of(model)
+        while not session._in_use.acquire(blocking=False):
+            if session._spare is None:
+                session._spare = cls()
+            session = session._spare
         try:
             session._follow(model)
             yield session
         finally:
-            if session._structure is None and session._depends:
-                session._structure = structure(model)
-            if is_free:
+            try:
+                if session is not first:
+                    session.shadow = None
+                    session.drop_runner()
+                if session._structure is None and session._depends:
+                    session._structure = structure(model)
+            finally:
+                if _sessions.get(model) is not first:
+                    session.clear()
                 session._in_use.release()
-            if _sessions.get(model) is not session:
-                session.clear()
 
     def _follow(self, model: nn.Module) -> None:
         """Drops what was made for `model` before it changed."""
@@ -139,7 +150,10 @@ class Session:
             gc.collect()
 
     def clear(self) -> None:
-        """Frees all."""
+        """Frees all, and what the spare one has, unless a call has that."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare._in_use.acquire(blocking=False):
+            spare.clear()
         self.snapshot = self.shadow = self.ladder = self._structure = None
         self.drafters, self.controls, self.acceptance = {}, {}, {}
         self.drop_runner()
@@ -257,7 +271,7 @@ class Snapshot:
         if not self.is_complete:
             return
         self._below = modules[1:]
-        self._kinds = list(map(_kind_of, modules))
+        self._kinds = [(type(module), type(module).forward) for module in modules]  # a forward may be replaced
         self._states = states
         self._owners = [state[name] for state in states for name in _TENSORS]
         self._kinds_of_tensors = self._read_tensors()
@@ -273,18 +287,17 @@ class Snapshot:
 
     def holds(self, network: nn.Module) -> bool:
         """Whether nothing of it has changed."""
-        modules = [network, *self._below]
         try:
-            return (
-                list(map(_kind_of, modules)) == self._kinds
+            for module, kind, state in zip([network, *self._below], self._kinds, self._states, strict=True):
                 # To see that values are the same objects takes little; few modules have marks of training.
-                and all(
-                    vars(module) == then or _state_of(module) == then
-                    for module, then in zip(modules, self._states, strict=True)
-                )
-                and self._read_tensors() == self._kinds_of_tensors
-                and all(vars(config) == then for config, then in self._configs)
-            )
+                if kind != (type(module), type(module).forward) or (
+                    vars(module) != state and _state_of(module) != state
+                ):
+                    return False
+            for config, settings in self._configs:
+                if vars(config) != settings:
+                    return False
+            return self._read_tensors() == self._kinds_of_tensors
         except (RuntimeError, ValueError):  # another tensor or array stands where one stood: they have no one truth
             return False
 
@@ -301,12 +314,6 @@ def snapshot_of(network: nn.Module) -> Snapshot:
         if snapshot.is_complete:
             _snapshots[network] = snapshot
     return snapshot
-
-
-def _kind_of(module: nn.Module) -> tuple[type, Any]:
-    """The class of `module`, and its forward, which may be replaced."""
-    kind: Any = type(module)
-    return kind, kind.forward
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:

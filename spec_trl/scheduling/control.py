@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..papers import load
-from .plain_decoding import PlainRounds
+from .admission import PlainRounds
 
 
 NO_METHOD = "none"  # plain decoding, where methods are named

@@ -1,4 +1,4 @@
-"""Profiles the draft ladder with the engine itself: real rounds, whose drafts are accepted at random (SA §4.2)."""
+"""Profiles the draft ladder with the engine: real rounds whose drafts are accepted at random (SA §4.2)."""
 
 import hashlib
 import time
@@ -31,12 +31,12 @@ from ..user_cache import read_kept, save_kept
 from .ladder import Ladder, Rung, ladder_path
 
 
-ACCEPTANCE = 0.6  # one p is enough: a round drafts and verifies the same number of tokens whatever is accepted
+ACCEPTANCE = 0.6  # one p is enough: the work of a round does not depend on what is accepted
 BATCHES = (1, 4, 16, 64, 256)
 PROMPT = 32  # tokens of the random prompts
 FEWEST_ROUNDS = 3
 STABLE = 0.03  # no more rounds are timed once half of a cell's slowdowns are within this share of their median
-LEAST_SECONDS = 0.5  # per batch: where rounds are short, other work of a moment would touch all of the fewest rounds
+LEAST_SECONDS = 0.5  # per batch: of few short rounds, other work of a moment would slow all
 QUIET = 2.0  # seconds of profiling after which a progress bar appears
 
 
@@ -51,17 +51,18 @@ def build_ladder(
     config: SpeculativeConfig | None = None,
     kept_in: Path | None = None,
 ) -> Ladder:
-    """Times rounds of each drafter at each batch and γ, each next to an autoregressive one; keeps medians.
+    """Times rounds of every drafter, batch and γ, each next to an autoregressive round; returns medians.
 
-    On a quiet machine three rounds of a cell agree, and no more are run; on a busy one, or where rounds are short, up
-    to `rounds`. They are real, on random prompts, but each draft token is marked as accepted with probability p, so no
-    weights matter. A drafter that learns does not learn here, and one that remembers is timed with an empty memory.
+    On a quiet machine three rounds of a cell agree, and no more are run; on a busy machine, or if rounds are short, up
+    to `rounds`. Rounds are real, on random prompts, but draft tokens are marked as accepted with probability p, so
+    weights do not matter. A drafter that learns does not learn here; the history drafter is timed with an empty
+    memory.
 
     Args:
         drafters: of different strategies.
-        batches: numbers of rows; a drafter that serves fewer is timed at as many as it serves.
+        batches: numbers of rows; a drafter that serves fewer rows is timed at its most rows.
         draft_lengths: γ, ascending.
-        budget_seconds: for all cells; each is timed at least once, after its warm-up.
+        budget_seconds: for all cells; every cell is timed at least once, after its warm-up.
         kept_in: folder that the progress bar names.
 
     Raises:
@@ -69,7 +70,7 @@ def build_ladder(
     """
     config = config or SpeculativeConfig()
     deadline = time.perf_counter() + budget_seconds
-    cells = [  # with more rows than it serves a drafter never drafts
+    cells = [  # with more rows a drafter never drafts
         (drafter, batch)
         for drafter in drafters
         for batch in sorted({min(batch, drafter.max_rows) for batch in batches})
@@ -94,11 +95,11 @@ def find_ladder(
     max_batch_size: int,
     draft_lengths: Sequence[int],
 ) -> Ladder | None:
-    """The ladder of these drafters: kept, or saved by an earlier run, or else profiled and saved under
+    """Returns the ladder of these drafters: from memory, from a file, or else profiled and saved under
     `sd_toggle="roofline"`; None: there is none.
 
-    It lies next to `config.roofline_profile`, or in the user's cache. A ladder that was profiled for less than half of
-    `max_batch_size`, the most rows in flight that will occur, is then replaced.
+    The file is next to `config.roofline_profile`, or in the user's cache. `sd_toggle="roofline"` replaces a ladder
+    that was profiled for less than half of `max_batch_size`, the most rows in flight.
 
     Raises:
         RuntimeError: a drafter failed.
@@ -114,7 +115,7 @@ def find_ladder(
             ladder = None
     most = 2 * max(drafter.max_rows for drafter in drafters)  # more rows are not profiled
     if config.sd_toggle == "roofline" and (ladder is None or 2 * ladder.batches[-1] < min(max_batch_size, most)):
-        # A batch close to the largest would tell nothing new.
+        # A batch close to the largest adds no information.
         batches = [batch for batch in BATCHES if 2 * batch <= max_batch_size] + [max_batch_size]
         ladder = build_ladder(model, drafters, batches, draft_lengths, config=config, kept_in=path.parent)
         save_kept(ladder.save, path, "draft ladder")
@@ -126,12 +127,12 @@ def _path(key: ProfileKey, config: SpeculativeConfig, shape: str) -> Path:
     if config.roofline_profile is not None:
         return ladder_path(config.roofline_profile)
     name = key.file_name.removesuffix(".json")
-    # Each set of drafters has another ladder.
+    # The ladder depends on the set of drafters.
     return ladder_path(ladder_folder(config) / f"{name}_{hashlib.sha256(shape.encode()).hexdigest()[:8]}.json")
 
 
 def _fingerprint(key: ProfileKey, drafters: Sequence[Drafter], draft_lengths: Sequence[int]) -> str:
-    """What a ladder is valid for: hardware, shapes, dtype and kernels, but no weights."""
+    """Fingerprint of what a ladder is valid for: hardware, shapes, dtype and kernels, but not weights."""
     target = f"{key.hardware}; {key.shape}; {key.dtype}; {key.runner}"
     packing = f"{key.quantization}, {key.kernel}"
     members = [f"{drafter.strategy} ({type(_stand_in(drafter)).__name__}, {drafter.cost})" for drafter in drafters]
@@ -139,7 +140,7 @@ def _fingerprint(key: ProfileKey, drafters: Sequence[Drafter], draft_lengths: Se
 
 
 def _stand_in(drafter: Drafter) -> Drafter:
-    """What is timed in place of `drafter`, which must not learn from random tokens."""
+    """Returns the drafter to time in place of `drafter`, which must not learn from random tokens."""
     if isinstance(drafter, DistilledDrafter):
         return drafter.student
     if isinstance(drafter, HistoryDrafter):
@@ -148,17 +149,17 @@ def _stand_in(drafter: Drafter) -> Drafter:
 
 
 class _MarkedRollout(Rollout):
-    """Draft tokens are accepted with probability `ACCEPTANCE` each, whatever they are."""
+    """Accepts draft tokens with probability `ACCEPTANCE` each, whatever they are."""
 
     generator: torch.Generator
 
     def _draw(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Draw:
         drawn = super()._draw(proposal, logits, noise)
-        # Another generator, so that later samples do not depend on whether a ladder was profiled.
+        # A separate generator: later samples must not depend on whether a ladder was profiled.
         coins = torch.rand(proposal.tokens.shape, generator=self.generator, device=logits.device)  # [B, γ]
         accepted = (coins < ACCEPTANCE).long().cumprod(1).sum(1)  # [B]
         step = torch.arange(proposal.tokens.shape[1], device=logits.device)  # [γ]
-        # The drafts themselves are committed, since a network continues from its K/V of them.
+        # Commits the drafts, since a network continues from their K/V.
         drafted = step < torch.minimum(accepted, proposal.drafted())[:, None]  # [B, γ]
         tokens = drawn.tokens.clone()  # [B, γ + 1]
         tokens[:, :-1] = proposal.tokens.where(drafted, tokens[:, :-1])
@@ -166,7 +167,7 @@ class _MarkedRollout(Rollout):
 
 
 class _Bench(RoundBench):
-    """An engine that decodes `batch` random prompts, in rounds of each γ in turn; γ = 0: autoregressive ones."""
+    """An engine that decodes `batch` random prompts, in rounds of every γ in turn; γ = 0: autoregressive rounds."""
 
     _rollout: _MarkedRollout
 
@@ -195,7 +196,7 @@ class _Bench(RoundBench):
         self._rollout.generator = torch.Generator(model.device).manual_seed(0)
 
     def measure(self, seconds: float) -> list[Rung]:
-        """Visits each γ in turn until their times agree, for at most about `seconds`."""
+        """Visits every γ in turn until the times agree, for at most about `seconds`."""
         times: dict[int, list[float]] = {gamma: [] for gamma in self._gammas}
         plain = times[0]
         started_at = time.perf_counter()
@@ -213,7 +214,7 @@ class _Bench(RoundBench):
                 if visit >= self._warm_ups or not rounds:
                     rounds.append(took)
                 if visit == self._warm_ups:
-                    del rounds[:-1]  # warm-up rounds count only where nothing else fits
+                    del rounds[:-1]  # warm-up rounds count only if no others fit
         self.close()
         rungs = []
         for gamma, rounds in times.items():
@@ -225,11 +226,11 @@ class _Bench(RoundBench):
 
 
 def _slowdowns(times: list[float], plain: list[float]) -> list[float]:
-    """Seconds of rounds over those of the autoregressive one of the same visit, which other work slowed as much."""
+    """Seconds of rounds over those of the autoregressive round of the same visit, which other work slowed equally."""
     return [seconds / plain_seconds for seconds, plain_seconds in zip(times, plain, strict=False)]
 
 
 def _agree(values: list[float]) -> bool:
-    """Whether half of the values are so close to their median that further ones would hardly move it."""
+    """Whether half of the values are close enough to their median that further values would hardly move it."""
     middle = median(values)
     return median(abs(value - middle) for value in values) <= STABLE * middle

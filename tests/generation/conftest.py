@@ -18,8 +18,7 @@ from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
 from spec_trl.generation.engine import rollout
 from spec_trl.generation.engine.accept import Proposal
-from spec_trl.generation.engine.draft_loop import NetworkDraft
-from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.drafter import Drafter, NetworkDraft
 from spec_trl.generation.engine.graph_drafts import CapturedLoop
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3

@@ -24,11 +24,10 @@ from spec_trl.generation.engine.model_costs import model_constants
 from spec_trl.generation.session import Session
 from spec_trl.generation.strategies import control_for, make_control
 from spec_trl.measuring.known_rounds import KnownRounds
+from spec_trl.scheduling.admission import PlainRounds
 from spec_trl.scheduling.control import AlwaysSpeculate, Chain, Control, NeverSpeculate
-from spec_trl.scheduling.forward_seconds import ForwardSeconds, ProbedRounds
-from spec_trl.scheduling.ledger import Times
+from spec_trl.scheduling.ledger import ForwardSeconds, ProbedRounds, Times
 from spec_trl.scheduling.model_constants import ModelConstants, ProfileKey
-from spec_trl.scheduling.plain_decoding import PlainRounds
 from spec_trl.scheduling.planner import Planner
 from spec_trl.specactor import ladder_calibration
 from spec_trl.specactor.ladder import Ladder, Rung

@@ -84,7 +84,7 @@ def _peaks(arguments: argparse.Namespace, profile: Profile | None) -> tuple[floa
 
 
 def diagnostics_table(results: dict[str, Diagnostics]) -> str:
-    """A table of what `evaluate` found of several rooflines, by name, on the same samples."""
+    """A table of results of `evaluate` for several rooflines, by name, on the same samples."""
     signs = next(iter(results.values())).signs
     header = ["", "T_T", "T_D", "T_V", "round", *(f"sign at {sign.threshold:g}" for sign in signs), "points"]
     rows = []

@@ -15,8 +15,7 @@ from ...scheduling.acceptance import MAX_DRAFT_LENGTH
 from ...value_checks import require_folder_or_id
 from ..configuration import SpeculativeConfig
 from ..engine.accept import Proposal
-from ..engine.draft_loop import Forward, NetworkDraft
-from ..engine.drafter import DraftCost, DraftSession
+from ..engine.drafter import DraftCost, DraftSession, Forward, NetworkDraft
 from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
 from ..engine.runner import COLUMN_BUCKET

@@ -16,7 +16,6 @@ from ...quantization.kernels import PackedWeight
 from ...quantization.source_weight import modules_by_name
 from ..configuration import SpeculativeConfig
 from ..engine.accept import Proposal
-from ..engine.drafter import DraftSession
 from ..engine.noise import RoundNoise
 from ..engine.shadow import make_shadow
 from ..registry import register_drafter
@@ -56,6 +55,7 @@ class SelfDrafter(NetworkDrafter):
         self._policy = ref(policy)
         self._weights = WeightState(policy)
         self._may_have_changed = False
+        self._is_first = True  # draft
 
     @classmethod
     def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "SelfDrafter":
@@ -107,10 +107,6 @@ class SelfDrafter(NetworkDrafter):
 
     def trained(self, network: PreTrainedModel) -> list[nn.Parameter]:
         return []  # all of them are the policy's
-
-    def begin(self, session: DraftSession) -> None:
-        super().begin(session)
-        self._is_first = True
 
     def refresh_if_stale(self) -> None:
         """What is due before a draft."""

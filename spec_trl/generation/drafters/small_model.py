@@ -86,7 +86,6 @@ class SmallModelDrafter(NetworkDrafter):
             read = read_assistant_config(assistant)
         except (OSError, ValueError) as error:
             raise ValueError(f"{argument}={assistant!r} is no causal LM that can be loaded: {error}") from error
-        _check_states(argument, read)
         found = read.get_text_config(decoder=True).vocab_size
         check_sizes(f"{argument}={assistant!r}", found, target.config.get_text_config(decoder=True).vocab_size)
 
@@ -125,16 +124,17 @@ def as_assistant(argument: str, given: object) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         shown = type(model).__name__ if isinstance(model, nn.Module) else repr(model)
         raise ValueError(f"{argument}={shown} is neither a transformers model nor a path or hub id.")
-    _check_states(argument, model.config)
     return model
 
 
-def _check_states(argument: str, config: PreTrainedConfig) -> None:
-    # It would have to feed tokens again that were committed without it, each row another number of them.
+def refuse_states(argument: str, assistant: "PreTrainedModel | str", asked: str, remedy: str) -> None:
+    """Raises ValueError where `assistant` keeps states, with which `asked` is not served."""
+    is_name = isinstance(assistant, str)
+    config = read_assistant_config(assistant) if is_name else as_assistant(argument, assistant).config
     if keeps_states(config):
         raise ValueError(
-            f"{argument} of model type '{config.model_type}' keeps states of convolutions or scans, with which a "
-            "small model cannot draft yet. Name one whose layers only attend."
+            f"{argument} of model type '{config.model_type}' keeps states of convolutions or scans, which {asked} "
+            f"does not serve. Name one whose layers only attend, or use {remedy}."
         )
 
 

@@ -1,7 +1,8 @@
-"""Drafters that can learn from the rounds they drafted, and what they keep of a round to run it again with gradient.
+"""Drafters that can be trained on the rounds they drafted, and the canvas: the data that replays a round with
+gradient.
 
-Inference kernels carry no gradient (TTS App. C.3), and caches are written in place. So drafting stays as it is, and an
-update replays the round from a :class:`Canvas` on plain modules.
+Inference kernels carry no gradient (TTS App. C.3), and caches are written in place. So drafting runs without gradient,
+and an update replays the round from a :class:`Canvas` on plain modules.
 """
 
 from abc import abstractmethod
@@ -19,10 +20,10 @@ from ..engine.drafter import Drafter
 
 @dataclass(frozen=True)
 class Canvas:
-    """What one round drafted from, and what it drafted: x_{t+1:t+C} after x_{1:t} (TTS §4).
+    """Inputs and drafts of one round: x_{t+1:t+C} after x_{1:t} (TTS §4).
 
     Args:
-        lengths: `[B]` int64, committed tokens n of each row; the newest sits in column n - 1.
+        lengths: `[B]` int64, committed tokens n by row; the newest is in column n - 1.
         tokens: `[B, context + 1 + γ]` int64, the newest `context + 1` committed tokens and the drafts:
 
                 column   n-1-context .. n-2 | n-1 | n .. n-1+γ
@@ -30,7 +31,7 @@ class Canvas:
 
         features: `[B, context, F]` of the target at the context's columns; None: the drafter reads none.
         columns: number of columns of the K/V, which must hold the drafts as well.
-        keys_values: K and V `[B, kv_heads, columns, d]` of each layer; from a row's n - 1 on they hold scratch.
+        keys_values: K and V `[B, kv_heads, columns, d]` by layer; from a row's column n - 1 on they hold scratch.
     """
 
     lengths: Tensor
@@ -50,23 +51,23 @@ class Canvas:
         return self.tokens.shape[1] - self.context - 1
 
     def columns_after(self, offset: int, count: int) -> Tensor:
-        """`[B, count]` int64: columns n + offset .. of each row; the last column, which no replay reads, stands for
-        those before the row's start."""
+        """`[B, count]` int64: columns n + offset .. of the rows; the last column, which no replay reads, replaces
+        columns before a row's start."""
         columns = self.lengths[:, None] + torch.arange(offset, offset + count, device=self.lengths.device)
         return columns.where(columns >= 0, self.columns - 1)
 
     def tokens_after(self, offset: int, count: int) -> Tensor:
-        """`[B, count]` int64: the tokens there."""
+        """`[B, count]` int64: the tokens in `columns_after(offset, count)`."""
         first = self.context + 1 + offset
         return self.tokens[:, first : first + count]
 
     def cache(self) -> ReplayCache:
-        """Its K/V, for a replay to write to."""
+        """A cache on its K/V, for a replay to write to."""
         return ReplayCache(self.keys_values, self.columns)
 
     @property
     def bytes(self) -> int:
-        """Bytes of what it holds."""
+        """Bytes of its tensors."""
         held = [self.tokens, *(part for pair in self.keys_values for part in pair)]
         return sum(tensor.nbytes for tensor in held) + (0 if self.features is None else self.features.nbytes)
 
@@ -80,26 +81,26 @@ class TrainableDrafter(Drafter):
     cache: RaggedCache
     """K/V that it drafts from; during a generation."""
     target_ids: Tensor | None = None
-    """`[draft vocabulary]` int64, the target's token for each of the drafter's; None: they are the same."""
+    """`[draft vocabulary]` int64, the target's token by token of the drafter; None: they are the same."""
     weight_rate: float = 0.08
-    """η of Adam times the width, where none is given: 3e-4 at width 256, and 2e-5 at 4096, where a unit has more
-    inputs; others have trained drafters online with 1e-6 to 1e-3."""
+    """Default η of Adam, times the width: 3e-4 at width 256, and 2e-5 at 4096, where a unit has more inputs; published
+    online training of drafters uses 1e-6 to 1e-3."""
     learned_context: int = 0
-    """Number of columns before a round whose K/V a replay computes anew, with gradient."""
+    """Number of columns before a round whose K/V a replay computes again, with gradient."""
     context: int = 0
-    """The same where the drafter learns, else 0: then nothing is kept for replays."""
+    """The same if the drafter learns, else 0: then no features are stored for replays."""
     attended_layers: int | None = None
     """Number of the first layers of the cache that replays read; None: all."""
 
     @classmethod
     def make_student(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "TrainableDrafter":
-        """A drafter with weights that nobody else uses, for `"tts"`; arguments and errors are those of `make`."""
+        """Makes a drafter whose weights no other module uses, for `"tts"`; arguments and errors as of `make`."""
         return cls.make(model, assistant, config)
 
     @abstractmethod
     def replay(self, network: Any, canvas: Canvas) -> Tensor:
-        """Raw logits `[B, C, draft vocabulary]` of a round's first C <= γ draft tokens once more, with gradient, by
-        this drafter's network or a copy of it."""
+        """Computes raw logits `[B, C, draft vocabulary]` of a round's first C <= γ draft tokens again, with gradient,
+        by this drafter's network or a copy of it."""
 
     @abstractmethod
     def trained(self, network: Any) -> list[nn.Parameter]:
@@ -114,11 +115,12 @@ class TrainableDrafter(Drafter):
         return draft_length
 
     def position_weights(self, count: int) -> list[float]:
-        """w_k, k = 1..count (TTS §4.1): a token after a wrong one is of less use. EAGLE-3's training: 0.8^(k - 1)."""
+        """w_k, k = 1..count (TTS §4.1): later drafts are accepted less often. EAGLE-3's training: 0.8^(k - 1)."""
         return [0.8**k for k in range(count)]
 
     def canvas(self, draft_length: int, snapshot: bool) -> Canvas:
-        """The round that was just drafted and verified, before it is committed; a `snapshot` copies its K/V."""
+        """Returns the canvas of the round that was just drafted and verified, before it is committed; a `snapshot`
+        copies its K/V."""
         rows = self.session.rows
         columns = rows.longest + self.columns_of_replay(draft_length)
         features = self.context_features()

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...scheduling.admission import AdmissionDelay
 from ...scheduling.control import Chain, Control
-from .accept import Outcome, Proposal, verify_rejection
-from .chains import Lanes, draft_lengths
+from .accept import Lanes, Outcome, Proposal, draft_lengths, verify_rejection
 from .drafter import Drafter, DraftSession
 from .guarded_drafters import GuardedDrafters, LookupEvaluation, broken_logits, report_broken
 from .memory import free_memory, sent
@@ -251,7 +250,9 @@ class Rollout:
             drafted = np.where(ends, np.minimum(outcome.drafted, counts), outcome.drafted)  # [N, B]
             accepted = np.minimum(outcome.accepted, counts)  # [N, B]
             chains = outcome.owners, drafted, accepted, counts, outcome.winner
-            self.record.rounds[-1].chains = DraftedChains(rows.host_generated, *chains)
+            # A long rollout has thousands of rounds: 14 bytes for each row of one.
+            small = (np.asarray(values, np.int16) for values in chains)
+            self.record.rounds[-1].chains = DraftedChains(rows.host_generated.astype(np.int32), *small)
         rows.commit(rows.host_lengths + counts, drawn.logprobs)
         self.target.cache.commit(counts.tolist())
         if outcome.width:

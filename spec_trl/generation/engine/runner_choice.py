@@ -1,4 +1,6 @@
-"""Which runner a call gets: one with captured forwards, one whose layers are compiled, or the eager one."""
+"""Chooses the runner of a call: captured forwards, C++ on a CPU, or eager; reuses the session's runner."""
+
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -15,17 +17,17 @@ from .memory import free_memory
 from .pages import PagedCache
 from .runner import EagerRunner, cpu_runner
 from .shadow import make_shadow, not_exact
-from .states import cache_for
+from .states import States
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:
-    """What captures forwards on `device`, or None where nothing does."""
+    """Makes the recorder that captures forwards on `device`, or returns None."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
-    """How forwards run on `device` under `config.runner`; raises ValueError where captured ones are asked for and
-    `device` has none."""
+    """Returns how forwards run on `device` under `config.runner`; raises ValueError if captured forwards are requested
+    and `device` has none."""
     if recorder_for(device) is not None:
         return config.runner
     if config.runner == "graph":
@@ -37,15 +39,20 @@ def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
     return "compiled" if is_compiled else "eager"
 
 
-def exactness(model: PreTrainedModel, config: SpeculativeConfig, shadow: PreTrainedModel) -> bool | list[str] | None:
+def exactness(
+    snapshot: Snapshot, model: PreTrainedModel, config: SpeculativeConfig, shadow: PreTrainedModel
+) -> bool | list[str] | None:
     """`SpeculationStatistics.exact` of generations of `model` by its `shadow`; raises ValueError where `config` asks
-    for more. On a CPU it is tried. On CUDA, where `config` must ask for it, it is known of the kernels."""
-    if config.exact is False or model.dtype == torch.float64:  # the last of 53 bits decides no token
+    for more. On a CPU it is tried, once for each `snapshot` of `model`. On CUDA, where `config` must ask for it, it is
+    known of the kernels."""
+    if config.exact is False or model.dtype == torch.float64:  # rounding of float64 decides no token
         return None
     if recorder_for(model.device) is not None:
         found = not_exact(shadow) if config.exact is True else None
     elif model.device.type == "cpu":
-        found = inexact_parts(model, cpu_runner if runner_mode(config, model.device) == "compiled" else EagerRunner)
+        make = cpu_runner if runner_mode(config, model.device) == "compiled" else EagerRunner
+        settings = f"exact {make.__name__} {torch.get_num_threads()} {autocast_dtype(model.device)}"
+        found = snapshot.find(settings, partial(inexact_parts, model, make, settings))
     else:
         found = ["its device"] if config.exact is True else None
     if found and config.exact is True:
@@ -61,9 +68,10 @@ def captures(config: SpeculativeConfig, device: torch.device) -> bool:
     return recorder_for(device) is not None and config.runner != "eager"
 
 
-def takes_pool(config: SpeculativeConfig, device: torch.device) -> bool:
-    """Whether K/V lies in the pages of a pool: where forwards are captured, which need it at the same addresses."""
-    return captures(config, device)
+def takes_pool(config: SpeculativeConfig, device: torch.device, has_states: bool) -> bool:
+    """Whether K/V lies in the pages of a pool: where forwards are captured, which need it at the same addresses, and
+    layers keep no states, beside which it is small."""
+    return captures(config, device) and not has_states
 
 
 def runner_for(
@@ -75,11 +83,12 @@ def runner_for(
     pages: int | None = None,
     graph_memory: float | None = None,
     exact: bool = False,
+    has_states: bool = False,
 ) -> EagerRunner:
-    """A runner of `model`'s shadow, which never changes the model.
+    """Returns a runner of `model`'s shadow; the model never changes.
 
-    The session's runner, with its cache and captured forwards, serves again while weights lie where they lay and it
-    is large enough. A pool stays as large as it is, however much memory there is now.
+    The session's runner, with its cache and captured forwards, is reused if weights have the same addresses and it is
+    large enough. Its pool of pages keeps its size, however much memory is free.
 
     Args:
         session: of the call; the runner and the shadow stay in it.
@@ -87,10 +96,11 @@ def runner_for(
         rows: in flight, of `columns` tokens.
         columns: of a row, drafts included.
         config: its `runner` decides.
-        pages: that memory holds, where K/V lies in the pages of a pool; None: all rows must have all their columns.
+        pages: number that fits into memory, if K/V is in pages; None: pages for all columns of all rows.
         graph_memory: bytes that captured forwards may take; None: `config.max_graph_memory`.
         exact: as of :func:`~spec_trl.generation.engine.shadow.make_shadow`. "auto" then compiles nothing: compiled
-            layers round otherwise, and take the place of others while rows are in flight.
+            layers round differently, and would replace others while rows are in flight.
+        has_states: whether layers keep states; "auto" compiles nothing then either.
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
@@ -98,9 +108,12 @@ def runner_for(
     mode, recorder = runner_mode(config, model.device), recorder_for(model.device)
     if mode == "eager" or recorder is None:
         make = cpu_runner if mode == "compiled" else EagerRunner
-        return make(shadow_for(session, model, exact), _cache_for(model, rows, columns, config, pages))
-    mode = "graph" if exact and mode == "auto" else mode
-    # Autocast decides in which dtype K/V is stored.
+        network = shadow_for(session, model, exact)
+        if takes_pool(config, model.device, has_states):
+            return make(network, PagedCache.with_pages(model, rows, columns, pages))
+        return make(network, (States if has_states else RaggedCache).for_network(model, rows, columns))
+    mode = "graph" if (exact or has_states) and mode == "auto" else mode
+    # Autocast sets the dtype of K/V.
     made_for = (mode, exact, config.max_graph_memory, autocast_dtype(model.device), *addresses(model))
     graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory
     runner = session.runner
@@ -115,18 +128,22 @@ def runner_for(
             refresh_copies(runner.network)
             return runner
         del cache, runner
-        session.drop_runner()  # its memory goes before more is asked for
+        session.drop_runner()  # frees its memory before allocating
     columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
-    cache = _cache_for(model, cache_rows(rows), columns, config, pages)
+    cache = (
+        States.for_network(model, cache_rows(rows), columns)
+        if has_states
+        else PagedCache.with_pages(model, cache_rows(rows), columns, pages)
+    )
     budget = GraphBudget(recorder, graph_memory)
     network = shadow_for(session, model, exact)
-    session.shadow = None  # what captures leave on it is the runner's alone
+    session.shadow = None  # captures leave changes on it that belong to the runner
     session.runner = GraphRunner(network, cache, budget, mode, made_for)
     return session.runner
 
 
 def shadow_for(session: Session, model: PreTrainedModel, exact: bool = False) -> PreTrainedModel:
-    """The shadow of `model` in the session, or a new one, with copies of wide weights where autocast is on."""
+    """Returns the shadow of `model` in the session, or a new one, with copies of wide weights under autocast."""
     is_cast = autocast_dtype(model.device) is not None
     if session.shadow is not None and session.shadow.exact == exact and not is_cast:
         return session.shadow.network
@@ -137,14 +154,6 @@ def shadow_for(session: Session, model: PreTrainedModel, exact: bool = False) ->
     return network
 
 
-def _cache_for(
-    model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig, pages: int | None
-) -> RaggedCache:
-    if takes_pool(config, model.device):
-        return PagedCache.with_pages(model, rows, columns, pages)
-    return cache_for(model, rows, columns)
-
-
 def free_for_cache(session: Session, device: torch.device) -> int:
-    """Bytes on `device` that are free, or that the session's runner takes, with its cache and captured forwards."""
+    """Free bytes on `device`, plus those of the session's runner with its cache and captured forwards."""
     return free_memory(device) + (0 if session.runner is None else session.runner.held_bytes)

@@ -21,11 +21,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .attention import keeps_states
 from .cache import RaggedCache
-from .family_hooks import cache_name
+from .family_hooks import CACHE_NAMES
 
 
 Arguments = dict[str, Any]
@@ -145,16 +144,6 @@ def follows_states(network: nn.Module) -> bool:
     mixers = [kind for kind in kinds if "update_conv_state" in _names_in(kind)]
     asks = all("get_conv_state" in _names_in(kind) for kind in mixers)  # before transformers 5.21 they read attributes
     return bool(mixers) and asks and all(_scan_in(kind) is not None for kind in scans)
-
-
-def is_filled(cache: Cache) -> bool:
-    """Whether a cache of transformers holds K/V or a state."""
-    return any(
-        layer.get_seq_length() > 0
-        if isinstance(layer, CacheLayerMixin)
-        else any(getattr(layer, "has_previous_state", {}).values())
-        for layer in cache.layers
-    )
 
 
 def mixer_class(kind: Any) -> Any:
@@ -280,14 +269,15 @@ def state_bytes(network: PreTrainedModel) -> int:
     by_kind: dict[type, int] = {}
     total = 0
     for mixer in network.modules():
-        kind = type(mixer)
-        if "update_conv_state" not in _names_in(kind):
+        kind: Any = type(mixer)
+        forward = _forward_of(kind)
+        if forward is None or "update_conv_state" not in forward.__code__.co_names:
             continue
         if kind not in by_kind:
             cache = States.for_network(network, 1, 1)
             cache.point_at(torch.zeros(1, 1, dtype=torch.int64, device=network.device), 1, 0)
             cache.feeds([1])
-            mixer(hidden, **{cache_name(kind): cache})
+            mixer(hidden, **{name: cache for name in CACHE_NAMES if name in forward.__code__.co_varnames})
             by_kind[kind] = cache.state_bytes
         total += by_kind[kind]
     return total
@@ -308,8 +298,8 @@ class States(RaggedCache):
         super().__init__(layers, rows, columns)
         self._windows: dict[tuple[int, int], Tensor] = {}  # [rows, channels, kernel] by layer and index
         self._recurrent: dict[int, Tensor] = {}  # [rows, ...] by layer
-        self._held_windows: dict[tuple[int, int], Tensor] = {}  # [B, channels, kernel + q]
-        self._held_scans: dict[int, tuple[_Scanner, _Mixer, Arguments]] = {}
+        # By key of a window [B, channels, kernel + q], or by layer of a scan.
+        self.held: dict[Any, Any] = {}
 
     def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
         self.prompt, self.is_step = prompt, is_step
@@ -326,17 +316,21 @@ class States(RaggedCache):
 
     def commit(self, lengths: Sequence[int]) -> None:
         """Takes the first `lengths[b]` tokens of each row, of those that the last forward held, into the states."""
-        for key, window in self._held_windows.items():
-            self._write_window(key, window, lengths)
-        for layer, (scanner, mixer, given) in self._held_scans.items():
-            state = self._recurrent[layer][self._span]
-            state.copy_(scanner.replay(mixer, given, state, lengths))
-        self._held_windows.clear()
-        self._held_scans.clear()
+        held, self.held = self.held, {}  # a captured forward keeps the dictionary
+        if held:
+            free = self._span.stop - self._span.start - len(lengths)
+            lengths = [*lengths, *[0] * free]  # rows that pad a captured forward
+        for key, value in held.items():
+            if isinstance(key, tuple):
+                self._write_window(key, value, lengths)
+            else:
+                scanner, mixer, given = value
+                state = self._recurrent[key][self._span]
+                state.copy_(scanner.replay(mixer, given, state, lengths))
 
     def hold(self, layer: int, scanner: _Scanner, mixer: _Mixer, given: Arguments) -> None:
         """Holds what the present forward feeds into a scan."""
-        self._held_scans[layer] = scanner, mixer, given
+        self.held[layer] = scanner, mixer, given
 
     def recurrent_state(self, layer: int) -> Tensor | None:
         """`[B, ...]` of the rows of the present forward."""
@@ -351,12 +345,14 @@ class States(RaggedCache):
     @property
     def holds(self) -> bool:
         """Whether the last forward held what it fed."""
-        return bool(self._held_windows or self._held_scans)
+        return bool(self.held)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of all rows."""
+    def state_bytes(self) -> int:  # type: ignore[override]
         return sum(state.nbytes for state in self.states)
+
+    def bytes_of(self, lengths: Sequence[int]) -> int:
+        return super().bytes_of(lengths) + self.state_bytes
 
     # ---- What mixers call -------------------------------------------------------------------------------------------
 
@@ -372,9 +368,12 @@ class States(RaggedCache):
             self._windows[key] = self._zeros(conv_states.shape[1:-1] + (conv_kernel_size,), conv_states)
         window = torch.cat([self._windows[key][self._span], conv_states], dim=-1)  # [B, channels, kernel + q]
         if self.prompt is None and not self.is_step:
-            self._held_windows[key] = window
+            self.held[key] = window
+        elif self.prompt is None:  # nothing comes from the host, where a draft is captured
+            state = self._windows[key][self._span]
+            state.copy_(window[..., -state.shape[-1] :])
         else:
-            self._write_window(key, window, self.prompt or [conv_states.shape[-1]] * len(window))
+            self._write_window(key, window, self.prompt)
         return window
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -427,6 +426,7 @@ class DraftStates(States):
     """The target's K/V, and states that begin at the committed ones in each round, and follow what is drafted."""
 
     committed: States
+    is_repeatable = False  # a draft is, from its first step on
 
     def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
         """Every forward of a draft is a step."""

@@ -90,9 +90,9 @@ def test_an_update_during_later_rounds_sees_its_own_round(kind: str, student, ti
                 begun.append(expected[0])
             logits.copy_(torch.randn_like(logits) + logits)  # as a captured forward would
 
-        def _take_over(self) -> None:
+        def _finish_update(self) -> None:
             gate.set()
-            super()._take_over()
+            super()._finish_update()
             gate.clear()
 
         def _learn_aside(self, learner, canvas, logits, drafted, dispatched) -> float:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import LogitsProcessorList
 
-from spec_trl.generation import decoding
+from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import graph_runner, row_memory
-from spec_trl.generation.engine.draft_loop import NetworkDraft
+from spec_trl.generation.engine.drafter import NetworkDraft
 from spec_trl.generation.engine.graph_capture import Outputs, Recording
 from tests.conftest import tiny_llama
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
@@ -230,7 +230,7 @@ def test_little_memory_makes_captured_forwards_fewer_before_rows(
     monkeypatch.setattr(tape, "bytes", lambda: tape.recorded << 22)  # four captures take 16 MiB
     monkeypatch.setattr(row_memory, "LEAST_GRAPH_MEMORY", 0)
     monkeypatch.setattr(row_memory, "warned_of", set())
-    monkeypatch.setattr(decoding, "free_for_cache", lambda *_: NEEDED + left)
+    monkeypatch.setattr(one_call, "free_for_cache", lambda *_: NEEDED + left)
     with pytest.warns(UserWarning) as seen:
         found = [generate(model, SIXTY_FOUR, "self", config, **LENGTHS) for _ in range(2)]
     little, reached = (str(each.message) for each in seen)  # once each

@@ -95,7 +95,7 @@ def test_they_are_what_autocast_casts_bit_for_bit(
     shadow, expected = make_shadow(model), model(tokens, use_cache=False).logits
     with autocast(dtype):
         cast = model(tokens, use_cache=False).logits
-        needed = bytes_of_copies(model)
+        needed = bytes_of_copies(model, dtype)
         make_copies(shadow)
         assert torch.equal(shadow(tokens, use_cache=False).logits, cast)
         layers = [module for module in shadow.modules() if isinstance(module, NarrowProduct)]

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import spec_trl
-from spec_trl.generation import decoding
+from spec_trl.generation import generate as one_call
 from spec_trl.generation.engine import runner_choice
 from spec_trl.generation.session import Session
 from tests.conftest import tiny_llama
@@ -57,7 +57,7 @@ def test_captured_forwards_change_no_token(model, prompts, runner, strategy, opt
 def test_exact_log_probabilities_are_those_of_none_bit_for_bit(model, prompts, monkeypatch) -> None:
     """Captured and eager, with drafts and without, together and one row after the other."""
     runner_for = runner_choice.runner_for
-    monkeypatch.setattr(decoding, "runner_for", lambda *given, **more: runner_for(*given, **more | {"exact": True}))
+    monkeypatch.setattr(one_call, "runner_for", lambda *given, **more: runner_for(*given, **more | {"exact": True}))
     expected = run(model, prompts, "none", "graph").logprobs
     for strategy, runner in (("self", "graph"), ("ngram", "graph"), ("none", "eager"), ("self", "eager")):
         assert torch.equal(run(model, prompts, strategy, runner).logprobs, expected), (strategy, runner)

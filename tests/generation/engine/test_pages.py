@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from spec_trl import release
-from spec_trl.generation import decoding
+from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
@@ -308,11 +308,11 @@ def test_without_a_number_rows_are_as_many_as_a_pool_holds_at_a_quarter_of_their
         return Rows(capacity, *options, **more)
 
     plain = outputs(generate(tiny, PROMPTS, **ENDS))
-    monkeypatch.setattr(decoding, "Rows", watched)
+    monkeypatch.setattr(one_call, "Rows", watched)
     caches.clear()
     two = fixed * 2 // 8 + 2 * row + 50 * 4 * column
     for config, free in (({}, fixed + 3 * (columns // 4 * column + row)), ({"max_batch_size": 2}, two)):
-        monkeypatch.setattr(decoding, "free_for_cache", lambda *_, free=free: free)
+        monkeypatch.setattr(one_call, "free_for_cache", lambda *_, free=free: free)
         found = generate(tiny, PROMPTS, config={"draft_length": 5, "runner": "eager"} | config, **ENDS)
         assert outputs(found) == plain
     assert capacities == [3, 2], "who names a number gets it"

@@ -13,7 +13,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from spec_trl.generation import decoding
+from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.engine import memory, row_memory
@@ -139,6 +139,10 @@ def test_rows_are_admitted_while_each_may_grow_by_what_it_has(monkeypatch: pytes
         own = row_memory_of([101, 21], RowNeeds(column=2, row=3, fixed=7))
         assert not own.is_full and own.fitting(waiting) == count and not own.is_full
         assert own.fitting(waiting[:1]) == 1
+        own = row_memory_of([101, 21], RowNeeds(2, 3 + 1000, 7, states=1000))  # rows in flight have taken them
+        assert own.fitting(waiting) == 0
+        monkeypatch.setattr(row_memory, "free_memory", lambda device, free=free: free + 3000)
+        assert own.fitting(waiting) == count
     monkeypatch.setattr(row_memory, "free_memory", lambda device: 0)
     assert row_memory_of([], RowNeeds(2, 3, 7)).fitting(waiting) == 1, "else nobody would ever decode"
     full = row_memory_of([101, 21], RowNeeds(2, 3, 7))
@@ -175,9 +179,9 @@ def test_where_memory_is_taken_at_once_fewer_rows_are_in_flight(
         return Rows(capacity, *options, **more)
 
     plain = outputs(generate(tiny, PROMPTS))
-    monkeypatch.setattr(decoding, "takes_memory_late", lambda device: False)
-    monkeypatch.setattr(decoding, "Rows", watched)
-    monkeypatch.setattr(decoding, "free_for_cache", lambda *_: fixed + 3 * ((9 + 24 + 5) * column + row))
+    monkeypatch.setattr(one_call, "takes_memory_late", lambda device: False)
+    monkeypatch.setattr(one_call, "Rows", watched)
+    monkeypatch.setattr(one_call, "free_for_cache", lambda *_: fixed + 3 * ((9 + 24 + 5) * column + row))
     for config in ({}, {"max_batch_size": 5}):
         assert outputs(generate(tiny, PROMPTS, config={"draft_length": 5} | config)) == plain
     assert capacities == [3, 5], "who names a number gets it"

@@ -1,4 +1,4 @@
-"""The verifier's side of decoupled execution (SA §4.1): a drafter whose windows are drafted elsewhere, meanwhile."""
+"""The verifier's side of decoupled execution (SA §4.1): a drafter whose windows another thread or rank drafts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class DecoupledDrafter(Drafter):
-    """Proposes at once what was drafted while the target verified the round before, and has the next window drafted
-    while it verifies this one. The engine's loop is the same as with any drafter.
+    """Proposes the window that was drafted while the target verified the round before, and requests the next window,
+    which is drafted while the target verifies this one. The engine's loop is the same as with other drafters.
 
-    A period is a round. A row of L committed tokens has drafts that wait for verification, at most γ of which a round
-    verifies, and meanwhile the drafter adds a window of w = γ + 1:
+    A period is a round. A row of L committed tokens has pending drafts. A round verifies at most γ of them while the
+    drafter adds a window of w = γ + 1:
 
         period 1   verifies  p1 p2 p3        drafts  n1 n2 n3 n4     (γ = 3)
                    target's  p1 p2 p3 n1     all as drafted: n2 n3 n4 are verified next, γ + 1 tokens are committed
@@ -35,15 +35,15 @@ class DecoupledDrafter(Drafter):
         period 3   verifies  nothing         drafts  o1 o2 o3 o4     from x on; the row decodes one token, y
                    target's  y               y = o1: o2 o3 o4 are verified next; else again as in period 3
 
-    One rule covers all of it: drafts stay as far as they follow the committed text, whichever drafts were verified. In
-    the paper's period 3 the verifier waits for the drafter; here it decodes
-    (:func:`~spec_trl.specactor.token_speed.busy_window_tokens`). Drafter and target wait for each other after each
-    period, so drafts and statistics do not depend on how fast either is.
+    One rule covers all cases: drafts stay as far as they continue the committed text, whichever drafts were verified.
+    In the paper's period 3 the verifier waits for the drafter; here it decodes
+    (:func:`~spec_trl.specactor.token_speed.busy_window_tokens`). Drafter and target wait for each other after every
+    period, so drafts and statistics do not depend on their speed.
 
     Args:
         pipe: to the drafter.
-        plans: give each request its window and mode (SA Algorithm 2); None: all run ahead by w. A request in coupled
-            mode drafts only when nothing of it waits for verification; one in plain mode never.
+        plans: window and mode by request (SA Algorithm 2); None: all run ahead by w. A request in coupled mode drafts
+            only if it has no pending drafts; in plain mode never.
     """
 
     has_probabilities = False  # its drafts are verified exactly
@@ -66,7 +66,7 @@ class DecoupledDrafter(Drafter):
         self._vocabulary = session.target.network.config.get_text_config(decoder=True).vocab_size
         capacity = session.rows.capacity
         self._active = 0
-        # In host memory, by row: committed tokens, their limit, drafts that follow them, and these drafts.
+        # In host memory, by row: number of committed tokens, limit, number of pending drafts, and these drafts.
         self._lengths, self._limits, self._ahead = torch.zeros(3, capacity, dtype=torch.int64)  # [capacity] each
         self._drafts = torch.zeros(capacity, 2 * (MAX_DRAFT_LENGTH + 1), dtype=torch.int64)  # [capacity, 2w]
         self._due: Tensor | None = None  # [B], tokens of the window that is being drafted
@@ -149,10 +149,10 @@ class DecoupledDrafter(Drafter):
             self._plans.record(self.session.rows.indices, *(part.tolist() for part in (kept, judged, right)))
 
     def _add_window(self, answer: Tensor, due: Tensor) -> None:
-        """Adds the window in `answer` to the drafts; `due`: `[B]`, the most tokens of each row.
+        """Adds the window in `answer` to the pending drafts; `due`: `[B]`, most tokens by row.
 
         Raises:
-            ValueError: the answer is no such window.
+            ValueError: the answer is not a valid window.
         """
         batch, width = len(due), int(due.max())
         if answer.dtype != torch.int64 or len(answer) != batch * (1 + width):

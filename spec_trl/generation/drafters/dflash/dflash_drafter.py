@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ...engine.cache import autocast_dtype
-from ...engine.draft_loop import Forward
+from ...engine.drafter import Forward
 from ...engine.linear_layers import NarrowProduct
 from ...registry import register_drafter
 from ..feature_drafter import FeatureDrafter

@@ -10,8 +10,7 @@ from transformers import PreTrainedConfig
 
 from ...engine.accept import Integers
 from ...engine.attention import FULL, MaskPlan, as_spans
-from ...engine.draft_loop import Forward
-from ...engine.drafter import DraftSession
+from ...engine.drafter import DraftSession, Forward
 from ...engine.rows import Admission
 from ...registry import register_drafter
 from ..autoregressive import CATCH_UP

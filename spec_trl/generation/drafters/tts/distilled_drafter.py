@@ -26,7 +26,7 @@ from ...engine.statistics import LearningStatistics
 from ...registry import DRAFTERS, register_drafter
 from ...session import WeightState, structure
 from ..self_copy import SelfDrafter
-from ..small_model import as_assistant
+from ..small_model import SmallModelDrafter, as_assistant, refuse_states
 from ..trainable_drafter import Canvas, TrainableDrafter
 from .distillation import distillation_loss, expected_tokens
 from .trained_weights import Learner, make_learner
@@ -94,7 +94,10 @@ class DistilledDrafter(Drafter):
     def check_assistant(
         cls, argument: str, assistant: Any, target: PreTrainedModel, config: SpeculativeConfig
     ) -> None:
-        DRAFTERS[config.tts_drafter].check_assistant(argument, assistant, target, config)
+        student = DRAFTERS[config.tts_drafter]
+        student.check_assistant(argument, assistant, target, config)
+        if student is SmallModelDrafter and assistant is not None:
+            refuse_states(argument, assistant, 'tts_drafter="model"', 'assistant_strategy="model"')
 
     @property
     def cost(self) -> DraftCost | None:  # type: ignore[override]
@@ -111,6 +114,10 @@ class DistilledDrafter(Drafter):
     @property
     def column_bytes(self) -> float:
         return self.student.column_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        return self.student.row_bytes
 
     def check_length(self, columns: int) -> None:
         self.student.check_length(columns)

@@ -19,7 +19,7 @@ from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.scheduling.control import Chain
-from spec_trl.scheduling.forward_seconds import AffineSeconds
+from spec_trl.scheduling.shared_work import AffineSeconds
 from spec_trl.specactor.decoupled_plan import ExecutionPlan
 from spec_trl.specactor.reconfiguration import RequestPlan, RequestPlans
 from spec_trl.specactor.token_speed import busy_window_tokens, replicated

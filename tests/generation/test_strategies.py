@@ -13,7 +13,8 @@ from transformers import LlamaForCausalLM
 from spec_trl import release
 from spec_trl.efficient_rollout.profile import Profile
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
-from spec_trl.generation import decoding, decoupling
+from spec_trl.generation import generate as one_call
+from spec_trl.generation import strategies
 from spec_trl.generation.configuration import SpeculativeConfig
 from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.trainers import trainer_checks
@@ -36,13 +37,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Links to threads that were made; torch leaves one of two cores."""
     links: list[Any] = []
 
-    class Watched(decoupling.DraftThread):
+    class Watched(strategies.DraftThread):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             links.append(self)
 
-    monkeypatch.setattr(decoupling, "DraftThread", Watched)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(strategies, "DraftThread", Watched)
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS and Windows
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     return links
@@ -64,7 +66,7 @@ def test_auto(draft_seconds: float | None, acceptance: float, missing: str | Non
     """Decouples from the second call on, when the acceptance is known, unless something is missing."""
     model = tiny_llama()
     texts = outputs(generate(model, PROMPTS))
-    monkeypatch.setattr(decoupling, "find_profile", lambda *_: draft_seconds and profile_of(draft_seconds))
+    monkeypatch.setattr(strategies, "find_profile", lambda *_: draft_seconds and profile_of(draft_seconds))
     if missing == "core":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     drafter = Chance(texts, acceptance)
@@ -85,7 +87,7 @@ def test_always_needs_no_prediction(made, monkeypatch) -> None:
     model = tiny_llama()
     drafter = Chance(outputs(generate(model, PROMPTS)), 0.7)
     for found in (None, profile_of(3.0)):
-        monkeypatch.setattr(decoupling, "find_profile", lambda *_, found=found: found)
+        monkeypatch.setattr(strategies, "find_profile", lambda *_, found=found: found)
         config = {"decoupled_execution": "always"}
         statistics = [generate(model, PROMPTS, drafter=drafter, config=config).statistics for _ in range(2)]
         assert all(each.total.accepted > 0 for each in statistics)
@@ -94,21 +96,21 @@ def test_always_needs_no_prediction(made, monkeypatch) -> None:
 
 def test_auto_shares_no_gpu(made, monkeypatch) -> None:
     model, config = tiny_llama(), {"decoupled_execution": "auto", "draft_length": 4}
-    monkeypatch.setattr(decoupling, "find_profile", lambda *_: profile_of(0.2))
+    monkeypatch.setattr(strategies, "find_profile", lambda *_: profile_of(0.2))
     drafter = Chance(outputs(generate(model, PROMPTS)), 1.0)
     drafter.has_probabilities = True
     generate(model, PROMPTS, drafter=drafter, config=config)  # its acceptance is known from here on
     for device in ("cuda", "cpu"):
         monkeypatch.setattr(LlamaForCausalLM, "device", torch.device(device))
-        decoupling.decoupled([drafter], model, SpeculativeConfig(**config), rejects=False, capacity=4, length=99)
+        strategies.decoupled([drafter], model, SpeculativeConfig(**config), rejects=False, capacity=4, length=99)
         assert len(made) == (device == "cpu")
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked where drafters would run hears of a GPU."""
-    for module in (decoding, trainer_checks):
-        pretended = lambda config, device, *given: decoupling.check_device(config, GPU, *given)  # noqa: E731
+    for module in (one_call, trainer_checks):
+        pretended = lambda config, device, *given: strategies.check_device(config, GPU, *given)  # noqa: E731
         monkeypatch.setattr(module, "check_device", pretended)
 
 
@@ -118,13 +120,13 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.parametrize("given", ["strategy", "drafter", "thread"])
 def test_no_thread_shares_a_gpu(given: str, on_gpu, drafters, monkeypatch) -> None:
     """Refused before any work, by whatever way it is asked for."""
-    monkeypatch.setattr(decoding, "make_drafters", None)
+    monkeypatch.setattr(one_call, "make_drafters", None)
     config, options, what = {"decoupled_execution": "always"}, {}, 'decoupled_execution="always"'
     if given != "strategy":
         options["drafter"] = drafters("self", "ngram")
     if given == "thread":
         config, what = {}, "drafter=DecoupledDrafter(DraftThread(...))"
-        options["drafter"][1] = DecoupledDrafter(decoupling.DraftThread(options["drafter"][1]))
+        options["drafter"][1] = DecoupledDrafter(strategies.DraftThread(options["drafter"][1]))
     with pytest.raises(ValueError, match=f"^{re.escape(what)} with the model on cuda:0.*decoupled_execution=.never."):
         generate(tiny_llama(), PROMPTS, "self", config, **options)
 

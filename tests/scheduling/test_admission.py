@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_trl.scheduling.admission import MAX_EMPTY_ROUNDS
-from spec_trl.scheduling.plain_decoding import plain_rounds
+from spec_trl.scheduling.admission import MAX_EMPTY_ROUNDS, plain_rounds
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from spec_trl import cpu_products, dense_linear
-from spec_trl.dense_linear import (
+from spec_trl import cpu_products
+from spec_trl.cpu_products import (
     DenseLinear,
     activation_class,
     by_registers,
@@ -24,7 +24,7 @@ from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
 
-pytestmark = pytest.mark.skipif(not dense_linear.HAS_ONEDNN, reason="this torch has no oneDNN")
+pytestmark = pytest.mark.skipif(not cpu_products.HAS_ONEDNN, reason="this torch has no oneDNN")
 WIDE = 320
 
 
@@ -47,13 +47,13 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What oneDNN was given."""
     given: list[Tensor] = []
-    multiply = dense_linear.multiply_by_onednn
+    multiply = cpu_products.multiply_by_onednn
 
     def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         given.append(x)
         return multiply(x, weight, bias)
 
-    monkeypatch.setattr(dense_linear, "multiply_by_onednn", noted)
+    monkeypatch.setattr(cpu_products, "multiply_by_onednn", noted)
     return given
 
 
@@ -93,7 +93,7 @@ def test_weights_that_cpp_cannot_read_are_left_to_torch(monkeypatch: pytest.Monk
     theirs, ours = layers()
     x = torch.randn(3, WIDE)
     given: list[Any] = []
-    monkeypatch.setattr(dense_linear, "multiply", lambda *all: given.append(all))
+    monkeypatch.setattr(cpu_products, "multiply", lambda *all: given.append(all))
     with torch.no_grad():
         for spoil in (
             lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.as_subclass(_Elsewhere))),
@@ -126,8 +126,9 @@ def test_generated_tokens_are_multiplied_in_cpp(monkeypatch: pytest.MonkeyPatch,
         pytest.skip("no C++ compiler")
     theirs, ours = layers(dtype=dtype)
     given: list[int] = []
-    multiply = cpu_products.multiply
-    monkeypatch.setattr(cpu_products, "multiply", lambda matrix, x: (given.append(len(x)), multiply(matrix, x))[1])
+    multiply = cpu_products.multiply_matrix
+    noted = lambda matrix, x: (given.append(len(x)), multiply(matrix, x))[1]  # noqa: E731
+    monkeypatch.setattr(cpu_products, "multiply_matrix", noted)
     with torch.no_grad():
         for rows in (1, 17, 100):
             x = torch.randn(rows, WIDE).to(dtype)
@@ -185,15 +186,15 @@ def test_which_modules_are_activations() -> None:
 @pytest.fixture
 def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without any of the instructions."""
-    monkeypatch.setattr(dense_linear, "warned", set())
-    monkeypatch.setattr(dense_linear, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(cpu_products, "warned", set())
+    monkeypatch.setattr(cpu_products, "MIN_WEIGHTS", 1)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(dense_linear.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(cpu_products.platform, "machine", lambda: "x86_64")
 
 
 def test_a_generation_warns_once(lacking, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_linear, "float32_gain", lambda weight: 3.456)
+    monkeypatch.setattr(cpu_products, "float32_gain", lambda weight: 3.456)
     prompts = pad_left(random_rows([4, 2]))
     with pytest.warns(UserWarning, match=r"no instructions for torch.bfloat16.* 3.5 times .*dtype=torch.float32"):
         generate(tiny_llama().bfloat16(), prompts, max_new_tokens=2)
@@ -212,8 +213,8 @@ def test_a_generation_warns_once(lacking, monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_otherwise_it_says_nothing(dtype, gain, supported, smallest, lacking, monkeypatch, recwarn) -> None:
-    monkeypatch.setattr(dense_linear, "float32_gain", lambda weight: gain)
-    monkeypatch.setattr(dense_linear, "MIN_WEIGHTS", smallest)
+    monkeypatch.setattr(cpu_products, "float32_gain", lambda weight: gain)
+    monkeypatch.setattr(cpu_products, "MIN_WEIGHTS", smallest)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
     warn_of_slow_dtype(tiny_llama().to(dtype))
     assert not recwarn.list
@@ -224,7 +225,7 @@ def test_capabilities(lacking, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert has_instructions(torch.bfloat16)
     for machine in ("x86_64", "aarch64"):  # as torch says on this machine
-        monkeypatch.setattr(dense_linear.platform, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr(cpu_products.platform, "machine", lambda machine=machine: machine)
         assert has_instructions(torch.float16) == torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
@@ -235,6 +236,6 @@ def test_the_gain_is_the_ratio_of_both_times(monkeypatch: pytest.MonkeyPatch) ->
         dtypes.append(multiply().dtype)
         return {torch.bfloat16: 6.0, torch.float32: 2.0}[dtypes[-1]]
 
-    monkeypatch.setattr(dense_linear, "seconds", seconds)
+    monkeypatch.setattr(cpu_products, "seconds", seconds)
     assert float32_gain(torch.randn(8, 16, dtype=torch.bfloat16)) == 3.0
     assert dtypes == [torch.bfloat16, torch.float32]
