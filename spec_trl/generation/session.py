@@ -66,6 +66,7 @@ class Session:
         controls: by drafters and options, with their measurements.
         ladder: of the drafters that were profiled last.
         acceptance: first-token acceptance by strategy.
+        heads: whether a checkpoint, by its name, has an MTP head that can draft for the model.
     """
 
     def __init__(self) -> None:
@@ -76,6 +77,7 @@ class Session:
         self.controls: dict[str, CachedControl] = {}
         self.ladder: Ladder | None = None
         self.acceptance: dict[str, float] = {}
+        self.heads: dict[str, bool] = {}
         self._structure: tuple[object, ...] | None = None  # of the model for which drafters and runner were made
         self._in_use = Lock()
         self._spare: Session | None = None  # for a call that begins while this one is lent
@@ -157,7 +159,7 @@ class Session:
         if spare is not None and spare._in_use.acquire(blocking=False):
             spare.clear()
         self.snapshot = self.shadow = self.ladder = self._structure = None
-        self.drafters, self.controls, self.acceptance = {}, {}, {}
+        self.drafters, self.controls, self.acceptance, self.heads = {}, {}, {}, {}
         self.drop_runner()
 
 
