@@ -205,8 +205,9 @@ class _Mixer(nn.Module):
         if cache is None:
             return super().forward(*args, **kwargs)
         _present.mixer, _present.cache = self, cache
+        kind: Any = type(self)
         try:
-            return _twin_of(type(self))(self, *args, **kwargs)
+            return _twin_of(kind)(self, *args, **kwargs)
         finally:  # threads live longer
             _present.mixer = _present.cache = None
 
