@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from spec_trl.generation.engine.chains import draft_lengths
+from spec_trl.generation.engine.accept import draft_lengths
 from spec_trl.scheduling.control import Chain, Control
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spec_trl import cpu_products
-from spec_trl.dense_linear import multiply_by_onednn
+from spec_trl.cpu_products import multiply_by_onednn
 
 from .measure import Finding, Options, begin, shown, spread, times_in_turns, write_result
 
@@ -47,7 +47,7 @@ def measure(shape: tuple[int, int], rows: int, dtype: torch.dtype, turns: int) -
         "torch": lambda: (
             multiply_by_onednn(x, next(copies), None) if dtype == torch.float32 else F.linear(x, next(copies))
         ),
-        "ours": lambda: cpu_products.multiply(cpu_products.dense_matrix(next(copies), None), x),
+        "ours": lambda: cpu_products.multiply_matrix(cpu_products.dense_matrix(next(copies), None), x),
     }
     works = {name: partial(seconds, multiply) for name, multiply in ways.items()}
     microseconds = {name: 1e6 * each for name, each in times_in_turns(works, turns).items()}

@@ -34,10 +34,10 @@ from spec_trl.cli.arguments import DTYPES
 from spec_trl.cli.loading import find_device, load_model, pad_left, read_prompts, token_ids
 from spec_trl.drafter_training.sequence_loss import TargetHead, TargetView, sequence_loss
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
-from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
-from spec_trl.generation.drafters.dflash.network import DFlashConfig, DFlashNetwork, spaced_layers
-from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
-from spec_trl.generation.drafters.eagle3.network import Eagle3Config, Eagle3Network
+from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
+from spec_trl.generation.drafters.dflash.dflash_network import DFlashConfig, DFlashNetwork, spaced_layers
+from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
+from spec_trl.generation.drafters.eagle3.eagle3_network import Eagle3Config, Eagle3Network
 from spec_trl.generation.engine.shadow import observe
 from spec_trl.json_files import replacing
 

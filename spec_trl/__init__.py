@@ -7,17 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .generation.configuration import SpeculativeConfig
-from .generation.decoding import SpeculativeOutput, speculative_decoding
 from .generation.engine.accept import Proposal
 from .generation.engine.drafter import Drafter
-from .generation.generate import install, uninstall
+from .generation.generate import SpeculativeOutput, install, speculative_decoding, uninstall
 from .generation.registry import register_drafter
 from .generation.session import release
+from .generation.strategies import refresh
 
 
 if TYPE_CHECKING:
     from .trainers.spec_grpo_config import SpecGRPOConfig
     from .trainers.spec_grpo_trainer import SpecGRPOTrainer
+    from .trainers.speculation import speculate
 
 
 __all__ = [
@@ -28,13 +29,19 @@ __all__ = [
     "SpeculativeConfig",
     "SpeculativeOutput",
     "install",
+    "refresh",
     "register_drafter",
     "release",
+    "speculate",
     "speculative_decoding",
     "uninstall",
 ]
-# Imported when they are asked for: they bring TRL, datasets and peft, which generate needs nothing of.
-_TRAINERS = {"SpecGRPOConfig": "spec_grpo_config", "SpecGRPOTrainer": "spec_grpo_trainer"}
+# Imported on first access: they import TRL, datasets and peft, which generate does not need.
+_TRAINERS = {
+    "SpecGRPOConfig": "spec_grpo_config",
+    "SpecGRPOTrainer": "spec_grpo_trainer",
+    "speculate": "speculation",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,19 +1,30 @@
-"""Matrix products of few rows on a CPU, over dense, 8-bit or 4-bit weights: C++, if it compiles.
+"""Matrix products of few rows on a CPU, over dense, 8-bit or 4-bit weights, in C++ if it compiles. Dense layers and
+activations of a shadow, whose results for a token do not depend on the forward's other tokens.
 
 Drafting and verifying multiply one to a few dozen rows, for which reading the weights takes the time. An element of a
-product is summed in the same order whatever the number of rows (`cpu_products.cpp`).
+product is summed in the same order whatever the number of rows (`cpu_products.cpp`). A warning says where a 16-bit
+dtype is slower than float32.
 """
 
 import ctypes
 import functools
+import platform
 import threading
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.activations import ACT2CLS
+from transformers.pytorch_utils import Conv1D
 
 from .native_code import load
 
@@ -35,7 +46,7 @@ class Matrix(ctypes.Structure):
     ]
 
 
-def is_plain(tensor: Tensor) -> bool:
+def is_readable(tensor: Tensor) -> bool:
     """Whether C++ can read `tensor`: numbers of one of `DTYPES` next to each other on the CPU, and no subclass, which
     may keep them elsewhere."""
     return (
@@ -79,7 +90,7 @@ def serves(dtype: torch.dtype) -> bool:
     )
 
 
-def multiply(matrix: Matrix, x: Tensor) -> Tensor:
+def multiply_matrix(matrix: Matrix, x: Tensor) -> Tensor:
     """x [..., in] on the CPU, float32, or of the dtype of a dense matrix → [..., out] of its dtype."""
     out, size = int(matrix.out), int(matrix.in_)
     rows = x.reshape(-1, size)  # [m, in]
@@ -108,3 +119,235 @@ def library() -> Any:
         functions.multiply.argtypes = [ctypes.POINTER(Matrix), integer, *x_and_y, integer, integer]
         functions.multiply.restype = None
     return functions
+
+
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+# torch computes functions of single numbers in registers; the numbers at the end of a thread's share that fill none go
+# through other code, whose sigmoid, SiLU, tanh-GELU and softplus round otherwise.
+_NUMBERS = 64  # that one step of torch's loops takes, in 16 bits; half as many in float32, a quarter without AVX-512
+_SHARE = 32768  # numbers for which torch wakes another thread (at::internal::GRAIN_SIZE)
+
+
+def by_registers(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x), for a function of single numbers."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return function(x)
+    size = x.numel()
+    shares = max(1, min(torch.get_num_threads(), -(-size // _SHARE)))
+    missing = -size % (_NUMBERS * shares)  # then threads' shares are multiples of `_NUMBERS` too
+    if missing == 0 and x.is_contiguous():
+        return function(x)
+    flat = x.reshape(-1)
+    return function(F.pad(flat, (0, missing)) if missing else flat)[:size].view(x.shape)
+
+
+class ByRegisters(nn.Module):
+    """An activation by :func:`by_registers`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of any shape → the same shape"""
+        return by_registers(super().forward, x)
+
+
+_ACTIVATIONS = frozenset(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values())
+
+
+@functools.cache
+def activation_class(kind: Any) -> Any:
+    """The class in a shadow on a CPU of a module of class `kind` without parameters: for an activation of transformers
+    one by :func:`by_registers`, else `kind`."""
+    return type(f"Exact{kind.__name__}", (ByRegisters, kind), {}) if kind in _ACTIVATIONS else kind
+
+
+class DenseLinear(nn.Linear):
+    """nn.Linear by :func:`multiply`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → y [..., out]"""
+        plain = is_plain(x, self.weight, self.bias)
+        return multiply(x, self.weight, self.bias) if plain else super().forward(x)
+
+
+class DenseConv1D(Conv1D):
+    """transformers' Conv1D, whose weight lies [in, out], by :func:`multiply`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → y [..., out]"""
+        plain = is_plain(x, self.weight, self.bias, transposed=True)
+        y: Tensor = multiply(x, self.weight.T, self.bias) if plain else super().forward(x)
+        return y
+
+
+class _DenseExperts(nn.Module):
+    """A mixture's stacked experts one by one, each expert on the tokens that chose it. A token adds the results in the
+    order of experts."""
+
+    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """x [tokens, hidden], chosen and shares [tokens, top_k] → [tokens, hidden]"""
+        experts: Any = self
+        first_name, second_name = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+        bias = experts._parameters.get(f"{first_name}_bias") if experts.has_bias else None
+        stacked = experts._parameters[first_name]  # [experts, out, in], or [experts, in, out]
+        if not is_plain(x, stacked, bias, experts.is_transposed):
+            y: Tensor = super().forward(x, chosen, shares)
+            return y
+        y = torch.zeros_like(x)  # [tokens, hidden]
+        for expert in chosen.unique().tolist():
+            token, slot = torch.where(chosen == expert)  # [m], [m]
+            h = self._multiply(first_name, expert, x[token])  # [m, 2 * inner]
+            with _Products():
+                h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)  # [m, inner]
+            h = self._multiply(second_name, expert, h)  # [m, hidden]
+            y.index_add_(0, token, (h * shares[token, slot, None]).to(y.dtype))
+        return y
+
+    def _multiply(self, name: str, expert: int, x: Tensor) -> Tensor:
+        experts: Any = self
+        weight = experts._parameters[name][expert]  # [out, in], or [in, out]
+        bias = experts._parameters[f"{name}_bias"][expert] if experts.has_bias else None  # [out]
+        return multiply(x, weight.T if experts.is_transposed else weight, bias)
+
+
+_MATMULS = torch.matmul, Tensor.matmul, Tensor.__matmul__
+_SIGMOIDS = torch.sigmoid, Tensor.sigmoid, F.sigmoid
+
+
+class _Products(TorchFunctionMode):
+    """Within it products with a matrix are those of :func:`multiply`, and sigmoids those of :func:`by_registers`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.linear and not kwargs and is_plain(*args):
+            return multiply(args[0], args[1], args[2] if len(args) > 2 else None)
+        if function in _MATMULS and len(args) == 2 and args[1].dim() == 2 and is_plain(args[0], args[1].T):
+            return multiply(args[0], args[1].T, None)
+        if function is torch.bmm and len(args) == 2 and is_plain(args[0], args[1], transposed=True):
+            return torch.stack([multiply(x, weight.T, None) for x, weight in zip(*args, strict=True)])
+        if function in _SIGMOIDS and len(args) == 1:
+            return by_registers(function, args[0])
+        return function(*args, **(kwargs or {}))
+
+
+class _WithProducts(nn.Module):
+    """A module of transformers that has a matrix and a forward that are no plain linear layer's: a router, or experts
+    whose matrices are stacked."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _Products():
+            return super().forward(*args, **kwargs)
+
+
+@functools.cache
+def _mixed(mixin: type, kind: type) -> type:
+    return type(f"Dense{kind.__name__}", (mixin, kind), {})
+
+
+def dense_class(kind: type, module: nn.Module) -> type:
+    """The class in a shadow of `module`, of class `kind`: one of the above on a CPU, or `kind`."""
+    weight = next((weight for weight in module._parameters.values() if weight is not None), None)
+    if weight is None or weight.device.type != "cpu":
+        return kind
+    if "is_transposed" in vars(module) and "down_proj" in module._parameters:  # transformers' experts interface
+        return kind if vars(module).get("has_post_expert_norm") else _mixed(_DenseExperts, kind)
+    if kind in (nn.Linear, Conv1D):
+        return DenseLinear if kind is nn.Linear else DenseConv1D
+    has_matrix = any(weight is not None and weight.dim() in (2, 3) for weight in module._parameters.values())
+    is_ours = has_matrix and kind.__module__.startswith("transformers.") and not isinstance(module, nn.Embedding)
+    return _mixed(_WithProducts, kind) if is_ours else kind
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in] times `weight` [out, in] → [..., out] in its dtype, for which :func:`is_plain` holds: generated
+    tokens in C++, prompts by oneDNN on the weights as they lie.
+
+    oneDNN sums one row in another order than several, which it sums alike: one row is multiplied as two.
+    """
+    x = x.to(weight.dtype)
+    if serves(x.dtype):
+        return multiply_matrix(dense_matrix(weight, bias), x)
+    rows = x.reshape(-1, x.shape[-1])  # [m, in]
+    pair = rows.expand(2, -1).contiguous() if len(rows) == 1 else rows  # [max(m, 2), in]
+    if x.dtype == torch.float32 and HAS_ONEDNN:
+        y = multiply_by_onednn(pair, weight, bias)
+    else:
+        y = F.linear(pair, weight, bias)  # in bfloat16 it is oneDNN's
+    return y[: len(rows)].view(*x.shape[:-1], len(weight))
+
+
+def is_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> bool:
+    """Whether :func:`multiply` computes the product: without gradient, of numbers that C++ can read:
+    x [..., in], `weight` [..., out, in] or transposed, bias [..., out]. Autocast may cast x."""
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    return (
+        is_readable(weight)
+        and (bias is None or (is_readable(bias) and bias.dtype == weight.dtype))
+        and weight.dtype == (autocast or x.dtype)
+        and x.dtype in DTYPES
+        and x.device.type == "cpu"
+        and x.shape[-1] == weight.shape[-2 if transposed else -1]
+        and x.numel() > 0
+        and not torch.is_grad_enabled()  # these have no backward pass
+    )
+
+
+def multiply_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [m, in] times weight [out, in] → [m, out], as Inductor calls it."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
+
+
+ROWS = 64  # of x, as in a short prefill or a verification
+OUTPUTS = 512  # of the layer: enough to keep a CPU busy, and few milliseconds where it has no instructions
+MIN_WEIGHTS = 1 << 18  # of the layer: with fewer the call itself takes the time
+MIN_GAIN = 1.2  # below it nobody should reload a model
+
+warned: set[torch.dtype] = set()
+"""The dtypes that this process has measured."""
+
+
+def warn_of_slow_dtype(model: PreTrainedModel) -> None:
+    """Warns, once per dtype and process, where `model` is on a CPU without instructions for its 16-bit dtype, and
+    float32 measures faster on one of its layers."""
+    dtype = model.dtype
+    if model.device.type != "cpu" or dtype in warned or has_instructions(dtype):
+        return
+    layers = (module for module in model.modules() if type(module) is nn.Linear)
+    weight = next((layer.weight for layer in layers if layer.weight.numel() >= MIN_WEIGHTS), None)  # [out, in]
+    if weight is None:
+        return
+    warned.add(dtype)
+    gain = float32_gain(weight.detach()[:OUTPUTS])
+    if gain >= MIN_GAIN:
+        warnings.warn(
+            f"this CPU has no instructions for {dtype}: a product of {ROWS} rows with a layer of the model takes "
+            f"{gain:.1f} times as long as in float32, measured now. Load the model with dtype=torch.float32 if its "
+            "memory allows.",
+            stacklevel=2,
+        )
+
+
+def has_instructions(dtype: torch.dtype) -> bool:
+    """Whether torch reports instructions of the CPU that multiply in `dtype`; True for float32 and wider."""
+    if dtype == torch.bfloat16 and platform.machine() in ("x86_64", "AMD64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype != torch.float16 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def float32_gain(weight: Tensor) -> float:
+    """By what factor a product with `weight` [out, in] is faster in float32."""
+    x = torch.ones(ROWS, weight.shape[1], dtype=weight.dtype)  # [m, in]; no random numbers: they are the caller's
+    wide_x, wide = x.float(), weight.float()  # [m, in], [out, in]
+    multiply_wide = partial(multiply_by_onednn, bias=None) if HAS_ONEDNN else F.linear
+    return seconds(lambda: F.linear(x, weight)) / seconds(lambda: multiply_wide(wide_x, wide))
+
+
+@torch.no_grad()
+def seconds(multiply: Callable[[], Tensor]) -> float:
+    """Seconds of the fastest of three calls, after one that warms up."""
+    taken = []
+    for _ in range(4):
+        started = time.perf_counter()
+        multiply()
+        taken.append(time.perf_counter() - started)
+    return min(taken[1:])

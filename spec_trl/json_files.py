@@ -1,6 +1,6 @@
 """Reads and writes the JSON files of spec_trl: profile, ladder, run log, kernel table, state of a run.
 
-A file holds one dataclass, whose annotations say what may stand in it; pydantic checks them. Writing is atomic.
+A file holds one dataclass; pydantic checks the content against its annotations. Writing is atomic.
 """
 
 import os
@@ -21,10 +21,10 @@ _adapters: "dict[Any, TypeAdapter[Any]]" = {}  # one per dataclass: making one t
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a file next to `path` to write to, which takes its place at the end, unless something is raised.
+    """Yields a temporary file next to `path`, which replaces `path` at the end unless an exception is raised.
 
-    A reader sees the old file or the new one, never half of it, also where ranks of one job write `path` at once. The
-    folder is made.
+    A reader sees the old file or the new one, never a part, even if ranks of one job write `path` at once. The folder
+    is created.
 
     Raises:
         OSError: the file cannot be written.
@@ -39,7 +39,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes `content` to `path`, as :func:`replacing` does it."""
+    """Writes `content` to `path` by :func:`replacing`."""
     with replacing(path) as file:
         file.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -50,20 +50,20 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def from_json(text: str | bytes, kind: type[T]) -> T:
-    """The dataclass `kind` that `text` holds.
+    """Parses `text` into the dataclass `kind`.
 
     Raises:
         ValueError: `text` is no JSON, or a field is missing, unknown, of the wrong type or refused by the dataclass;
             the message names the first such field and its value.
     """
-    from pydantic import ValidationError  # here, since it takes a quarter of a second that most calls do not need
+    from pydantic import ValidationError  # imported here: it takes a quarter of a second, which most calls do not need
 
     try:
         value: T = _adapter(kind).validate_json(text, strict=True, extra="forbid")
         return value
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        # A file of another version differs in other fields too; its version is what the reader must know.
+        # A file of another version also differs in other fields; report the version.
         first = next((each for each in problems if each["loc"] == ("version",)), problems[0])
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
         found = f" (found {first['input']!r:.60})" if first["type"] != "missing" and place else ""

@@ -1,4 +1,4 @@
-"""Compiles our C++ on the machine where it runs, where there is a compiler, and caches it in the user's cache."""
+"""Compiles our C++ on the machine where it runs, if it has a compiler, and caches the result in the user's cache."""
 
 import ctypes
 import hashlib
@@ -15,7 +15,7 @@ from .user_cache import cache_directory
 
 logger = logging.getLogger(__name__)
 
-# -ffast-math, which allows sums in vectors, is for compiling alone: with it the linker adds code that makes the whole
+# -ffast-math, which allows sums in vectors, is only for compiling: with it the linker adds code that makes the whole
 # process round tiny numbers to zero.
 _COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
 _LINK = ("-shared", "-fopenmp")
@@ -29,7 +29,8 @@ def compiler() -> str | None:
 
 
 def load(source: Path, reorders_sums: bool = True, **defined: object) -> ctypes.CDLL | None:
-    """The library of `source`, compiled now or by an earlier process, with macros `defined`; None where that fails.
+    """Returns the library of `source`, compiled now or by an earlier process, with macros `defined`; None if that
+    fails.
 
     Args:
         reorders_sums: whether the compiler may add numbers in another order than the source has.
@@ -44,12 +45,12 @@ def load(source: Path, reorders_sums: bool = True, **defined: object) -> ctypes.
         return subprocess.run([program, *arguments], check=True, capture_output=True, timeout=_SECONDS).stdout
 
     try:
-        # What the compiler defines names its version and the instructions of this CPU: machines may share a home.
+        # The predefined macros name the compiler's version and this CPU's instructions: machines may share a home.
         headers = {*Path(__file__).parent.glob("*.h"), *source.parent.glob("*.h")}
         included = b"".join(path.read_bytes() for path in sorted(headers))
         facts = call(*options, "-dM", "-E", "-x", "c++", "/dev/null") + source.read_bytes() + included
         path = cache_directory() / f"{source.stem}_{hashlib.sha256(facts).hexdigest()[:16]}.so"
-        with tempfile.TemporaryDirectory() as folder:  # a library that is loaded stays when its file goes
+        with tempfile.TemporaryDirectory() as folder:  # a loaded library stays when its file is removed
             if not path.exists():
                 compiled, linked = Path(folder, "code.o"), Path(folder, path.name)
                 call(*options, "-c", str(source), "-o", str(compiled))

@@ -1,5 +1,5 @@
-"""Files that are kept between processes: under SPEC_TRL_CACHE, or the user's cache directory. Nobody named them, so
-one that cannot be read or written ends no run."""
+"""Files in the user's cache: under SPEC_TRL_CACHE, or the user's cache directory. The user did not name them, so a
+file that cannot be read or written ends no run."""
 
 import hashlib
 import os
@@ -14,20 +14,20 @@ T = TypeVar("T")
 
 
 def cache_directory(kind: str = "kernels") -> Path:
-    """The folder of "kernels", compiled code and tables of kernels, or of "profiles", what is known of rounds."""
+    """The folder of "kernels" (compiled code, tables of kernel times) or of "profiles" (times of rounds)."""
     home = os.environ.get("SPEC_TRL_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "spec_trl" / kind
 
 
 def file_name(readable: str, text: str) -> str:
-    """The name of a JSON file that begins with what can stand in a name of `readable`; no other `text` has it."""
+    """Name of a JSON file: the characters of `readable` that file names allow, and a hash of `text`."""
     start = re.sub(r"[^A-Za-z0-9.+-]+", "-", readable)[:120].strip("-")
     return f"{start}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
 
 
 def read_kept(path: Path, load: Callable[[Path], T], then: str = "") -> T | None:
-    """What `load` reads of `path`. None where there is no file, or where it is damaged; then a warning says what will
-    happen `then`."""
+    """Returns `load(path)`; None if there is no file, or if it is damaged, with a warning that says what happens
+    `then`."""
     try:
         return load(path) if path.exists() else None
     except (ValueError, LookupError, TypeError, OSError) as error:
@@ -36,7 +36,7 @@ def read_kept(path: Path, load: Callable[[Path], T], then: str = "") -> T | None
 
 
 def save_kept(save: Callable[[Path], object], path: Path, what: str) -> None:
-    """Saves `what` to `path`; a warning where that cannot be written, as in a read-only home."""
+    """Saves `what` to `path`; warns if that cannot be written, as in a read-only home."""
     try:
         save(path)
     except OSError as error:

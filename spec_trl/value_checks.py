@@ -9,7 +9,7 @@ from typing import Any
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A question to end a message with, where `name` is nearly one of `known`; else nothing."""
+    """Returns a question that ends a message, if `name` is nearly one of `known`; else ""."""
     near = get_close_matches(str(name), known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -57,7 +57,7 @@ def require_value(
 
 
 def require_folder_or_id(name: str, assistant: object) -> None:
-    """Raises ValueError, naming `name`, where `assistant` is a text that is no folder and can be no hub id."""
+    """Raises ValueError, naming `name`, if `assistant` is a text that is neither a folder nor a possible hub id."""
     if not isinstance(assistant, str) or Path(assistant).is_dir():
         return
     if Path(assistant).is_file():

@@ -27,7 +27,7 @@ def dense(out: int, size: int) -> tuple[Tensor, Products]:
     weight, bias = torch.randn(out, size), torch.randn(out)
     x = torch.randn(33, size)
     return x, lambda x: (
-        cpu_products.multiply(cpu_products.dense_matrix(weight, bias), x),
+        cpu_products.multiply_matrix(cpu_products.dense_matrix(weight, bias), x),
         x.double() @ weight.double().T + bias,
     )
 
@@ -40,7 +40,7 @@ def quantized(out: int, size: int, group: int | None) -> tuple[Tensor, Products]
     for each in (packed, exact):
         RoundToNearest().quantize_(weight, each)
     values = exact.dequantize().double()
-    return x, lambda x: (cpu_products.multiply(packed.matrix(bias), x), x.double() @ values.T + bias)
+    return x, lambda x: (cpu_products.multiply_matrix(packed.matrix(bias), x), x.double() @ values.T + bias)
 
 
 @pytest.mark.parametrize("shape", [*DENSE, *QUANTIZED, *EIGHT_BITS], ids=str)

@@ -22,7 +22,6 @@ FLOORS: list[tuple[str, ...]] = [
     ("json_files", "papers", "user_cache", "value_checks"),
     ("native_code",),
     ("cpu_products",),
-    ("dense_linear",),
     ("scheduling", "quantization"),
     ("generation.registry",),
     ("generation.engine.training_marks",),

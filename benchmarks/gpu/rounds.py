@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from benchmarks.measure import stopwatch
 from spec_trl import SpeculativeConfig
-from spec_trl.efficient_rollout.fill_profile import _Bench, _NoDrafter
+from spec_trl.efficient_rollout.calibration import _Bench, _NoDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine.captured import CAPTURE_AFTER
-from spec_trl.generation.engine.room import model_constants
+from spec_trl.generation.engine.graph_runner import CAPTURE_AFTER
+from spec_trl.generation.engine.model_costs import model_constants
 from spec_trl.measuring.probe import probe
 from spec_trl.quantization import QuantizedLinear
 

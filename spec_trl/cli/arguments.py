@@ -13,7 +13,7 @@ from ..generation.registry import needing_assistant
 
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-"""As `dtype=` of transformers takes them."""
+"""Names that `dtype=` of transformers takes."""
 MARGIN = SpeculativeConfig.sd_margin
 """ε of ER §3.2, the predicted gain that speculation needs."""
 
@@ -38,7 +38,7 @@ def add_option(parser: argparse.ArgumentParser, flag: str, name: str, **changes:
 
 
 def _number(what: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
-    """A type for argparse: a finite number that `accepts` takes, described by `what`."""
+    """Makes a type for argparse: a finite number for which `accepts` is true, described by `what`."""
 
     def parse(text: str) -> float:
         try:
@@ -94,7 +94,7 @@ def figure_file(text: str) -> Path:
 
 
 def add_margin(parser: argparse.ArgumentParser, default: float | None = MARGIN) -> None:
-    """Adds --margin, ε; with `default` None a command sees whether it was given."""
+    """Adds --margin, ε; with `default` None a command can see whether the user set it."""
     text = f"{OPTIONS['sd_margin'].metadata['help']} ({MARGIN})"
     add_option(parser, "--margin", "sd_margin", type=fraction, default=default, help=text)
 

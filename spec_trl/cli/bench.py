@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
-from ..generation.engine.requirements import check_lengths, check_model
+from ..generation.engine.requirements import check_lengths, check_model, position_limit
 from ..generation.generate import install
 from ..measuring.known_rounds import find_profile
 from ..measuring.machine import hardware_name
@@ -31,14 +31,14 @@ from .loading import (
 
 
 PROMPT_TOKENS = 256
-"""A longer prompt is cut: reading prompts takes the same time whatever decodes."""
+"""Most tokens of a prompt; longer ones are cut, since reading prompts takes the same time for every strategy."""
 EXACT = "exact here: drafts change no bit of a log-probability"
 EXAMINING = 0.1
-"""Part of the time that is left for telling near-ties from errors."""
+"""Share of the time that is reserved for telling near-ties from errors."""
 RANDOM_PROMPT = 32
 """Tokens of a random prompt."""
 _FLAGS = ("avx512_bf16", "amx_bf16")
-"""What makes bfloat16 fast on a CPU, by name in /proc/cpuinfo."""
+"""Instructions that make bfloat16 fast on a CPU, by name in /proc/cpuinfo."""
 KEEP = 'keep assistant_strategy="auto", which drafts where rounds tell that it pays'
 
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     install()  # as `import spec_trl` would
     model = load_model(arguments.model, arguments.dtype, device)
     check_model(model)
-    check_lengths(model, list(map(len, prompts)), arguments.length)
+    check_lengths(model, position_limit(model), list(map(len, prompts)), arguments.length)
     dtype = str(model.dtype).removeprefix("torch.")
     mixed = device.type == "cuda" and dtype == "float32"
     weights = "float32 under autocast to bfloat16, as SpecGRPOConfig(bf16=True) trains" if mixed else dtype
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_length(length: int, longest_prompt: int, config: PreTrainedConfig) -> None:
-    """Raises ValueError where completions of `length` go beyond the context that `config` names."""
+    """Raises ValueError if completions of `length` exceed the context that `config` names."""
     context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if context is not None and longest_prompt + length > context:
         raise ValueError(
@@ -97,7 +97,7 @@ def _measure(
     model: PreTrainedModel, prompts: list[list[int]], arguments: argparse.Namespace, assistants: dict[str, str],
     until: float,
 ) -> list[Gain]:  # fmt: skip
-    """Measures all ways at each batch size before `until`, and prints a table for each."""
+    """Measures all strategies at every batch size before `until`, and prints a table per batch size."""
     ways, missing = make_ways(model, sorted(set(arguments.draft_length)), assistants)
     longest = max(map(len, prompts)) + arguments.length
     profile = find_profile(model, SpeculativeConfig(), max(arguments.batch), longest)
@@ -190,12 +190,13 @@ def machine(device: torch.device) -> str:
 
 
 def choose(gains: Sequence[Gain]) -> tuple[Way | None, float]:
-    """The way to recommend, and its speedup over "none": the geometric mean over the batches. None: no way is clearly
-    faster than "none".
+    """Returns the strategy to recommend, and its speedup over "none", the geometric mean over the batches. None: no
+    strategy is clearly faster than "none".
 
-    A way is clearly faster if it gains MARGIN, by more than its measurements spread, and tokens per block explain the
-    gain. "auto" is kept unless a drafter that drafts always is faster than it by as much. A way is out whose drafter
-    failed, or whose tokens were not all examined, or differ from those of "none" by more than near-ties.
+    A strategy is clearly faster if it gains MARGIN, more than its measurements spread, and tokens per block explain
+    the gain. "auto" is recommended unless a drafter that always drafts is faster by as much. A strategy is excluded if
+    its drafter failed, or if not all tokens were examined, or if tokens differ from those of "none" by more than
+    near-ties.
     """
     by_way: dict[Way, list[Gain]] = {}
     for gain in gains:
@@ -261,7 +262,7 @@ def _listed(batches: dict[int, bool], wanted: bool) -> str:
 
 
 def config_to_paste(way: Way, dtype: str, mixed: bool) -> tuple[str, str]:
-    """Arguments of generate, and a config of the trainer, as Python text. Both do what was measured."""
+    """Arguments of generate, and a config of the trainer, as Python text: both run what was measured."""
     named = f"assistant_strategy={way.strategy!r}"
     if way.assistant is not None:
         named += f", assistant_model={way.assistant!r}"
@@ -270,6 +271,6 @@ def config_to_paste(way: Way, dtype: str, mixed: bool) -> tuple[str, str]:
         call += f", speculative_config=SpeculativeConfig(draft_length={way.draft_length}, sd_toggle='always')"
         config += f", draft_lengths=[{way.draft_length}], sd_toggle='always'"
     config += f", bf16={mixed}"
-    if dtype != "float32":  # in which TRL loads a model that it is given by name
+    if dtype != "float32":  # the dtype in which TRL loads a model by name
         config += f", model_init_kwargs={{'dtype': {'torch.float64' if dtype == 'float64' else repr(dtype)}}}"
     return call, f"SpecGRPOConfig({config})"

@@ -1,4 +1,4 @@
-"""Figures of a training run, with sentences that say their numbers (ER Fig. 2, 4, 6, 8, 9, 12; Tab. 7; SA Fig. 14).
+"""Figures of a training run, with sentences that name their numbers (ER Fig. 2, 4, 6, 8, 9, 12; Tab. 7; SA Fig. 14).
 
 A function returns None where the run has no data for its figure.
 """
@@ -47,12 +47,12 @@ _PHASE_COLOURS = {
 _ROLLOUT = "training rollout"
 _MARKS = (50, 90, 99)  # per cent of requests, as in ER App. B
 _NEIGHBOURHOOD = 5  # rollouts at either end of a run that Tab. 7 and 8 would compare
-_SHOWN = 0.01  # share of all rounds from which a table has a plan
-_HEIGHT = 0.8  # of a lane; the next one begins at 1
+_SHOWN = 0.01  # share of all rounds from which a plan is in the table
+_HEIGHT = 0.8  # height of a lane; the next one begins at 1
 
 
 def _spread(rollouts: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-    """The first, middle and last of them."""
+    """Returns the first, middle and last record."""
     return [rollouts[at] for at in sorted({0, len(rollouts) // 2, len(rollouts) - 1})]
 
 
@@ -63,7 +63,8 @@ def _known(rollouts: Sequence[RolloutRecord], *names: str) -> list[tuple[Any, ..
 
 
 def _with_rest(phases: dict[str, float], seconds: float) -> dict[str, float]:
-    """`phases` and, as "other", what they leave of `seconds`: phases are rank 0's, seconds the slowest rank's."""
+    """Returns `phases` and, as "other", the rest of `seconds`: phases are those of rank 0, seconds those of the
+    slowest rank."""
     return added(phases, {"other": max(0.0, seconds - sum(phases.values()))})
 
 
@@ -161,7 +162,7 @@ def completion_curves(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 
 def plans_over_rounds(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     """Rows in flight over rounds in the first, middle and last rollout: a colour per drafter, darker for longer
-    drafts, stripes where two drafted. The table says what the rounds of each plan did, in all rollouts."""
+    drafts, stripes where two drafted. The table sums up the rounds of every plan, in all rollouts."""
     drawn = [r for r in rollouts if r.points and r.speculating and r.speculating[0].rows is not None]
     if not drawn:
         return None
@@ -213,8 +214,9 @@ def _shade(name: str, share: float) -> tuple[float, ...]:
 
 
 def timeline(timelines: Sequence[RequestTimeline], requests: int | None = None) -> Drawing | None:
-    """Who drafted for which request, and when (SA Fig. 14). A lane per request, the first to end on top: a colour per
-    drafter, stripes where drafters race, grey where the request decodes autoregressively. None without timelines.
+    """Timelines: which drafter drafted for which request, and when (SA Fig. 14). A lane per request, the first to end
+    on top: a colour per drafter, stripes where drafters race, grey where the request decodes autoregressively. None
+    without timelines.
 
     Args:
         timelines: of `SpeculationStatistics` or `RolloutRecord`. The `TIMELINES` that ended last are drawn.
@@ -260,7 +262,7 @@ def timeline_of_run(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 
 
 def draft_length_schedule(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """γ with its ceiling γ + 1 and the measured τ, by rollout (ER Fig. 4b, 14). Where each round has its own γ, their
+    """γ with its ceiling γ + 1 and the measured τ, by rollout (ER Fig. 4b, 14). If γ changes from round to round, its
     mean without a ceiling."""
     chosen = any(map(_varies, rollouts))
     drawn = _known(rollouts, "mean_draft_length" if chosen else "draft_length", "block_efficiency")
@@ -281,7 +283,7 @@ def draft_length_schedule(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 
 
 def _varies(record: RolloutRecord) -> bool:
-    """Whether several γ were used, each in at least a tenth of the rounds that drafted. (The end of a text cuts
+    """Whether at least two γ were used in a tenth or more of the rounds that drafted. (The end of a text cuts
     drafts.)"""
     rounds: dict[int, int] = {}
     for point in record.points:
@@ -317,7 +319,7 @@ def entropy_against(rollouts: Sequence[RolloutRecord], quantity: str) -> Drawing
 
 
 def depth_efficiency(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """τ by output depth at the start of a block (ER Tab. 7, 8). The table also has that of the first and the last five
+    """τ by output depth at the start of a block (ER Tab. 7, 8). The table also has τ of the first and the last five
     rollouts that speculated."""
     drawn = [record.per_depth for record in rollouts if record.per_depth]
     total, first, last = (
@@ -372,7 +374,7 @@ def speedups(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 
 
 def rank_seconds(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """Seconds in which each rank decoded, by rollout, below the rollout's seconds (SA Fig. 2a)."""
+    """Seconds of decoding by rank and rollout, below the rollout's seconds (SA Fig. 2a)."""
     shared = [record for record in rollouts if len(record.rank_seconds) > 1]
     if not shared:
         return None
@@ -393,8 +395,8 @@ def rank_seconds(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 
 
 def verdict_of_run(run: Run) -> Drawing | None:
-    """Speedup over plain decoding by rollout, and the seconds saved so far. None where no training rollout says what
-    plain decoding would have taken."""
+    """Speedup over plain decoding by rollout, and the seconds saved so far. None if no training rollout has an
+    estimate for plain decoding."""
     rollouts = run.of("train")
     if all(record.plain_seconds is None for record in rollouts):
         return None

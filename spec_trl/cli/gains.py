@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 GENERATE = "generate"
 BASELINES = (GENERATE, "none")
 OWN_DRAFTERS = ("self", "ngram", "history")
-"""Drafters that every model can have."""
+"""Drafters that need no assistant."""
 PROBE = 8
-"""Tokens per row of the calls that tell how long a visit will take."""
+"""Tokens per row of the calls that estimate the seconds of a visit."""
 ENOUGH_TOKENS, ENOUGH_VISITS = 64, 3
 """Tokens of the longest row, and counted visits, below which a measurement is thin."""
 PLANNED_VISITS, MOST_VISITS = ENOUGH_VISITS + 1.5, 8
-"""A visit calls all ways once. Of several visits the first does not count: a GPU's forwards are captured in it. Half a
-visit is spare, since durations vary."""
+"""A visit calls every strategy once. If there are several visits, the first does not count: on a GPU forwards are
+captured in it. Half a visit is spare, since durations vary."""
 NOISE_TEXTS, NOISE_LENGTH = 2, 64
 """Number of texts, and tokens of each, on which the logit noise is measured."""
 NOISE_PROMPT = 8
@@ -76,11 +76,11 @@ _DEFAULT = SpeculativeConfig()
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """One way to continue prompts.
+    """One strategy to measure.
 
     Args:
-        strategy: GENERATE, transformers' own; or an `assistant_strategy`.
-        draft_length: γ of the one drafter that drafts always; 0: as the strategy does by default.
+        strategy: GENERATE (transformers' generate), or an `assistant_strategy`.
+        draft_length: γ of a drafter that always drafts; 0: the default of the strategy.
         drafter: of this strategy.
         assistant: what the drafter was loaded from, if it needs an assistant.
     """
@@ -92,26 +92,26 @@ class Way:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name in tables."""
         return f"{self.strategy}, γ {self.draft_length}" if self.draft_length else self.strategy
 
     @property
     def config(self) -> SpeculativeConfig:
-        """What :func:`~spec_trl.cli.bench.config_to_paste` says too."""
+        """Options, as in :func:`~spec_trl.cli.bench.config_to_paste`."""
         return SpeculativeConfig(draft_length=self.draft_length, sd_toggle="always") if self.draft_length else _DEFAULT
 
     def __call__(
         self, model: PreTrainedModel, work: Work, seed: int, clock: Callable[[], float], until: float = math.inf
     ) -> Call | None:
-        """Continues the prompts once; None: given up at `until`."""
+        """Continues the prompts once; None: stopped at `until`."""
         inputs = pad_left(work.prompts, model.device)
-        # Models come with top_k, top_p and penalties of their own: the comparison is of temperature sampling alone.
+        # Models come with settings of top_k, top_p and penalties; only temperature sampling is compared.
         options: dict[str, object] = dict(do_sample=False, repetition_penalty=1.0)
         if work.temperature > 0:
             options |= dict(do_sample=True, temperature=work.temperature, top_k=0, top_p=1.0)
         if self.strategy != GENERATE:
             options |= dict(assistant_strategy=self.strategy, speculative_config=replace(self.config, seed=seed))
-        if self.assistant is not None:  # loaded once; the other drafters are kept per model, or begin anew
+        if self.assistant is not None:  # loaded once; other drafters stay with the model, or are made again
             options["drafter"] = self.drafter
         end, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
         torch.manual_seed(seed)
@@ -139,7 +139,7 @@ class Way:
 def make_ways(
     model: PreTrainedModel, draft_lengths: Sequence[int], assistants: Mapping[str, str]
 ) -> tuple[list[Way], dict[str, str]]:
-    """All ways to continue prompts with `model`, and, by strategy, why it is not possible.
+    """Returns all strategies for `model`, and by strategy the reason why it is not possible.
 
     Args:
         model: the target.
@@ -174,12 +174,14 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     begin: Callable[[Way], object] = lambda way: None,
 ) -> tuple[Work, dict[Way, list[Call]]]:
-    """The calls of all ways that end before `until`, and the work that they did: as much of `work` as the time allows.
+    """Returns the calls of all strategies that end before `until`, and their work: as much of `work` as the time
+    allows.
 
     Two visits of `PROBE` tokens load, compile, pack and tell how many tokens fit into `PLANNED_VISITS`. Where these
-    are fewer than `ENOUGH_TOKENS`, the slowest drafters are left out. If no more than a probe fits, the probes
-    are returned. Visit i has the seed `seed` + i and begins with another way than visit i - 1; `begin` is called
-    before a call. All ways have equally many calls; where not even one visit ended, ways without a call are missing.
+    are fewer than `ENOUGH_TOKENS`, the slowest drafters are left out. If no more than a probe fits, the probes are
+    returned. Visit i has the seed `seed` + i and begins with another strategy than visit i - 1; `begin` is called
+    before a call. All strategies have equally many calls; if not even one visit ended, strategies without a call are
+    missing.
     """
 
     def visits(work: Work, most: int, expected: dict[Way, float]) -> dict[Way, list[Call]]:
@@ -228,8 +230,8 @@ def measure(
 
 @dataclass
 class Identity:
-    """Rows of a way against those of "none" with the same seed: `unexplained` rows differ by no near-tie; for
-    `unexamined` rows the time was up."""
+    """Rows of a strategy compared with those of "none" with the same seed: `unexplained` rows differ, and not by a
+    near-tie; `unexamined` rows were left for lack of time."""
 
     rows: int = 0
     identical: int = 0
@@ -242,14 +244,14 @@ def compare(
     model: PreTrainedModel, work: Work, seed: int, plain: Sequence[Call], calls: Sequence[Call], draft_length: int,
     until: float = math.inf,
 ) -> Identity:  # fmt: skip
-    """The calls of one way against those of "none", visit by visit; after `until` no token is examined."""
+    """Compares the calls of a strategy with those of "none", visit by visit; after `until` no token is examined."""
     identity, noise = Identity(), None
     for visit, (reference, call) in enumerate(zip(plain, calls, strict=True)):
         for row, (theirs, ours) in enumerate(zip(reference.completions, call.completions, strict=True)):
             identity.rows += 1
             identity.identical += ours == theirs
             same = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
-            if same is None:  # where a row only ends early there is no token to tie with
+            if same is None:  # a row that ends early has no token to compare
                 identity.unexplained += ours != theirs
                 continue
             if time.perf_counter() > until:
@@ -321,13 +323,13 @@ def reference_scores(
 
 
 def distance(scores: Tensor, tokens: tuple[int, int]) -> float:
-    """How far the worse of two tokens lies below the best of `scores` [vocab]."""
+    """Distance of the worse of two tokens from the best of `scores` [vocab]."""
     return (scores.max() - scores[list(tokens)].min()).item()
 
 
 @dataclass(frozen=True)
 class Gain:
-    """One way at one batch size. None: unknown, or does not apply.
+    """Results of a strategy at one batch size. None: unknown, or does not apply.
 
     Args:
         rows: of the batch.
@@ -339,7 +341,7 @@ class Gain:
         predicted: speedup over "none" by the roofline in the cache, at the measured block efficiency.
         drafting: share of the decoding rounds that drafted.
         acceptance_rate, block_efficiency: of those rounds.
-        identity: for ways with a drafter.
+        identity: of strategies with a drafter.
         failure: why the drafter was dropped.
     """
 
@@ -360,13 +362,13 @@ class Gain:
 
     @property
     def is_thin(self) -> bool:
-        """Whether too little was measured to go by."""
+        """Whether the measurement is too short to be used."""
         return self.tokens < ENOUGH_TOKENS or self.visits < ENOUGH_VISITS
 
     @property
     def explained(self) -> float:
-        """The speedup over "none" that the tokens per block explain: rounds that drafted gave τ tokens in place of
-        one. The rest is noise."""
+        """The largest speedup over "none" that the tokens per block explain: rounds that drafted gave τ tokens instead
+        of one. More is noise."""
         gained = (self.drafting or 0.0) * ((self.block_efficiency or 1.0) - 1)
         return min(self.of_none, 1 + gained)
 
@@ -375,8 +377,8 @@ def summarise(
     model: PreTrainedModel, work: Work, seed: int, calls: Mapping[Way, Sequence[Call]], profile: "Profile | None",
     until: float = math.inf,
 ) -> list[Gain]:  # fmt: skip
-    """The gains of all ways; none without calls of GENERATE and "none". Of several visits the first counts for
-    identity alone."""
+    """Returns the gains of all strategies; empty without calls of GENERATE and "none". Of several visits the first
+    counts only for identity."""
     references = [next((made for way, made in calls.items() if way.strategy == name), None) for name in BASELINES]
     generate, none = references
     if generate is None or none is None:

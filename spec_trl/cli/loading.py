@@ -32,10 +32,10 @@ _FIELDS = ("prompt", "question", "text")
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device called `name`; None: CUDA where there is one, else the CPU.
+    """Returns the device called `name`; None: CUDA if present, else the CPU.
 
     Raises:
-        ValueError: there is none of this name here.
+        ValueError: this machine has no such device.
     """
     try:
         return torch.empty(0, device=name or ("cuda" if torch.cuda.is_available() else "cpu")).device
@@ -44,10 +44,10 @@ def find_device(name: str | None) -> torch.device:
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """The config of the causal LM of a folder or hub id.
+    """Loads the config of the causal LM of a folder or hub id.
 
     Raises:
-        ValueError: there is none, or it is of another kind of model.
+        ValueError: there is no config, or it is of another kind of model.
     """
     require_folder_or_id("MODEL", name)
     try:
@@ -61,7 +61,7 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def load_model(name: str, dtype: str, device: torch.device) -> PreTrainedModel:
-    """The causal LM of a folder or hub id, for inference; `dtype` as transformers takes it, "auto" included.
+    """Loads the causal LM of a folder or hub id for inference; `dtype` as in transformers, "auto" included.
 
     Raises:
         ValueError: its weights are missing or damaged.
@@ -75,7 +75,7 @@ def load_model(name: str, dtype: str, device: torch.device) -> PreTrainedModel:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder or hub id; None where it has none."""
+    """Loads the tokenizer of a folder or hub id; None if there is none."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
@@ -87,7 +87,7 @@ def read_prompts(path: Path) -> list[str]:
     strings).
 
     Raises:
-        ValueError: there are none, or the file is something else.
+        ValueError: the file has no prompts, or another format.
         OSError: it cannot be read.
     """
     try:
@@ -112,7 +112,7 @@ def _prompt_of(row: Any, number: int) -> Any:
 
 
 def token_ids(prompts: list[str], tokenizer: PreTrainedTokenizerBase, longest: int) -> list[list[int]]:
-    """The tokens of each prompt, cut after `longest`; as a chat where there is a template, which is not cut."""
+    """Tokenizes prompts, cut after `longest` tokens; with a chat template as a chat, and the template is not cut."""
     cut = [tokenizer.decode(tokenizer(p, add_special_tokens=False).input_ids[:longest]) for p in prompts]
     if tokenizer.chat_template is None:
         return [tokenizer(prompt).input_ids for prompt in cut]

@@ -21,14 +21,14 @@ COMMANDS = {
     "report": ("cli", "draw a training run: PNG files and one HTML page"),
     "simulate": (_SA, "simulate rollouts on a cluster that a YAML file describes, and plan them"),
 }
-"""By name: the folder that has its arguments and a module of its name, and its line in `spec-trl --help`."""
+"""By command: the folder that holds its arguments and its module, and its line in `spec-trl --help`."""
 
 _VERSIONED = ("spec_trl", "transformers", "torch", "trl")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage is for those who ask for it. `loaded` is the name of the command whose
-    arguments it loads when it reads them: the other commands' folders are not imported."""
+    """Reports an error in one line, without the usage. `loaded`: the command whose arguments are loaded when they are
+    parsed; folders of other commands are not imported."""
 
     loaded: str | None = None
 
@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints what is installed. No package is imported for it: torch alone would take seconds."""
+    """Prints installed versions. It imports no package: torch would take seconds."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         found = []
@@ -91,5 +91,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Prints no more than the message: where in our code a warning arose says nothing to a user."""
+    """Prints only the message: the place in our code is of no use to a user."""
     print(f"warning: {message}", file=sys.stderr)

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
 PALE = "#CCCCCC"
@@ -30,7 +30,7 @@ Box = tuple[float, float, float, float]
 
 @dataclass
 class Drawing:
-    """A figure, a sentence that says its numbers, and a table (header first) where one says more."""
+    """A figure, a sentence with its numbers, and optionally a table (header first)."""
 
     figure: Figure
     text: str
@@ -40,8 +40,8 @@ class Drawing:
 def canvas(
     *labels: tuple[str, str], per_row: int = 2, width: float = 4.8, height: float = 3.8
 ) -> tuple[Figure, list[Axes]]:
-    """A figure outside of pyplot, which would keep it, with a panel for each (x label, y label); `width` and `height`
-    of a panel are in inches."""
+    """Makes a figure, with a panel for each (x label, y label), without pyplot, which would keep it in memory; `width`
+    and `height` of a panel are in inches."""
     columns = min(per_row, len(labels))
     lines = math.ceil(len(labels) / columns)
     figure = Figure(figsize=(width * columns + 2, height * lines), layout="constrained")

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the report. `name` is that of its PNG and its anchor; `missing` says why there is no drawing where a
-    user can change that. A section without either is left out."""
+    """One part of the report. `name` names its PNG and its anchor; `missing` says why there is no drawing, if a user
+    can change that. A section without drawing and reason is left out."""
 
     name: str
     title: str
@@ -35,7 +35,7 @@ class Section:
 
     @property
     def text(self) -> str:
-        """What is seen, or why nothing is."""
+        """Text of the drawing, or the reason why there is none."""
         return self.missing if self.drawing is None else self.drawing.text
 
 
@@ -73,7 +73,7 @@ def _build(log: Run, profile: "Profile | None", margin: float, missing: str) -> 
         figure = load("efficient_rollout.commands.boundary")
         points, idle = figure.points_of_run(train, profile.roofline)
         taus = figure.block_efficiency_of_run(train)
-        if not points or not taus:  # the run never speculated: what calibration measured says why
+        if not points or not taus:  # the run never speculated: the calibration shows why
             points, whose = figure.points_of_sweep(profile.samples, float), " by the calibration's times at τ = γ"
             taus = {gamma: float(gamma) for gamma in sorted({point.draft_length for point in points})}
         boundary = figure.toggle_boundary(profile.roofline, points, taus, margin, profile.draft_max_rows, idle)
@@ -121,7 +121,8 @@ def _render(log: Run, sections: Sequence[Section], images: dict[str, bytes]) -> 
 
 
 def _profile_of(log: Run, named: Path | None) -> "tuple[Profile | None, str]":
-    """The profile to draw with, or why there is none. One that the user names must be good; the run's may be gone."""
+    """Returns the profile to draw with, or the reason why there is none. A profile that the user names must be
+    readable; that of the run may be missing."""
     if named is not None:
         return load("efficient_rollout.profile").Profile.load(named), ""
     if log.header.profile is None:

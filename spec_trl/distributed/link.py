@@ -1,5 +1,5 @@
-"""What ranks write for each other while they decode: counters and notes in torch.distributed's store, and tensors from
-one rank to another. Nothing here is a collective call: no rank waits for one that decodes."""
+"""Communication of ranks while they decode: counters and notes in torch.distributed's store, and tensors sent from
+rank to rank. No call is collective: no rank waits for a rank that decodes."""
 
 import re
 import time
@@ -17,20 +17,20 @@ from torch import Tensor
 T = TypeVar("T")
 
 REMEDY = "died or hangs. Look at its output, and resume from the last checkpoint."
-_OF_GLOO = re.compile("gloo|Application timeout caused pair closure")  # which has no exception class
+_OF_GLOO = re.compile("gloo|Application timeout caused pair closure")  # gloo has no exception class for it
 POLL_SECONDS = (0.001, 0.02)
-"""First and longest pause of a waiting rank between two reads of the store. The first is much less than a decoding
-round; each is a tenth longer than the one before, since one store serves all ranks."""
+"""First and longest pause of a waiting rank between two reads of the store. The first is much shorter than a decoding
+round. Pauses grow by a tenth, since one store serves all ranks."""
 IDLE = "idle"
-"""The counter of ranks that decode nothing now; when all do, the rollout is over."""
+"""Counter of ranks without rows; when it equals the number of ranks, the rollout is over."""
 
 
 @contextmanager
 def naming_the_remedy(rank: int) -> Iterator[None]:
-    """Adds what to do to errors of collective calls that `rank` makes in it, ours or a library's.
+    """Adds a remedy to errors of collective calls that `rank` makes inside, our calls and those of libraries.
 
     Raises:
-        RuntimeError: such a call failed, with its error as the cause. Other errors pass unchanged.
+        RuntimeError: a collective call failed; its error is the cause. Other errors pass unchanged.
     """
     try:
         yield
@@ -42,8 +42,8 @@ def naming_the_remedy(rank: int) -> Iterator[None]:
 
 
 class Transfer:
-    """A `tensor` on its way between this rank and another one, as `dist.isend` or `dist.irecv` begins it. Raises
-    RuntimeError where the other rank is gone, or takes more than `timeout` seconds."""
+    """A transfer of `tensor` between this rank and another, begun by `dist.isend` or `dist.irecv`. Raises RuntimeError
+    where the other rank is gone, or takes more than `timeout` seconds."""
 
     def __init__(
         self, begin: Callable[[Tensor, int], dist.Work | None], tensor: Tensor, rank: int, timeout: float
@@ -70,9 +70,9 @@ class Link:
     """One rank's access to the other ranks.
 
     Args:
-        store: that of all ranks; keys of one rollout begin with its own prefix.
+        store: shared by all ranks; keys of a rollout begin with a prefix of that rollout.
         rank, ranks: this rank, and how many there are.
-        timeout: seconds of silence of all others after which a rank that waits gives up.
+        timeout: seconds without a sign of any other rank after which a waiting rank gives up.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, timeout: float) -> None:
@@ -85,35 +85,36 @@ class Link:
         return f"rows/{rank}"
 
     def count(self, counter: str, by: int = 0) -> int:
-        """Adds to a counter, which begins at 0, and returns it: of several ranks each gets another result."""
+        """Adds to a counter, which begins at 0, and returns the new value, atomically: no two ranks get the same
+        result."""
         return self._ask(self._store.add, counter, by)
 
     def post(self, note: str, text: str) -> None:
-        """Writes a note for all ranks, in place of an older one."""
+        """Writes a note for all ranks, replacing an older one."""
         self._ask(self._store.set, note, text)
 
     def claim(self, note: str) -> bool:
-        """Writes this rank on a note that is not written yet; of several ranks one succeeds."""
+        """Writes this rank on a note if the note does not exist; of several ranks one succeeds."""
         return self._ask(self._store.compare_set, note, "", str(self.rank)) == str(self.rank).encode()
 
     def is_written(self, *notes: str) -> bool:
-        """Whether all of these notes are written, by whatever ranks."""
+        """Whether all of these notes exist."""
         return self._ask(self._store.check, list(notes))
 
     def read(self, notes: list[str]) -> list[str]:
-        """Notes that are written, or will be within the timeout."""
+        """Reads notes that exist, or will exist within the timeout."""
         self._ask(self._store.wait, notes, timedelta(seconds=self.timeout))
         return [text.decode() for text in self._ask(self._store.multi_get, notes)]
 
     def read_rows(self) -> list[str]:
-        """The note of rows of each rank; "" where a rank has written none."""
+        """Reads the row-count note of every rank; "" if a rank has not written any."""
         notes = [self.rows_of(rank) for rank in range(self.ranks)]
         if self.is_written(*notes):
             return self.read(notes)
         return [self.read([note])[0] if self.is_written(note) else "" for note in notes]
 
     def erase(self, notes: list[str]) -> None:
-        """Removes notes and counters, those that exist."""
+        """Removes those of the notes and counters that exist."""
         for note in notes:
             self._ask(self._store.delete_key, note)
 
@@ -131,10 +132,11 @@ class Link:
         return self.read([note])[0]
 
     def _ask(self, action: Callable[..., T], *arguments: object) -> T:
-        """The store's answer. A thread asks: a call waits for ever where the process that holds the store is stopped.
+        """Returns the store's answer. A thread makes the call, which would wait for ever if the store's process is
+        stopped.
 
         Raises:
-            RuntimeError: the store does not answer, or waits in vain for what another rank should write.
+            RuntimeError: the store does not answer, or another rank did not write in time.
         """
         answer: Future[T] = Future()
 
@@ -146,7 +148,7 @@ class Link:
 
         Thread(target=run, daemon=True).start()
         try:
-            return answer.result(self.timeout + 1)  # a second later than the store's own wait ends
+            return answer.result(self.timeout + 1)  # a second later than the store's timeout
         except dist.DistStoreError as error:
             raise RuntimeError(f"rank {self.rank} waits for another rank, which {REMEDY} {error}") from error
         except (dist.DistError, TimeoutError) as error:
@@ -156,11 +158,11 @@ class Link:
             ) from error
 
     def send(self, tensor: Tensor, rank: int) -> Transfer:
-        """Begins to send a tensor, which must stay as it is until the result's `wait`."""
+        """Begins to send a tensor, which must not change until the result's `wait` returns."""
         return Transfer(dist.isend, tensor, rank, self.timeout)
 
     def receive(self, tensor: Tensor, rank: int) -> Transfer:
-        """Begins to fill `tensor` with one that `rank` sends, of the same shape and dtype."""
+        """Begins to receive a tensor of the same shape and dtype from `rank` into `tensor`."""
         return Transfer(dist.irecv, tensor, rank, self.timeout)
 
 
@@ -172,7 +174,7 @@ class Watch:
         self._changed = self._looked = time.perf_counter()
 
     def look(self) -> None:
-        """Reads their notes of rows, once per second at most.
+        """Reads the row-count notes of the decoding ranks, at most once per second.
 
         Raises:
             RuntimeError: no note has changed for the link's `timeout`.
@@ -192,7 +194,7 @@ class Watch:
             )
 
     def await_end(self) -> None:
-        """Waits until all of them are done; raises as `look` does."""
+        """Waits until all decoding ranks are done; raises like `look`."""
         while self._link.count(IDLE) < self._link.ranks:
             time.sleep(POLL_SECONDS[1])
             self.look()

@@ -1,4 +1,4 @@
-"""Rows on their way from one rank to another: their tokens, and the tail of their K/V; the head is computed again."""
+"""Moves rows from one rank to another: tokens and the tail of the K/V. The receiver computes the head again."""
 
 import json
 import time
@@ -15,7 +15,7 @@ from .link import Link
 
 
 class Sending:
-    """Begins to send rows, as :meth:`Rollout.hand_over` returns them, to `rank`, which reads in `note` what comes."""
+    """Begins to send the rows that :meth:`Rollout.hand_over` returned to `rank`; `note` describes the tensors."""
 
     def __init__(self, moved: Sequence[Request], link: Link, rank: int, note: str) -> None:
         tokens = [request.generated for request in moved if request.generated is not None]
@@ -25,7 +25,7 @@ class Sending:
         if logprobs:
             parts.append(torch.cat(logprobs))  # [Σ tokens]
         layers = {}
-        for layer, (keys, values) in max(states, key=len).items():  # of short rows nothing may be sent
+        for layer, (keys, values) in max(states, key=len).items():  # a short row may have no tail
             layers[layer] = (keys.shape[0], keys.shape[2], values.shape[2], str(keys.dtype).removeprefix("torch."))
             pairs = [row[layer] for row in states if row]
             parts.append(torch.cat([keys.flatten() for keys, _ in pairs] + [values.flatten() for _, values in pairs]))
@@ -37,30 +37,30 @@ class Sending:
             "from": link.rank, "rows": rows, "logprobs": bool(logprobs), "layers": layers,
             "method": moved[0].method,
         }  # fmt: skip
-        # First of all the note: over NCCL the first tensor between two ranks waits until the other one receives it.
+        # The note first: over NCCL the first send between two ranks blocks until the other rank receives.
         link.post(note, json.dumps(header))
         self._parts = parts  # until they have been sent
         self._transfers = [link.send(part, rank) for part in parts]
 
     def wait(self) -> None:
-        """Waits until the other rank has everything."""
+        """Waits until the other rank has received all tensors."""
         for transfer in self._transfers:
             transfer.wait()
         self._parts, self._transfers = [], []
 
 
 class MovedRows:
-    """Rows that another rank sends. Their K/V arrives while the head of it is computed.
+    """Rows that another rank sends. The tail of their K/V arrives while this rank computes the head.
 
     Args:
         header: the note of :class:`Sending`.
-        link: to that rank.
-        requests: all of the pool, by index.
+        link: to the other ranks.
+        requests: all requests of the pool, by index.
 
     Attributes:
-        requests: those that come, with what was generated.
-        is_race: whether the other rank goes on with them too.
-        send_seconds: of the K/V, per token; None: not all of it is here yet, or none was sent.
+        requests: the moved requests, with their generated tokens.
+        is_race: whether the other rank continues to decode them.
+        send_seconds: seconds per token of K/V; None: not all of it has arrived, or none was sent.
     """
 
     def __init__(self, header: str, link: Link, requests: Sequence[Request]) -> None:
@@ -125,4 +125,4 @@ class MovedRows:
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # not the streams on which K/V arrives
+            torch.cuda.current_stream(self._device).synchronize()  # not for the streams on which K/V arrives

@@ -1,4 +1,4 @@
-"""One turn of a rollout on all ranks: who decodes which rows, and how completions reach the rank that needs them."""
+"""A turn of a rollout on all ranks: which rank decodes which rows, and which completions it gets back."""
 
 from array import array
 from collections.abc import Callable
@@ -24,8 +24,8 @@ class Sampled(NamedTuple):
     """A completion.
 
     Args:
-        tokens: their ids, EOS included.
-        logprobs: of each token, in nats; empty where nobody needs them.
+        tokens: token ids, EOS included.
+        logprobs: of the tokens, in nats; empty if they are not needed.
     """
 
     tokens: list[int]
@@ -34,12 +34,12 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """The rows of all ranks, those of one rank after those of another.
+    """The rows of all ranks, in the order of ranks.
 
     Args:
-        rows: their numbers in the global batch.
-        prompts: token ids of each.
-        own: places of this rank's rows among them.
+        rows: row numbers in the global batch.
+        prompts: token ids of every row.
+        own: places of this rank's rows in `rows`.
         decoded: places of the rows that this rank may decode.
     """
 
@@ -50,16 +50,16 @@ class Turn:
 
 
 class SharedRollouts:
-    """Has ranks decode their rows, together or apart.
+    """Decodes the rows of all ranks, as one pool or every rank for itself.
 
     Args:
-        shares: whether together.
+        shares: whether as one pool.
         rank, ranks: this rank, and how many there are.
         timeout: seconds of silence after which a rank that waits for others gives up.
-        decoding: how many ranks decode, the first ones; None: all. Where it is not all, `shares` must be True.
+        decoding: number of ranks that decode, the first ones; None: all. If fewer than all, `shares` must be True.
 
     Attributes:
-        pool: that of the newest turn; None: this rank decoded its rows alone.
+        pool: of the newest turn; None: this rank decoded its rows alone.
     """
 
     def __init__(self, shares: bool, rank: int, ranks: int, timeout: float, decoding: int | None = None) -> None:
@@ -68,16 +68,16 @@ class SharedRollouts:
         self._shares = shares and ranks > 1
         self._expected = ExpectedLengths()
         self._turns = 0
-        self._last_turn: list[tuple[int, list[int]]] | None = None  # own rows, and their tokens at the turn's end
+        self._last_turn: list[tuple[int, list[int]]] | None = None  # this rank's rows, and their tokens then
         self._send_seconds: float | None = None
         self.pool: SharedPool | None = None
 
     def begin(self) -> None:
-        """A rollout begins: its rows are numbered anew."""
+        """Begins a rollout: row numbers start at 0."""
         self._last_turn = None
 
     def gather(self, prompts: list[list[int]]) -> Turn:
-        """The next turn of the rollout, to which each rank brings some `prompts` of token ids, or none. All ranks must
+        """Begins the next turn of the rollout with this rank's `prompts` (token ids), possibly none. All ranks must
         call it."""
         ranks = self._gather((self._rows_of(prompts), prompts))
         counts = [len(prompts) for _, prompts in ranks]
@@ -90,16 +90,16 @@ class SharedRollouts:
         return Turn(rows, [prompt for _, brought in ranks for prompt in brought], here, decoded)
 
     def _gather(self, value: T) -> list[T]:
-        """The values of all ranks."""
+        """Gathers a value from all ranks."""
         with naming_the_remedy(self._rank):
             return gather_object([value])
 
     def _rows_of(self, prompts: list[list[int]]) -> list[int]:
-        """The numbers of these rows among those of all ranks, so that noise is the same for any number of ranks; none
-        in the first turn, whose rows :meth:`gather` counts.
+        """Returns the global numbers of these rows, so that noise is the same for any number of ranks; empty in the
+        first turn, whose rows :meth:`gather` numbers.
 
-        Later turns have some rows of a tool loop, in their order; a prompt begins with what its row had at the end of
-        the turn before. Rows that are equal so far are taken in their order.
+        Later turns have some rows of a tool loop, in order. A prompt begins with the text of its row at the end of the
+        turn before; rows with equal texts are matched in order.
         """
         if self._last_turn is None:
             return []
@@ -113,12 +113,12 @@ class SharedRollouts:
         return [row for row in rows if row is not None]
 
     def rows_in_flight(self, turn: Turn, limit: int | None) -> int:
-        """Rows that this rank decodes together: its share of the turn's, at most `limit`."""
+        """Number of rows that this rank decodes at once: its share of the turn's rows, at most `limit`."""
         share = -(-len(turn.rows) // self._decoding) if self._shares else len(turn.own)
         return min(limit or share, share)
 
     def make_queue(self, turn: Turn, rows: int) -> Callable[[list[Request]], RequestQueue]:
-        """Makes the queue of a turn for `generate`, with so many `rows` in flight."""
+        """Makes the queue of a turn for `generate`, with `rows` rows in flight."""
         if not self._shares:
             return RequestQueue
         keys = [prompt_key(torch.tensor(prompt)) for prompt in turn.prompts]
@@ -132,13 +132,13 @@ class SharedRollouts:
         return make
 
     def link(self) -> Link:
-        """To the ranks that decode the newest turn together."""
+        """Link to the ranks that decode the newest turn as one pool."""
         store = dist.PrefixStore(f"spec_trl/{self._turns}", _get_default_store())
         return Link(store, self._rank, self._decoding, self._timeout)
 
     def exchange(self, turn: Turn, decoded: dict[int, Sampled]) -> dict[int, Sampled]:
-        """Completions by place: those that this rank has `decoded`, and of a pool all others too. All ranks of a pool
-        must call it."""
+        """Returns completions by place: those that this rank `decoded`, and in a pool those of all ranks. All ranks of
+        a pool must call it."""
         completions = self._of_all_ranks(turn, decoded) if self._shares else decoded
         self._last_turn = [(turn.rows[place], turn.prompts[place] + completions[place].tokens) for place in turn.own]
         return completions
@@ -154,12 +154,12 @@ class SharedRollouts:
             for place, (tokens, logprobs) in packed.items()
         }
         measured = [seconds for _, seconds in ranks if seconds is not None]
-        self._send_seconds = median(measured) if measured else None  # the rank that gives away decides by it
+        self._send_seconds = median(measured) if measured else None  # the sending rank decides by it
         if self._last_turn is None:  # prompts of later turns do not come back
             lengths: dict[str, list[int]] = {}
             for place, prompt in enumerate(turn.prompts):
                 lengths.setdefault(prompt_key(torch.tensor(prompt)), []).append(len(completions[place].tokens))
             self._expected.record(lengths)
         if self.pool is not None:
-            self.pool.forget()  # every rank is through with it
+            self.pool.forget()  # every rank is done with it
         return completions

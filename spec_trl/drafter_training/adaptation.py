@@ -1,7 +1,7 @@
-"""A learned drafter that follows the policy while it learns (ER App. F.5, the learned-auxiliary row of its Table 2).
+"""Trains a learned drafter along with the policy (ER App. F.5, the learned-auxiliary row of its Table 2).
 
-The forward that the policy's loss runs anyway shows the hidden states, and after each micro-batch the drafter takes
-one optimizer step on them: no second forward of the policy, nothing kept from step to step.
+The forward of the policy's loss provides the hidden states, and after every micro-batch the drafter takes one
+optimizer step on them: no second forward of the policy, no data stored from step to step.
 """
 
 import time
@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..generation.drafters.dflash.drafter import DFlashDrafter
-from ..generation.drafters.eagle3.drafter import Eagle3Drafter
+from ..generation.drafters.dflash.dflash_drafter import DFlashDrafter
+from ..generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from ..generation.engine.noise import stream_keys
 from ..generation.engine.shadow import decoder_layers, keep_states
 from ..json_files import replacing
@@ -27,13 +27,13 @@ from .sequence_loss import TargetView, sequence_loss
 Adaptable = Eagle3Drafter | DFlashDrafter
 ADAPTABLE = (Eagle3Drafter.strategy, DFlashDrafter.strategy)
 DRAFTER_FOLDER = "drafter"
-"""In a checkpoint or a saved model: the adapted drafter, which `assistant_model` can name."""
+"""Folder of the adapted drafter in a checkpoint or a saved model, which `assistant_model` can name."""
 STATE_FILE = "drafter_adaptation.pt"
 _REHEARSED = 8  # tokens
 
 
 def check_adaptation(torch_compile: bool, data_parallel_devices: int, zero_stage: int, is_fsdp: bool) -> None:
-    """Raises ValueError where the policy's forward does not show its hidden states whole, or its head is not there.
+    """Raises ValueError if the policy's forward does not provide whole hidden states, or the policy has no head.
 
     Args:
         torch_compile: whether the policy is compiled: its forwards do not run hooks.
@@ -56,12 +56,12 @@ def check_adaptation(torch_compile: bool, data_parallel_devices: int, zero_stage
 
 
 class DrafterAdaptation:
-    """Trains a drafter inline, with an optimizer of its own.
+    """Trains a drafter inline, with a separate optimizer.
 
     The loss is `hidden_weight` · hidden regression + `token_weight` · soft cross-entropy, over completion tokens
     (:func:`~spec_trl.drafter_training.sequence_loss.sequence_loss`). A run with adaptation trains the same policy, bit
-    for bit, as one without. The gradient is the mean over the ranks that had something to learn from. A failure on one
-    rank never ends the training: all ranks stop adapting with a warning, and the drafter keeps its last weights.
+    for bit, as one without. The gradient is the mean over the ranks with something to learn from. A failure on one
+    rank never ends the training: all ranks stop adapting with a warning, and the drafter's weights stay.
 
     Args:
         drafter: learns in place. In a dtype narrower than float32 its weights are copies of float32 ones, which the
@@ -91,20 +91,20 @@ class DrafterAdaptation:
         self._hidden_weight, self._token_weight = hidden_weight, token_weight
         self._parameters = [parameter.requires_grad_() for parameter in drafter.trained(drafter.network)]
         wide = torch.promote_types(drafter.network.dtype, torch.float32)
-        # Of a wide network the parameters themselves.
+        # In float32 or wider the parameters themselves.
         self._masters: list[Tensor] = [parameter.detach().to(wide) for parameter in self._parameters]
         # Decay would pull an already trained drafter towards nothing; ER names none.
         self._optimizer = torch.optim.AdamW(self._masters, lr=learning_rate, weight_decay=0.0)
         self._micro_batches = 0
         self._seen: tuple[Mapping[str, Any], dict[int, Tensor]] | None = None  # inputs, hidden states by index
-        self._problem: str | None = None  # of this rank, of which the others do not know yet
+        self._problem: str | None = None  # of this rank, unknown to other ranks so far
         self.is_stopped = False
         self._sums = dict.fromkeys(("loss", "agreement", "learned", "seconds"), 0.0)
         self._rehearse()
 
     @contextmanager
     def watch(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Keeps the hidden states of the forward inside the block, which must be the policy's on `inputs`.
+        """Stores the hidden states of the forward inside the block, which must be the policy's on `inputs`.
 
         Leave it before the backward pass, in which gradient checkpointing runs the forward again, and before rollouts.
 
@@ -126,7 +126,7 @@ class DrafterAdaptation:
         self._seen = inputs, {index: state.detach() for index, state in states.items()}
 
     def update(self) -> None:
-        """One step on what was seen since the last one. Every rank must call it once per micro-batch."""
+        """Takes one step on the states stored since the last step. Every rank must call it once per micro-batch."""
         seen, self._seen = self._seen, None
         if self.is_stopped:
             return
@@ -157,7 +157,7 @@ class DrafterAdaptation:
             gradients = [self._accelerator.reduce(gradient, "sum").div_(learned) for gradient in gradients]
             try:
                 self.step(gradients)
-            except Exception as error:  # this rank's alone: the others learn of it at the next micro-batch
+            except Exception as error:  # of this rank; other ranks hear of it at the next micro-batch
                 self._problem = f"{type(error).__name__}: {error}"
         for name, value in zip(self._sums, (loss, agreement, learned, self._device_time() - started), strict=True):
             self._sums[name] += value
@@ -181,13 +181,13 @@ class DrafterAdaptation:
         del seen
         if not bool((view.is_real.sum(dim=1) > view.first).any()):  # every completion is masked
             return 0.0, 0.0, 0.0, [torch.zeros_like(master) for master in self._masters]
-        # The seed comes from the count of micro-batches, which a checkpoint keeps, and differs between ranks.
+        # The seed depends on the count of micro-batches, which is saved in checkpoints, and on the rank.
         rank, ranks = self._accelerator.process_index, self._accelerator.num_processes
         key = stream_keys(self._seed, torch.tensor([self._micro_batches * ranks + rank]))
-        generator = torch.Generator().manual_seed(int(key) & 0xFFFFFFFF)  # the CPU's takes 32 bits
+        generator = torch.Generator().manual_seed(int(key) & 0xFFFFFFFF)  # the CPU's generator takes 32 bits
         with torch.enable_grad():
             loss, agreement = self._loss(view, generator)
-            # Not backward(): no other .grad may get anything.
+            # Not backward(): no other .grad may change.
             computed = torch.autograd.grad(loss, self._parameters, allow_unused=True, materialize_grads=True)
         gradients = [gradient.to(master.dtype) for gradient, master in zip(computed, self._masters, strict=True)]
         finite = torch.stack([loss.isfinite(), *(gradient.isfinite().all() for gradient in gradients)])  # [1 + n]
@@ -205,7 +205,7 @@ class DrafterAdaptation:
 
     @torch.no_grad()
     def step(self, gradients: list[Tensor]) -> None:
-        """One step of the optimizer on the masters, from `gradients` of them; the drafter takes the weights over."""
+        """Takes one optimizer step on the masters by their `gradients`, and copies them into the drafter."""
         for master, gradient in zip(self._masters, gradients, strict=True):
             master.grad = gradient
         self._optimizer.step()
@@ -218,7 +218,7 @@ class DrafterAdaptation:
             parameter.copy_(master)
 
     def _rehearse(self) -> None:
-        """Computes the loss once: what it refuses is refused now and not after the first rollout."""
+        """Computes the loss once, so that its errors come now and not after the first rollout."""
         width = self._policy.config.get_text_config(decoder=True).hidden_size
         like = {"dtype": self._policy.dtype, "device": self._policy.device}
         tokens = torch.zeros(1, _REHEARSED, dtype=torch.int64, device=self._policy.device)  # [1, T]
@@ -251,7 +251,7 @@ class DrafterAdaptation:
         self.drafter.save(Path(folder) / DRAFTER_FOLDER)
 
     def save_state(self, folder: str | Path) -> None:
-        """Writes what :meth:`load_state` needs to go on bit for bit: exact weights, optimizer and count."""
+        """Writes what :meth:`load_state` needs to continue bit for bit: exact weights, optimizer and count."""
         state = {
             "strategy": self.drafter.strategy,
             "micro_batches": self._micro_batches,
@@ -262,7 +262,7 @@ class DrafterAdaptation:
             torch.save(state, file)
 
     def load_state(self, folder: str | Path) -> None:
-        """Goes on from a trainer's checkpoint; warns and starts anew where it holds no state of such a drafter."""
+        """Restores a trainer's checkpoint; if it holds no state of such a drafter, warns and trains from the start."""
         path = Path(folder) / STATE_FILE
         state = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
         expected = [self.drafter.strategy, *(master.shape for master in self._masters)]
@@ -300,7 +300,7 @@ def target_view(inputs: Mapping[str, Any], states: Mapping[int, Tensor], layers:
     rows = torch.arange(len(order), device=order.device)[:, None]  # [B, 1]
 
     def straight(state: Tensor) -> Tensor:
-        # Attention over nothing but padding may have left NaN there.
+        # Attention over padding only may have left NaN there.
         return state[rows, order].masked_fill_(~is_real[..., None], 0)  # [B, T, H]
 
     features = torch.cat([straight(states[index]) for index in layers], dim=-1)  # [B, T, layers * H]

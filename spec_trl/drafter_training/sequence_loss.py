@@ -1,7 +1,7 @@
-"""The loss of a learned drafter over whole sequences, against what the target's forward showed of them.
+"""The loss of a learned drafter over whole sequences, against the target's logits and hidden states.
 
-Every position of a sequence is a place where drafting could have started, and the target's logits say what should have
-come out there. The drafter is run as it drafts, fed with the true tokens:
+Drafting could start at every position of a sequence, and the target's logits there are the label. The drafter runs as
+it drafts, on the true tokens:
 
     EAGLE-3   each start i unrolls `depth` steps on its own output (training-time test, arXiv 2503.01840 §3.2):
               step k, start i    sees the real pairs 0..i and its own fed-back pairs, predicts token i + k + 1
@@ -23,14 +23,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..generation.drafters.borrowed import in_dtype_of, plain_embedding
-from ..generation.drafters.dflash.drafter import DFlashDrafter
-from ..generation.drafters.eagle3.drafter import Eagle3Drafter
+from ..generation.drafters.dflash.dflash_drafter import DFlashDrafter
+from ..generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from ..generation.drafters.feature_drafter import FeatureDrafter
 from ..generation.engine.shadow import share_weights
 from .whole_sequences import Unroll, block_states
 
 
-# What families do to their logits after the head, by the config's key.
+# Operations of families on logits after the head, by the config's key.
 _FACTORS = {"logit_scale", "lm_head_multiplier"}  # Cohere, Falcon-H1
 _DIVISORS = {"logits_scaling"}  # Granite
 _SOFTCAPS = {"final_logit_softcapping"}  # Gemma 2 and later
@@ -38,20 +38,20 @@ _SOFTCAPS = {"final_logit_softcapping"}  # Gemma 2 and later
 _ELSEWHERE = re.compile(r"att(n|ention)_|router|num_logits_to_keep|output_auxiliary_logits|mlp_|_init_value")
 _LOGITS = re.compile(r"logit|softcap|soft_cap|lm_head_multiplier")
 LOGITS_ALIVE = 1 << 28
-"""Number of logits, the target's and the drafter's, that are held at once. Where there are more, the loss is computed
-in pieces, each again in the backward pass."""
+"""Most logits, of target and drafter, in memory at once. If there are more, the loss is computed in pieces, which the
+backward pass computes again."""
 _STARTS = 128  # most starts in one piece of the unroll: its work grows with their square
 
 
 @dataclass(frozen=True)
 class TargetView:
-    """What a target's forward showed of whole sequences.
+    """A target's view of whole sequences.
 
     Args:
         tokens: `[B, T]` int64, right-padded.
         is_real: `[B, T]` bool, False on padding.
         features: `[B, T, len(drafter.feature_layers) * H_t]`, the hidden states `drafter.feature_layers` side by side.
-        hidden: `[B, T, H_t]`, what the target's output embedding takes.
+        hidden: `[B, T, H_t]`, the inputs of the target's output embedding.
         first: `[B]` int64, the first token whose prediction counts: a prompt's length, or 1 for all.
     """
 
@@ -88,10 +88,11 @@ def sequence_loss(
     anchors: int | None = None,
     with_regression: bool = False,
 ) -> SequenceLoss:
-    """How far a drafter is from its target, over whole sequences. Gradients reach the drafter's network alone.
+    """Computes the distance of a drafter from its target over whole sequences. Gradients reach only the drafter's
+    network.
 
-    A position counts where the token it predicts is real and not before `view.first`, and where the target's largest
-    logit is of a token in the draft vocabulary. Weights are `drafter.position_weights`.
+    A position counts if the predicted token is real and not before `view.first`, and if the token of the target's
+    largest logit is in the draft vocabulary. Weights are `drafter.position_weights`.
 
     Args:
         drafter: EAGLE-3 or DFlash.
@@ -109,7 +110,7 @@ def sequence_loss(
     """
     _check(drafter, view, depth, anchors, with_regression)
     of_target = _TargetLogits(TargetHead(target), view, drafter.target_ids)
-    # As it drafts: in its own dtype, whatever autocast the policy trains under.
+    # In the dtype of drafting, whatever autocast the policy trains under.
     with torch.autocast(view.tokens.device.type, enabled=False):
         if isinstance(drafter, Eagle3Drafter):
             sums = _eagle3_sums(drafter, target, of_target, depth, with_regression)
@@ -142,7 +143,7 @@ def _added(sums: Iterable[_Sums]) -> _Sums:
 
 
 class _TargetLogits:
-    """What the target says at any position, also after the end, where nothing counts."""
+    """The target's outputs at any position, also after the end, where no position counts."""
 
     def __init__(self, head: "TargetHead", view: TargetView, target_ids: Tensor | None) -> None:
         self.head, self.view, self._target_ids = head, view, target_ids
@@ -185,7 +186,8 @@ def _regress(sums: _Sums, states: Tensor, hidden: Tensor, weights: Tensor) -> _S
 
 
 def _total(piece: Callable[[slice], _Sums], pieces: list[slice], recompute: bool) -> _Sums:
-    """The sum over all pieces. With `recompute` each keeps nothing for the backward pass, where it is run again."""
+    """The sum over all pieces. With `recompute` the backward pass runs the pieces again instead of storing
+    activations."""
     if recompute:
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         return _added(again(partial(piece, some)) for some in pieces)
@@ -294,26 +296,26 @@ def _check(drafter: FeatureDrafter, view: TargetView, depth: int, anchors: int |
 
 
 class FrozenHead(nn.Module):
-    """A target's output embedding on its live weights and in eval mode, which passes gradients on and takes none; it
-    is no part of this module's parameters or state."""
+    """A target's output embedding on its live weights and in eval mode. Gradients pass through it, not into its
+    weights, which are no parameters of this module."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
-        # In a tuple: a submodule would bring its parameters along. In eval mode: the dropout of an adapter would draw
+        # In a tuple: a submodule would register its parameters. In eval mode: the dropout of an adapter would draw
         # from the random numbers of the policy's training.
         self._held = (share_weights(head),)
 
     def forward(self, states: Tensor) -> Tensor:
         """Scores `[..., V]` of `[..., H_t]`, in the head's dtype."""
         (head,) = self._held
-        # Others need no detaching, and quantized ones would lose their scales by it.
+        # Other weights need no detaching, and quantized ones would lose their scales.
         parameters = {name: weight.detach() for name, weight in head.named_parameters() if weight.requires_grad}
         scores: Tensor = functional_call(head, parameters, (in_dtype_of(head, states),))
         return scores
 
 
 class TargetHead:
-    """Logits as the target itself would give them: its head (`scores`), then a `factor`, then a `softcap`, if any.
+    """The target's logits: its head (`scores`), then a `factor`, then a `softcap`, if any.
 
     Raises:
         ValueError: its config has a key about its logits that is not known here, or it has no head.

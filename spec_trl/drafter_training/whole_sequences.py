@@ -1,4 +1,4 @@
-"""Learned drafters over whole sequences, with gradients, from every position where drafting could have begun."""
+"""Learned drafters over whole sequences, with gradients, from every position where drafting could begin."""
 
 from typing import cast
 
@@ -7,14 +7,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..generation.drafters.borrowed import plain_embedding
-from ..generation.drafters.dflash.network import DFlashNetwork
-from ..generation.drafters.eagle3.drafter import CAUSAL
-from ..generation.drafters.eagle3.network import Eagle3Network
+from ..generation.drafters.dflash.dflash_network import DFlashNetwork
+from ..generation.drafters.eagle3.eagle3_drafter import CAUSAL
+from ..generation.drafters.eagle3.eagle3_network import Eagle3Network
 
 
 class Unroll:
-    """EAGLE-3 from every pair of whole sequences, fed with its own output and the true tokens. It takes embeddings
-    `[B, N, H]` of the pairs' tokens, token i + 1 in pair i, and projections `[B, N, H]` of their features."""
+    """EAGLE-3 from every pair of whole sequences, on its output and the true tokens. It takes embeddings `[B, N, H]`
+    of the pairs' tokens, token i + 1 in pair i, and projections `[B, N, H]` of their features."""
 
     def __init__(self, network: Eagle3Network, embedded: Tensor, projected: Tensor) -> None:
         self._network, self._embedded = network, embedded
@@ -26,8 +26,8 @@ class Unroll:
     def outputs(self, starts: slice, depth: int) -> list[Tensor]:
         """h of each step, `depth` of `[B, n, H]`, for the n pairs `starts` to start from.
 
-        Step k (from 1) of start i is pair i + k - 1, which holds token i + k and predicts the one after it. Where
-        there is no such token the last one stands in, and the output must not count.
+        Step k (from 1) of start i is pair i + k - 1, which holds token i + k and predicts the next token. After the
+        end the last token is used, and the output must not count.
         """
         network, embedded = self._network, self._embedded
         first = torch.arange(starts.start, starts.stop, device=embedded.device)  # [n]
@@ -59,13 +59,13 @@ class _Appending:
 def block_states(
     network: DFlashNetwork, target: PreTrainedModel, tokens: Tensor, features: Tensor, anchors: Tensor
 ) -> Tensor:
-    """DFlash's states `[B, M, n, H]` of many blocks of n slots, whose context goes through the network once.
+    """DFlash's states `[B, M, n, H]` of many blocks of n slots; the network reads the context once.
 
     Args:
         network: DFlash.
-        target: gives the embedding, unless the network has its own.
+        target: provides the embedding, unless the network has one.
         tokens: `[B, T]` int64.
-        features: `[B, T, feature width]`. Those at or after a block's anchor are not seen.
+        features: `[B, T, feature width]`. Features at or after a block's anchor are not seen.
         anchors: `[B, M]` int64 positions.
     """
     config, (count, length) = network.config, (anchors.shape[1], tokens.shape[1])

@@ -1,4 +1,4 @@
-"""How far to draft: γ follows the block efficiency over training (ER §3.3, Algorithm 1 lines 14-20)."""
+"""The draft-length controller: γ follows the block efficiency over training (ER §3.3, Algorithm 1 lines 14-20)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ from ..scheduling.acceptance import acceptance_of, expected_block_efficiency
 
 
 def convert_block_efficiency(block_efficiency: float, old_draft_length: int, new_draft_length: int) -> float:
-    """What τ measured at one γ lets expect at another: the toggle must not judge a new γ by the old one's τ."""
+    """Converts τ measured at one γ into the expected τ at another, so that the toggle does not judge a new γ by an old
+    τ."""
     return expected_block_efficiency(acceptance_of(block_efficiency, old_draft_length), new_draft_length)
 
 
@@ -21,7 +22,7 @@ class DraftLengthController:
         min τ ≥ 1 + γ α_up    → next γ of Γ
         max τ ≤ 1 + γ α_down  → previous γ of Γ
 
-    The window starts anew after a move: a τ of the old γ says nothing about the new one's thresholds.
+    The window restarts after a move: τ of the old γ says nothing about the thresholds of the new γ.
 
     `SpecGRPOConfig` checks the values.
     """
@@ -36,12 +37,12 @@ class DraftLengthController:
         self._lengths = tuple(self.draft_lengths)
         self.draft_length = self._lengths[0] if self.initial is None else self.initial
         self.block_efficiency = float(self.draft_length)
-        """τ_prev as the toggle reads it: of the last rollout that speculated, converted to the γ now in force; γ₀
-        before there was one (Algorithm 1 line 1)."""
+        """τ_prev for the toggle: of the last rollout that speculated, converted to the current γ; γ₀ before the first
+        one (Algorithm 1 line 1)."""
         self._window: list[float] = []
 
     def observe(self, block_efficiency: float | None) -> None:
-        """Takes τ of a training rollout, summed over all ranks; None: it never speculated, and nothing changes."""
+        """Updates γ by τ of a training rollout over all ranks; None: it never speculated, and nothing changes."""
         if block_efficiency is None:
             return
         self._window = [*self._window, block_efficiency][-self.patience :]
@@ -60,12 +61,12 @@ class DraftLengthController:
         self._window = []
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; JSON."""
+        """State for a checkpoint; JSON."""
         own = {"draft_length": self.draft_length, "block_efficiency": self.block_efficiency}
         return own | {"window": list(self._window)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up where a checkpoint stopped. A γ that is no longer in Γ starts over at γ₀."""
+        """Restores a checkpoint. If its γ is no longer in Γ, the controller starts at γ₀."""
         if state["draft_length"] in self._lengths:
             self.draft_length = state["draft_length"]
             self.block_efficiency = state["block_efficiency"]

@@ -26,7 +26,7 @@ Values = Mapping[str, Any]  # of coefficients: [P, 1] each, or a number where it
 
 SATURATED_ROWS = 256
 BANDWIDTH_SHARE = (0.4, 1.05)  # bounds of BW_eff as shares of the peak bandwidth (ER's calibration)
-FLOPS_SHARE = (0.7, 1.5)  # a model's own GEMMs against the benchmarked ones
+FLOPS_SHARE = (0.7, 1.5)  # GEMMs of a model against the benchmarked ones
 THRESHOLDS = (1.0, 1.05)  # speedups at which the toggle's sign is judged: break-even, and ER's margin (App. E.4)
 GENERATIONS = 100
 # No rounding; matrix units that take 16 rows; tensor-core kernels. Kernels for packed weights serve small batches:
@@ -70,7 +70,7 @@ class SignAccuracy:
 
     threshold: float  # of the speedup, on both sides
     accuracy: float  # share of the grid on which they agree
-    majority: float  # what always guessing the more frequent answer would reach
+    majority: float  # agreement of always guessing the more frequent answer
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ class Diagnostics:
 
     @property
     def guessing(self) -> SignAccuracy | None:
-        """The signs at a threshold at which always guessing the more frequent answer is right as often, with errors
-        left; None: there is no such threshold."""
+        """Returns the signs at a threshold where always guessing the more frequent answer does as well, and errors
+        remain; None: there is no such threshold."""
         return next((sign for sign in self.signs if sign.accuracy < 1 and sign.accuracy <= sign.majority), None)
 
 
 def evaluate(roofline: Roofline, samples: Sequence[Sample], thresholds: Sequence[float] = THRESHOLDS) -> Diagnostics:
-    """Compares `roofline` with measured `samples`; the signs at each of `thresholds`."""
+    """Compares `roofline` with measured `samples`; signs are compared at all `thresholds`."""
     grid = points(samples)
     if not grid:
         raise ValueError("samples hold no (batch, length, draft_length) with target, draft and verify times.")
@@ -127,7 +127,7 @@ def fit(
         constants: of the model that was swept.
         flops_per_second: F_eff, FLOP/s; see `effective_flops`.
         bandwidth_bounds: lowest and highest BW_eff to consider, B/s; ER takes 0.4 and 1.05 of the peak.
-        form: `"paper"` is ER §3.2 as printed and fitted as in App. E.3.
+        form: `"paper"` is ER §3.2 as printed, fitted as in App. E.3.
 
     Raises:
         ValueError: rows are missing from `samples`, or a number is out of range.
@@ -174,7 +174,7 @@ class _Parameter:
 
 
 class _Search:
-    """The coefficients of least `loss` with all but `parameters` as in `start`."""
+    """Returns the coefficients of least `loss`; all but `parameters` are as in `start`."""
 
     def __init__(self, parameters: Sequence[_Parameter], start: Coefficients, loss: Callable[[Values], Array]) -> None:
         self._parameters, self._start, self._loss = parameters, start, loss
@@ -323,7 +323,7 @@ def _fit_improved(sweep: _Sweep, start: Coefficients, bandwidth: tuple[float, fl
     found = []
     for tiles in TILES:
         by_time = _Search(parameters, replace(start, **tiles), loss).descend(start)[1]
-        # Where many choices fit the times about equally well, the signs decide.
+        # If many coefficients fit the times about equally well, the signs decide.
         found.append(_Search(parameters, by_time, lambda values: loss(values, SIGN_WEIGHT)).best(by_time))
     return min(found, key=lambda entry: entry[0])[1]
 

@@ -13,7 +13,7 @@ from .sweep import Sample
 
 
 class ProfileMismatch(ValueError):
-    """A profile of other hardware, shape, precision, quantization or kernel than what runs."""
+    """A profile of other hardware, shape, precision, quantization or kernel than those that run."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RooflineRounds:
-    """Rounds by a calibrated roofline."""
+    """Predicts rounds by a calibrated roofline."""
 
     target: Roofline
     drafters: Mapping[str, Roofline]  # those of networks
@@ -96,7 +96,7 @@ class RooflineRounds:
 
 
 def roofline_rounds(drafters: "Sequence[Drafter]", profile: Profile) -> RooflineRounds:
-    """What rounds of `drafters` take by a calibrated profile."""
+    """Predicts seconds of rounds of `drafters` by a calibrated profile."""
     networks = {each.strategy: roofline_of(each, profile) for each in drafters if each.has_probabilities}
     return RooflineRounds(profile.roofline, networks)
 
@@ -104,9 +104,9 @@ def roofline_rounds(drafters: "Sequence[Drafter]", profile: Profile) -> Roofline
 def roofline_of(drafter: "Drafter", profile: Profile) -> Roofline:
     """Predicts rounds of `drafter`, a network.
 
-    For another network than the policy's copy its own forwards stand in place of the self-drafter's. Their kernels are
-    dense like the target's, so the target's coefficients serve. A forward that drafts many tokens is
-    shared among them.
+    A drafter other than the policy's copy is predicted by its weights and FLOP. Its kernels are dense like the
+    target's, so the target's coefficients apply. The seconds of a forward that drafts many tokens are divided among
+    them.
     """
     cost = drafter.cost
     if cost is None:

@@ -9,7 +9,7 @@ from ..generation.configuration import SpeculativeConfig
 from ..measuring.machine import NO_KERNEL, profile_key
 from ..scheduling.model_constants import ProfileKey
 from ..user_cache import cache_directory, read_kept, save_kept
-from .fill_profile import calibrate
+from .calibration import calibrate
 from .profile import Profile, ProfileMismatch
 
 
@@ -24,12 +24,11 @@ def find_profile(
     calibrates this machine and saves one. It is also saved as `extra_copy`.
 
     `sd_toggle="roofline"` replaces a cached profile that was calibrated for less than half of `max_batch_size`, the
-    most rows in flight that will occur, or of `max_length`, the longest total length; a run beyond what was calibrated
-    gets a warning.
+    most rows in flight, or of `max_length`, the longest total length. A run beyond the calibrated sizes warns.
 
     Returns:
         None: no kernel can hold the drafter's layers, calibrating failed, or `sd_toggle="measured"` finds no profile;
-        then only measured rounds tell whether a draft pays.
+        then only measured rounds decide.
 
     Raises:
         ProfileMismatch: the named profile is for something else and `roofline_mismatch` is `"error"`.
@@ -89,7 +88,7 @@ def _load_named(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Profi
 def _load_cached(key: ProfileKey) -> Profile | None:
     path = cache_directory("profiles") / key.file_name
     profile = read_kept(path, Profile.load)
-    if profile is not None and profile.key != key:  # somebody has edited it or put it there
+    if profile is not None and profile.key != key:  # a user has edited it or put it there
         warnings.warn(f"{path} is left aside: it was calibrated for something else.", stacklevel=2)
         return None
     return profile
@@ -98,7 +97,7 @@ def _load_cached(key: ProfileKey) -> Profile | None:
 def _cached_or_new(
     model: PreTrainedModel, config: SpeculativeConfig, key: ProfileKey, max_batch_size: int, max_length: int
 ) -> Profile | None:
-    """The cached profile if it covers half of both sizes, else a new one for the larger of what each asks for."""
+    """Returns the cached profile if it covers half of both sizes, else a new one for the larger sizes."""
     cached = cache_directory("profiles") / key.file_name
     if (profile := _load_cached(key)) is not None:
         most_rows, longest = (profile.diagnostics.get(name, 0) for name in ("max_batch_size", "max_length"))

@@ -17,7 +17,7 @@ SMALLEST_TILE = 16  # the least number of rows that a tensor core takes
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What the calibration measures and fits. With the defaults of the second group the formulas are ER §3.2's own.
+    """What the calibration measures and fits. With the defaults of the second group the formulas are those of ER §3.2.
     Raises ValueError if a number is out of range."""
 
     # ER §3.2 and App. E.3
@@ -36,7 +36,7 @@ class Coefficients:
     draft_tile: int = 1  # likewise of the drafter
     phi_D: float = 1.0  # seconds of the drafter's arithmetic over the target's for as many rows (dequantization, ...)
     attention_cost: float = 1.0  # seconds of a FLOP of attention over one of a GEMM
-    # K/V time grows with B to this power: more rows keep more memory channels busy, and siblings share cached prompts.
+    # K/V time grows with B to this power: more rows use more memory channels, and copies of a prompt share its K/V.
     kv_exponent: float = 1.0
     # Seconds per cached token of a row that verification walks serially: kernels for several query tokens do not
     # split the cache among processors, those for one do.
@@ -63,7 +63,7 @@ class Roofline:
     coefficients: Coefficients
 
     def seconds(self, mode: Mode, batch: int, length: float, draft_length: int) -> float:
-        """One forward of this kind; γ = `draft_length` matters to "verify" alone."""
+        """Seconds of a forward of this kind; γ = `draft_length` matters only to "verify"."""
         if mode == "verify":
             return self.verify_seconds(batch, length, draft_length)
         return self.target_seconds(batch, length) if mode == "target" else self.draft_seconds(batch, length)

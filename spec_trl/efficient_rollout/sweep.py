@@ -14,7 +14,7 @@ from .roofline import Mode
 MODES: tuple[Mode, ...] = get_args(Mode)
 COLUMNS = ("model", "batch", "length", "draft_length", "mode", "seconds")
 TOLERATED_GAPS = 0.1
-"""Share of (B, S, γ) that may lack one of its times: sweeps lose a point or two to memory or to a time limit."""
+"""Share of (B, S, γ) that may lack a time: sweeps lose a point or two to memory or to a time limit."""
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,19 @@
-"""When to speculate by the roofline alone: EfficientRollout's π_SD to the letter (ER §3.2, Eq. 3)."""
+"""The roofline toggle: EfficientRollout's π_SD as printed (ER §3.2, Eq. 3)."""
 
 from collections.abc import Sequence
 
+from ..scheduling.admission import PlainRounds
 from ..scheduling.control import FAILED, Candidate, Chain, Control, Explanation, RoundSeconds, Tally, decision, promise
-from ..scheduling.plain_decoding import PlainRounds
 
 
 class RooflineToggle(Control):
-    """Drafts in the rounds in which the roofline predicts a speedup of 1 + ε or more; what rounds really take is not
-    looked at.
+    """Drafts in rounds for which the roofline predicts a speedup of 1 + ε or more. Measured times are ignored.
 
-    Once on it stays on while the batch only shrinks (ER App. E.4). With refill the batch may grow again: then each
-    round is decided anew, and requests that wait for a row count as rows.
+    Once on, it stays on while the batch only shrinks (ER App. E.4). If the batch can grow (refill), every round is
+    decided again, and waiting requests count as rows.
 
     Args:
-        candidate: the drafter, with γ and τ_prev; the caller, or else the last rollout, sets both (ER Algorithm 1).
+        candidate: the drafter, with γ and τ_prev, set by the caller or by the last rollout (ER Algorithm 1).
         seconds: predicts rounds.
         margin: ε.
     """
@@ -59,7 +58,7 @@ class RooflineToggle(Control):
         tally.predicted_rounds += 1
 
     def finish(self) -> None:
-        """τ_prev is that of the last rollout that drafted."""
+        """Sets τ_prev to τ of this rollout if it drafted."""
         self.candidates[0].block_efficiency = self.tallies[0].block_efficiency or self.candidates[0].block_efficiency
 
     def drop(self, index: int) -> None:

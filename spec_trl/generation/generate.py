@@ -1,20 +1,309 @@
-"""The keyword: teaches `generate` the argument `assistant_strategy`, through transformers' `custom_generate` hook."""
+"""The keyword `assistant_strategy`, and the decoding method that transformers' `custom_generate` hook calls for it: it
+refuses what cannot be served, chooses drafters and control, rolls out, and assembles the output."""
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.utils import ModelOutput
 
-from .configuration import SpeculativeConfig, check_strategy
-from .decoding import speculative_decoding
+from ..cpu_products import warn_of_slow_dtype
+from ..scheduling.control import Control, NeverSpeculate
+from .configuration import SpeculativeConfig, check_combination, check_strategy
+from .engine import requirements
+from .engine.attention import keeps_states
+from .engine.cache import PAGE_COLUMNS, autocast_dtype
+from .engine.drafter import Drafter
+from .engine.linear_layers import copied_bytes
+from .engine.lockstep import RolloutInStep
+from .engine.memory import check_memory, takes_memory_late
+from .engine.noise import stream_keys
+from .engine.pages import PagedCache
+from .engine.processors import LogitsPipeline, PrefixView
+from .engine.record import Completion
 from .engine.requirements import check_input_ids, check_not_diverted
-from .option_use import check_use
+from .engine.rollout import Rollout
+from .engine.row_memory import PagedRowMemory, RowMemory, RowNeeds, warn_of_little_memory
+from .engine.rows import Request, RequestQueue, Rows
+from .engine.runner_choice import captures, exactness, free_for_cache, runner_for, runner_mode, takes_pool
+from .engine.states import state_bytes
+from .engine.statistics import SpeculationStatistics
+from .engine.stopping import Stopping, must_run_in_step
+from .registry import check_use
+from .session import Session
+from .strategies import (
+    as_drafters,
+    check_device,
+    check_races,
+    check_states,
+    control_for,
+    decoupled,
+    keep_acceptance,
+    make_drafters,
+)
+
+
+_LIMIT_OVER_LENGTH = 4
+"""As many rows share a pool as it holds at this part of their limit: lengths have a long tail, and with an eighth of
+the limit on average they took up to 0.16 of rows x limit (`kv_memory`, benchmarks/RESULTS.md)."""
+
+
+@dataclass
+class SpeculativeOutput(ModelOutput):
+    """What `generate(assistant_strategy=..., return_dict_in_generate=True)` returns.
+
+    Args:
+        sequences: `[B, prompt width + new]` int64, prompts as given, outputs right-padded.
+        logprobs: `[B, new]` float32, log-probability (nats) of each sampled token under the processed target
+            distribution; 0 after a row's end.
+        lengths: `[B]` int64, generated tokens of each row, EOS included.
+        statistics: what the generation did.
+    """
+
+    sequences: Tensor | None = None
+    logprobs: Tensor | None = None
+    lengths: Tensor | None = None
+    statistics: SpeculationStatistics | None = None
+
+
+@torch.inference_mode(False)  # what is kept for the next call must not be bound to this one's inference mode
+@torch.no_grad()
+def speculative_decoding(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    assistant_strategy: str = "self",
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+    drafter: Drafter | Sequence[Drafter] | None = None,
+    request_ids: Sequence[int] | None = None,
+    control: Control | None = None,
+    make_queue: Callable[[list[Request]], RequestQueue] = RequestQueue,
+    **model_kwargs: Any,
+) -> SpeculativeOutput | Tensor:
+    """Batched, lossless speculative decoding, as `generate(custom_generate=speculative_decoding)` calls it.
+
+    Args:
+        model: the target.
+        input_ids: `[B, width]` int64, left-padded.
+        logits_processor: prepared by `generate`; acts as there.
+        stopping_criteria: prepared by `generate`; acts as there.
+        generation_config: prepared by `generate`.
+        assistant_strategy: see :func:`~spec_trl.generation.configuration.check_strategy`.
+        speculative_config: options, a :class:`SpeculativeConfig` or a dict of its fields.
+        drafter: a drafter made before, or several, in place of the strategy's own.
+        request_ids: B ints that key the noise with the seed; by default 0..B. Two calls with the same seed and the
+            same ids sample the same tokens, whatever else differs.
+        control: decides in each round which of the drafters given with it draft; by default one made from the config.
+        make_queue: gives the requests of all rows to those in flight; some queues share them with other ranks
+            (:class:`~spec_trl.distributed.pool.SharedPool`), and rows that these decode have a length of 0 here.
+        model_kwargs: `attention_mask` and what else `generate` prepares.
+
+    Returns:
+        `[B, width + new]` int64, or a :class:`SpeculativeOutput` with `return_dict_in_generate=True`.
+
+    Raises:
+        ValueError: the call asks for something that cannot be served; raised before any work.
+        FloatingPointError: the target's logits are NaN.
+    """
+    # `generate` gives a custom method no assistant and no streamer; the keyword's wrapper hands them over by these.
+    assistant, streamer = model_kwargs.pop("_assistant", None), model_kwargs.pop("_streamer", None)
+    config, device = SpeculativeConfig.coerce(speculative_config), model.device
+    batch, width = input_ids.shape
+    capacity = asked = min(batch, config.max_batch_size or batch)
+    new_tokens = min([each.max_length for each in stopping_criteria if type(each) is MaxLengthCriteria]) - width
+    do_sample = bool(generation_config.do_sample)
+    rejects = do_sample and config.verification == "rejection"
+    with Session.lend(model) as session, ExitStack() as claims:
+        snapshot = session.snapshot
+        assert snapshot is not None
+        # ---- what cannot be served is refused before any work
+        check_strategy(assistant_strategy)
+        if drafter is None:
+            check_combination(assistant_strategy, config)
+        check_device(config, device, drafter)
+        requirements.check_model(model, snapshot)
+        if has_states := snapshot.find("has states", partial(keeps_states, model.config)):
+            check_states(model, assistant_strategy, config)
+        runner_mode(config, device)
+        requirements.check_generation_config(generation_config, model.generation_config)
+        requirements.check_keywords(model, model_kwargs)
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        prompts = requirements.read_prompts(model, input_ids.long(), mask, positions)  # [length] each
+        if request_ids is not None and len(request_ids) != batch:
+            raise ValueError(f"request_ids has {len(request_ids)} entries for {batch} rows; give one int per row.")
+        if streamer is not None and batch > 1:
+            raise ValueError(f"streamer is given with {batch} rows; a streamer prints one row.")
+        lengths = list(map(len, prompts))
+        limit = snapshot.find("position limit", partial(requirements.position_limit, model))
+        requirements.check_lengths(model, limit, lengths, new_tokens)
+        drafts = bool(drafter) or assistant_strategy != "none"
+        in_step = must_run_in_step([*logits_processor, *stopping_criteria], batch, capacity, drafts)
+
+        # ---- who drafts, and when
+        longest = max(lengths) + new_tokens
+        if in_step:
+            drafter, control = [], NeverSpeculate("a processor or criterion is shown one step at a time")
+        if drafter is not None:
+            drafters = as_drafters(drafter)
+        elif config.sd_toggle == "never":
+            drafters = []
+        else:
+            drafters = make_drafters(session, assistant_strategy, model, assistant, config)
+        for each in drafters:
+            claims.enter_context(each.claim())
+            if rejects and not each.has_probabilities:
+                raise ValueError(
+                    'verification="rejection" needs draft probabilities, which '
+                    f'{type(each).__name__} has none of. Use verification="exact".'
+                )
+        if control is None:  # may calibrate the machine first
+            entry = control_for(session, assistant_strategy, model, drafters, config, capacity, longest)
+            control = entry.control
+            if entry.known is not None:
+                claims.callback(entry.known.keep)
+        if rejects and control.races:
+            raise ValueError(
+                'verification="rejection" cannot be raced: chains that are accepted by chance disagree, and taking '
+                'the longest would favour what is easy to draft. Use verification="exact", or one drafter per row.'
+            )
+        if has_states:
+            check_races(model, control.races)
+        # "none" gets the same columns: attention over other widths would differ in the last bits.
+        most_drafted = max(config.draft_length, control.most_drafted)
+        columns = longest + most_drafted
+
+        # ---- for how many rows there is memory
+        in_pool = takes_pool(config, device, has_states)
+        # One row shares memory with no other.
+        free = free_for_cache(session, device) if in_pool or capacity > 1 else 0
+        states = snapshot.find("states", partial(state_bytes, model)) if has_states else 0
+        needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, columns if in_pool else 0, states)
+        expected = columns
+        if in_pool and not in_step:
+            expected = min(max(columns // _LIMIT_OVER_LENGTH, max(lengths) + PAGE_COLUMNS), columns)
+        graphs, most = 0.0, config.max_graph_memory * 2**30 if captures(config, device) else 0.0
+        if most:  # little memory makes them fewer before it makes the batch smaller
+            graphs = needs.graph_memory(capacity, expected, free, most)
+            needs = needs.with_graphs(graphs)
+        if in_step:  # all rows stay to the end
+            check_memory(f"K/V of {capacity} rows x {columns} columns", int(capacity * columns * needs.column), device)
+        elif config.max_batch_size is None and (in_pool or not takes_memory_late(device)):
+            capacity = min(capacity, needs.rows_that_fit(expected, free))
+        if needs.states:
+            at_once = 1 if takes_memory_late(device) and not in_step else capacity
+            check_memory(f"the states of {at_once} of {capacity} rows", int(at_once * needs.states), device)
+        if graphs < most:
+            warn_of_little_memory(device, free, graphs, most, capacity, asked)
+        drafters = decoupled(drafters, model, config, rejects, capacity, longest)
+        for each in drafters:
+            each.check_length(columns)
+        snapshot.find("slow dtype", partial(warn_of_slow_dtype, model))
+        pages = None if in_step or not in_pool else needs.pages_that_fit(capacity, free_for_cache(session, device))
+        runner = runner_for(
+            session, model, capacity, columns, config, pages, graphs,
+            exact=config.exact is True, has_states=has_states,
+        )  # fmt: skip
+        copied = 0 if autocast_dtype(device) is None else copied_bytes(runner.network)
+        rows = Rows(capacity, columns, device, shares_prompts=not has_states)
+        memory: RowMemory | None = None
+        if not in_step and isinstance(runner.cache, PagedCache):
+            memory = PagedRowMemory(rows, runner.cache, most_drafted)
+        elif not in_step and takes_memory_late(device) and capacity > 1:
+            # The runner has made its copies of weights already.
+            memory = RowMemory(rows, replace(needs, fixed=needs.fixed - copied))
+        exact = exactness(snapshot, model, config, runner.network)
+
+        # ---- the rollout
+        seed = config.seed if config.seed is not None else int(torch.randint(2**62, ()))
+        keys = torch.tensor(list(range(batch) if request_ids is None else request_ids), dtype=torch.int64)
+        streams = stream_keys(seed, keys).tolist()
+        requests = [
+            Request(index, prompt.to(device), len(prompt) + new_tokens, streams[index])
+            for index, prompt in enumerate(prompts)
+        ]
+        pad = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
+        prefixes = PrefixView(rows, input_ids)
+        make: Callable[..., Rollout] = Rollout
+        if in_step:
+            ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)  # as generate asks
+            make = partial(RolloutInStep, padding=pad if ends else None)
+        rollout = make(
+            make_queue(requests), runner, drafters, control, rows,
+            LogitsPipeline(logits_processor, prefixes, batch),
+            Stopping(stopping_criteria, prefixes),
+            do_sample=do_sample,
+            rejection=rejects,
+            want_logprobs=bool(generation_config.return_dict_in_generate),
+            strategy=assistant_strategy,
+            on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
+            memory=memory,
+        )  # fmt: skip
+        try:
+            completions, statistics = rollout.run()
+        except BaseException:
+            with suppress(Exception):
+                rollout.end()
+            session.shadow = None
+            session.drop_runner()  # its cache may hold broken or half-written K/V
+            raise
+        statistics.exact, statistics.copied_bytes = exact, copied
+        if config.decoupled_execution != "never":
+            keep_acceptance(session, drafters, statistics)
+        session.check_shadow()
+        del rollout, runner, memory
+        if not config.keep_graphs:
+            session.drop_runner()
+    if streamer is not None:
+        streamer.end()
+    return _assemble(input_ids, pad, completions, statistics, bool(generation_config.return_dict_in_generate))
+
+
+def _assemble(
+    input_ids: Tensor,
+    pad_token_id: int,
+    completions: list[Completion | None],
+    statistics: SpeculationStatistics,
+    return_dict: bool,
+) -> SpeculativeOutput | Tensor:
+    """Puts prompts and completions into rectangles."""
+    lengths = torch.tensor([0 if completion is None else len(completion.tokens) for completion in completions])  # [B]
+    new = torch.full((len(completions), int(lengths.max())), pad_token_id, dtype=input_ids.dtype)  # [B, new]
+    logprobs = torch.zeros(new.shape)  # [B, new]
+    for row, completion in enumerate(completions):
+        if completion is None:
+            continue
+        new[row, : lengths[row]] = completion.tokens
+        if completion.logprobs is not None:
+            logprobs[row, : lengths[row]] = completion.logprobs
+    device = input_ids.device
+    sequences = torch.cat([input_ids, new.to(device)], dim=1)
+    if not return_dict:
+        return sequences
+    return SpeculativeOutput(sequences, logprobs.to(device), lengths.to(device), statistics)
 
 
 _SIGNATURE = inspect.signature(speculative_decoding)
 _generate: Callable[..., Any] | None = None
+DEFAULTS: "WeakKeyDictionary[Any, Callable[..., Any]]" = WeakKeyDictionary()
+"""What generates, by model, where a call names no method: called with plain `generate` and the call's arguments."""
 
 
 def install() -> None:
@@ -37,12 +326,14 @@ def install() -> None:
         if is_other and assistant_strategy is not None:
             raise ValueError("custom_generate and assistant_strategy both name a decoding method; pass one of them.")
         if not is_other:  # it comes before what a config says, like all arguments
-            assistant_strategy = _given("assistant_strategy", assistant_strategy, self, args, kwargs)
+            assistant_strategy = setting("assistant_strategy", assistant_strategy, self, args, kwargs)
         is_argument = speculative_config is not None
-        speculative_config = _given("speculative_config", speculative_config, self, args, kwargs)
+        speculative_config = setting("speculative_config", speculative_config, self, args, kwargs)
         if assistant_strategy is None and custom is not speculative_decoding:
             if is_argument and not is_other:
                 raise ValueError("speculative_config is given without assistant_strategy; name a strategy.")
+            if custom is None and (default := DEFAULTS.get(self)) is not None:
+                return default(original, self, args, kwargs)
             return original(self, *args, **kwargs)
         strategy = check_strategy("self" if assistant_strategy is None else assistant_strategy)
         config = SpeculativeConfig.coerce(speculative_config)
@@ -72,21 +363,13 @@ def uninstall() -> None:
         _generate = None
 
 
-def _config_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-
-
-def _given(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def setting(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The argument `name`: its `value`, else that of the call's generation_config, else of the model's own. That is
     the order of `generate`, whose configs carry entries they do not know."""
-    configs = _config_given(args, kwargs), getattr(model, "generation_config", None)
-    values = (value, *(getattr(config, name, None) for config in configs))
-    return next((value for value in values if value is not None), None)
-
-
-def _completed(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The entry `name` of the config that `generate` will complete from these."""
-    return kwargs[name] if name in kwargs else _given(name, None, model, args, kwargs)
+    of_call = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    for config in (of_call, getattr(model, "generation_config", None)):
+        value = getattr(config, name, None) if value is None else value
+    return value
 
 
 def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -95,7 +378,10 @@ def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, 
     prompts = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
     if prompts is not None:
         check_input_ids(prompts, model.device)
-    heals, stop_strings = (_completed(name, model, args, kwargs) for name in ("token_healing", "stop_strings"))
+    heals, stop_strings = [
+        kwargs[name] if name in kwargs else setting(name, None, model, args, kwargs)
+        for name in ("token_healing", "stop_strings")
+    ]
     check_not_diverted(heals, kwargs)
     if kwargs.get("synced_gpus"):
         raise ValueError(

@@ -1,9 +1,13 @@
-"""What an `assistant_strategy` means: which drafters draft, and the control that decides when they do."""
+"""What an `assistant_strategy` means: which drafters draft, whether they run decoupled (SA §4.1), and the control that
+decides when they do."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
@@ -11,11 +15,13 @@ from ..papers import load
 from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
 from ..scheduling.ledger import CELL_ERROR, Drafts, Times
 from ..scheduling.planner import Planner
-from .configuration import SpeculativeConfig, check_strategy
+from .configuration import SpeculativeConfig
+from .drafters.decoupled.decoupled_drafter import DecoupledDrafter
+from .drafters.decoupled.pipe import DraftThread, idle_cores
 from .drafters.self_copy import SelfDrafter
-from .drafters.tts.drafter import DistilledDrafter
-from .engine.attention import keeps_states
+from .drafters.tts.distilled_drafter import DistilledDrafter
 from .engine.drafter import Drafter
+from .engine.statistics import SpeculationStatistics
 from .registry import CHOOSING, DRAFTERS, taking_assistant
 from .session import Session
 
@@ -23,6 +29,7 @@ from .session import Session
 if TYPE_CHECKING:
     from ..efficient_rollout.profile import Profile
     from ..specactor.ladder import Ladder
+    from ..specactor.reconfiguration import RequestPlans
 
 
 Assistant: TypeAlias = "PreTrainedModel | str | None"
@@ -37,9 +44,8 @@ def make_drafters(
     """The drafters of `strategy` for `model`: none for `"none"`, all that there can be for `"auto"`, those that
     `best_of_n_drafters` names for `"best_of_n"`, else one. Those that can serve further calls stay in the session.
 
-    Raises ValueError where the strategy is unknown, or does not go with the assistant.
+    Raises ValueError where the strategy does not go with the assistant.
     """
-    check_strategy(strategy)
     if assistant is not None and strategy not in taking_assistant():
         raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
     check_assistants(strategy, assistant, config, model)
@@ -69,28 +75,25 @@ def make_drafters(
 
 
 def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfig, draft_ranks: int = 0) -> None:
-    """Raises ValueError where a rollout asks for what a `model` whose layers keep states cannot do."""
-    if not keeps_states(model.config):
-        return
+    """Raises ValueError where a rollout asks for what this `model`, whose layers keep states, cannot do."""
     copies, ahead = strategy == "self", "the copy would need states of its own for each window"
+    races = strategy == "best_of_n" and config.best_of_n_race
     learns = strategy == "tts" and config.tts_drafter == "self"
     decouples = copies and config.decoupled_execution == "always"
     for is_asked, asked, why, remedy in (
-        (strategy == "best_of_n", 'assistant_strategy="best_of_n"', _NO_RACES, 'assistant_strategy="auto"'),
+        (races, 'assistant_strategy="best_of_n"', _NO_RACES, "best_of_n_race=False"),
         (learns, 'tts_drafter="self"', "the copy cannot learn through states yet", 'assistant_strategy="self"'),
         (decouples, 'decoupled_execution="always"', ahead, 'decoupled_execution="never"'),
         (copies and draft_ranks > 0, f"draft_ranks={draft_ranks}", ahead, "draft_ranks=0"),
-        (config.runner == "graph", 'runner="graph"', "captured forwards do not keep states yet", 'runner="auto"'),
     ):
         if is_asked:
             raise ValueError(f"{_of_states(model)}: {asked} is not served, since {why}. Use {remedy}.")
 
 
-def check_drafting(model: PreTrainedModel, races: bool, ahead: bool) -> None:
-    """The same for drafters and a control that come with a call; `ahead`: the copy runs ahead of the target."""
-    if (races or ahead) and keeps_states(model.config):
-        why = _NO_RACES if races else "a copy that runs ahead would need states of its own for each window"
-        raise ValueError(f"{_of_states(model)}: the drafters of this call are not served, since {why}.")
+def check_races(model: PreTrainedModel, races: bool) -> None:
+    """The same for a control that comes with a call, and `races`."""
+    if races:
+        raise ValueError(f"{_of_states(model)}: the control of this call is not served, since {_NO_RACES}.")
 
 
 _NO_RACES = "races feed several chains of a row at once, and a scan takes one"
@@ -104,6 +107,17 @@ def policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
     """The policy's quantized copies among `drafters`, including those that learn low-rank corrections."""
     drafting = [drafter.student if isinstance(drafter, DistilledDrafter) else drafter for drafter in drafters]
     return [drafter for drafter in drafting if isinstance(drafter, SelfDrafter)]
+
+
+def refresh(model: nn.Module) -> None:
+    """Lets the quantized copies of `model`, also if it is wrapped, take its weights anew before they draft next.
+
+    Calls see by themselves that weights have changed, unless they were written in place, through `.data` or by a fused
+    optimizer, and the change leaves a sample of 256 to 1024 values of each weight as it was.
+    """
+    for session in Session.below(model):
+        for copied in policy_copies(session.drafters.values()):
+            copied.refresh_before_drafting()
 
 
 def copy_again(drafters: list[Drafter], model: PreTrainedModel, config: SpeculativeConfig) -> None:
@@ -140,6 +154,102 @@ def as_drafters(given: Drafter | Sequence[Drafter]) -> list[Drafter]:
             f"drafter={given!r} is neither a Drafter nor a list of them; a strategy is named by assistant_strategy."
         )
     return list(drafters)
+
+
+# ---- decoupled execution ------------------------------------------------------------------------------------------
+
+
+def decoupled(
+    drafters: list[Drafter],
+    model: PreTrainedModel,
+    config: SpeculativeConfig,
+    rejects: bool,
+    capacity: int,
+    length: int,
+) -> list[Drafter]:
+    """The call's `drafters`, with a thread for each one that runs decoupled.
+
+    Args:
+        drafters: of the call.
+        model: the target.
+        config: its `decoupled_execution` decides.
+        rejects: whether rejection sampling verifies.
+        capacity: most rows in flight.
+        length: the longest total length of a row, tokens.
+
+    Raises:
+        ValueError: a drafter must run decoupled and cannot.
+    """
+    if config.decoupled_execution == "always":
+        if rejects and drafters:
+            raise ValueError(
+                'verification="rejection" does not go with decoupled_execution="always". Use verification="exact".'
+            )
+        return [
+            drafter
+            if isinstance(drafter, DecoupledDrafter)
+            else DecoupledDrafter(DraftThread(drafter), _plans(drafter, model, config, capacity, length))
+            for drafter in drafters
+        ]
+    # A thread would share a GPU with the target: only idle cores of a CPU make a second worker.
+    is_open = config.decoupled_execution == "auto" and model.device.type == "cpu" and _drafting_share() > 0
+    if is_open and len(drafters) == 1 and drafters[0].drafts_ahead and not rejects:
+        plans = _plans(drafters[0], model, config, capacity, length)
+        if plans is not None and plans.group.mode == "decoupled":
+            return [DecoupledDrafter(DraftThread(drafters[0]), plans)]
+    return drafters
+
+
+def check_device(
+    config: SpeculativeConfig, device: torch.device, drafter: Drafter | Sequence[Drafter] | None = None
+) -> None:
+    """Raises ValueError where a drafter would run on a thread beside a target on `device`, which is no CPU; `drafter`:
+    drafts in place of the strategy's."""
+    if device.type == "cpu":
+        return
+    drafters = [None] if drafter is None else as_drafters(drafter)
+    pipes = [each.pipe if isinstance(each, DecoupledDrafter) else None for each in drafters]
+    if any(isinstance(pipe, DraftThread) for pipe in pipes):
+        option = "drafter=DecoupledDrafter(DraftThread(...))"
+    elif config.decoupled_execution == "always" and None in pipes:
+        option = 'decoupled_execution="always"'
+    else:
+        return
+    raise ValueError(
+        f"{option} with the model on {device}: the drafter's thread would share that device and launch each operation "
+        'by itself, and decoding would be slower than without it. Set decoupled_execution="never" or "auto" and pass '
+        "the drafter itself, or give it a rank of its own (docs/decoupled.md)."
+    )
+
+
+def keep_acceptance(session: Session, drafters: Sequence[Drafter], statistics: SpeculationStatistics) -> None:
+    """Keeps how often first drafts were accepted, by which later calls plan."""
+    for drafter in drafters:
+        acceptance = statistics.per_drafter[drafter.strategy].first_token_acceptance
+        if not math.isnan(acceptance):
+            session.acceptance[drafter.strategy] = acceptance
+
+
+def _drafting_share() -> float:
+    """The cores that the drafter's thread gets over those that a profile was measured with, at most 1."""
+    return min(idle_cores() / torch.get_num_threads(), 1.0)
+
+
+def _plans(
+    drafter: Drafter, model: PreTrainedModel, config: SpeculativeConfig, capacity: int, length: int
+) -> "RequestPlans[int] | None":
+    """The plans of requests, which begin as the machine's; None: there is no profile, or no acceptance of an earlier
+    call, to predict by."""
+    acceptance = Session.of(model).acceptance.get(drafter.strategy)
+    if acceptance is None:
+        return None
+    profile = find_profile(model, replace(config, sd_toggle="measured"), capacity, length)  # profiles nothing
+    if profile is None:
+        return None
+    plans: RequestPlans[int] = load("specactor.reconfiguration").request_plans(
+        drafter, profile, config, acceptance, capacity, length, _drafting_share()
+    )
+    return plans
 
 
 # ---- control ------------------------------------------------------------------------------------------------------

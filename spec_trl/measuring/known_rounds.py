@@ -1,4 +1,4 @@
-"""What is known of a model's rounds on this machine before the first one: calibrated, measured earlier, or probed."""
+"""Predictions of a model's rounds on this machine before the first one: calibrated, measured earlier, or probed."""
 
 import hashlib
 from collections.abc import Sequence
@@ -13,16 +13,15 @@ from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
 from ..json_files import read_json, write_json
 from ..papers import load
-from ..scheduling.forward_seconds import ForwardSeconds, ProbedRounds
-from ..scheduling.ledger import Times
+from ..scheduling.ledger import ForwardSeconds, ProbedRounds, Times
 from ..user_cache import cache_directory, read_kept
 from .machine import profile_key
 from .probe import probe
 
 
 PROBE_ERROR = 0.3
-"""sd of log(seconds / predicted) of a method's rounds that were only probed: long texts and what lies between
-forwards are left out."""
+"""sd of log(seconds / predicted) of a method's rounds after a probe only, which leaves out long texts and work between
+forwards."""
 FEWEST_ROUNDS = 100  # of which a file is worth its writing
 VERSION = 2  # of a file: those of others hold predictions of another kind, and times that differ from them
 
@@ -37,8 +36,8 @@ class KnownRounds:
     saved: int  # rounds that the file knows of
 
     def keep(self) -> None:
-        """Writes the file where twice as many rounds are known as it knows of. One that cannot be written, as in a
-        read-only home, is not missed: the next process probes again."""
+        """Writes the file if at least twice as many rounds are known as the file holds. A file that cannot be written
+        (read-only home) is skipped: the next process probes again."""
         if self.times.rounds < max(2 * self.saved, FEWEST_ROUNDS):
             return
         self.saved = self.times.rounds
@@ -51,11 +50,11 @@ class KnownRounds:
 def find_known_rounds(
     model: PreTrainedModel, drafters: Sequence[Drafter], config: SpeculativeConfig, draft_ranks: int = 0
 ) -> KnownRounds | None:
-    """What is known of rounds of `model` with `drafters`: by an earlier process, else by a probe; None where
-    `config.sd_toggle` or the lack of drafters leaves nothing to predict."""
+    """Returns times of rounds of `model` with `drafters`, saved by an earlier process, else probed; None if
+    `config.sd_toggle` or a lack of drafters leaves nothing to predict."""
     if not drafters or config.sd_toggle in ("always", "never"):
         return None
-    # One file for each hardware, shape, dtype and kernel, each set of drafters, and where they run.
+    # One file per hardware, shape, dtype, kernel, set of drafters, and their devices.
     members = [(each.strategy, type(each).__name__, each.cost) for each in drafters]
     text = f"{members} {config.decoupled_execution} {draft_ranks}"
     stem = profile_key(model, config).file_name.removesuffix(".json")
@@ -65,7 +64,7 @@ def find_known_rounds(
 
 
 def _read(path: Path) -> KnownRounds | None:
-    """What an earlier process has measured; None where its version predicted otherwise."""
+    """Reads the measurements of an earlier process; None if its version made other predictions."""
     file = read_json(path, _File, "ledger of rounds", "delete the file")
     if file.version != VERSION:
         return None
@@ -76,7 +75,7 @@ def _read(path: Path) -> KnownRounds | None:
 
 @dataclass(frozen=True)
 class _File:
-    """Known rounds as they are written."""
+    """Known rounds as written to the file."""
 
     version: int
     target: ForwardSeconds
@@ -96,7 +95,7 @@ def find_profile(
     max_length: int = 4096,
     extra_copy: Path | None = None,
 ) -> "Profile | None":
-    """The profile that :func:`~spec_trl.efficient_rollout.profile_cache.find_profile` finds or makes."""
+    """Returns the profile that :func:`~spec_trl.efficient_rollout.profile_cache.find_profile` finds or makes."""
     if config.sd_toggle == "measured" and config.roofline_profile is None:
         paths = cache_directory("profiles").glob("*.json")
         if all(path.name.endswith((".rounds.json", ".ladder.json")) for path in paths):
@@ -114,16 +113,16 @@ def find_ladder(
     max_batch_size: int,
     draft_lengths: Sequence[int],
 ) -> "Ladder | None":
-    """The ladder that :func:`~spec_trl.specactor.fill_ladder.find_ladder` finds or profiles."""
+    """Returns the ladder that :func:`~spec_trl.specactor.ladder_calibration.find_ladder` finds or profiles."""
     if config.sd_toggle != "roofline" and not any(ladder_folder(config).glob("*.ladder.json")):
         return None
-    found: Ladder | None = load("specactor.fill_ladder").find_ladder(
+    found: Ladder | None = load("specactor.ladder_calibration").find_ladder(
         model, drafters, config, max_batch_size, draft_lengths
     )
     return found
 
 
 def ladder_folder(config: SpeculativeConfig) -> Path:
-    """Where ladders lie: next to the named profile, else in the user's cache."""
+    """Path of the ladder: next to the named profile, else in the user's cache."""
     named = config.roofline_profile
     return cache_directory("profiles") if named is None else Path(named).parent

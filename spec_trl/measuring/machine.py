@@ -1,4 +1,4 @@
-"""Names this machine, and what measured times of a model are valid for here."""
+"""Names this machine, and makes the key under which times of a model are valid here."""
 
 import platform
 from pathlib import Path
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.cache import autocast_dtype
-from ..generation.engine.kept_runner import runner_mode
+from ..generation.engine.runner_choice import runner_mode
 from ..quantization.kernels import find_kernel
 from ..quantization.quantized_copy import choose_scheme, layer_specs
 from ..quantization.rtn import Scheme
@@ -19,7 +19,7 @@ NO_KERNEL = "none"
 
 
 def profile_key(model: PreTrainedModel, config: SpeculativeConfig) -> ProfileKey:
-    """What a profile for `model` on this machine is keyed by."""
+    """Key of a profile for `model` on this machine."""
     shape = model.config.get_text_config(decoder=True)
     parameters = sum(p.numel() for p in model.parameters())
     return ProfileKey(
@@ -38,12 +38,12 @@ def _scheme(model: PreTrainedModel, config: SpeculativeConfig) -> Scheme:
 
 
 def effective_dtype(model: PreTrainedModel) -> torch.dtype:
-    """What the forwards compute in."""
+    """Dtype in which forwards compute."""
     return autocast_dtype(model.device) or model.dtype
 
 
 def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
-    """Names of the kernels that the drafter's projections get."""
+    """Names of the kernels of the drafter's projections."""
     scheme = _scheme(model, config)
     layers = [layer for parent in model.get_decoder().modules() for layer in layer_specs(parent, scheme).values()]
     found = [find_kernel(config.draft_kernel, layer) for layer in layers if not isinstance(layer, str)]

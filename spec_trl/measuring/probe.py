@@ -1,4 +1,4 @@
-"""A first guess of what rounds take, in a fraction of a second: forwards are timed, or each kind of layer once."""
+"""A first guess of the seconds of rounds, in a fraction of a second: times forwards, or every kind of layer once."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,25 +12,25 @@ from transformers.pytorch_utils import Conv1D
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.self_copy import SelfDrafter
-from ..generation.drafters.tts.drafter import DistilledDrafter
-from ..generation.engine import kept_runner
+from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
+from ..generation.engine import runner_choice
 from ..generation.engine.cache import autocast_dtype
-from ..generation.engine.cuda_graphs import CudaRecorder, Outputs
 from ..generation.engine.drafter import Drafter
+from ..generation.engine.graph_capture import CudaRecorder, Outputs
 from ..generation.engine.linear_layers import lend_copies, take_copies_back
-from ..generation.engine.room import model_constants
+from ..generation.engine.model_costs import model_constants
 from ..generation.engine.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
 from ..generation.engine.states import cache_for
 from ..generation.session import Session
 from ..quantization.awq import ActivationAware
 from ..quantization.linear import QuantizedLinear
-from ..scheduling.forward_seconds import ForwardSeconds, ProbedRounds
+from ..scheduling.ledger import ForwardSeconds, ProbedRounds
 
 
 TOKENS = (1, 4, 16, 64)  # of the forwards that are timed
 REPLAYS = 3  # of a captured forward: the device does the same in each
-CALLS = 4  # of which the fastest counts: the first compiles, and other work can only make one slower
-ENOUGH = 0.02  # seconds of the faster of two calls, then a layer is not called again
+CALLS = 4  # calls, of which the fastest counts: the first compiles, and other work only slows
+ENOUGH = 0.02  # seconds of the faster of two calls from which a layer is not called again
 Layer: TypeAlias = QuantizedLinear | nn.Linear | Conv1D
 
 
@@ -38,17 +38,17 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
     """Times forwards of `model` and of its quantized copy among `drafters`, over the few columns of short texts, as
     `config.runner` runs them. Other networks are taken to cost their share of the target's bytes.
 
-    Where forwards are captured, replays of whole ones are timed: what the device does, with each layer reading its own
-    weights, joined as they are. Elsewhere products are timed, one of each shape, and a whole forward of a token; what
-    that takes beyond its products (Python, norms, attention, weights that no cache held) is added to every forward.
+    If forwards are captured, whole replays are timed: the device's work with the real weights. Else products are
+    timed, one per shape, and a whole forward of one token; its seconds beyond its products (Python, norms, attention,
+    uncached weights) are added to every forward.
     """
-    mode, recorder = kept_runner.runner_mode(config, model.device), None
-    if kept_runner.captures(config, model.device):
-        recorder = kept_runner.recorder_for(model.device)
+    mode, recorder = runner_choice.runner_mode(config, model.device), None
+    if runner_choice.captures(config, model.device):
+        recorder = runner_choice.recorder_for(model.device)
     cache = cache_for(model, TOKENS[-1], COLUMN_BUCKET)
     make = cpu_runner if recorder is None and mode == "compiled" else EagerRunner
     with torch.no_grad():
-        runner = make(kept_runner.shadow_for(Session(), model), cache)
+        runner = make(runner_choice.shadow_for(Session(), model), cache)
         target = _captured(runner, recorder) or _of_products(runner, model)
         found = {}
         for drafter in drafters:
@@ -67,7 +67,8 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
 
 
 def _captured(runner: EagerRunner, recorder: CudaRecorder | None) -> ForwardSeconds | None:
-    """Of replays; None where forwards are not captured, or this network's cannot be, as it waits for the device."""
+    """Times replays; None if forwards are not captured, or those of this network cannot be, since it waits for the
+    device."""
     if recorder is None:
         return None
     seconds = []
@@ -77,13 +78,13 @@ def _captured(runner: EagerRunner, recorder: CudaRecorder | None) -> ForwardSeco
             forward()  # compiles and loads, outside the clock
             recording = recorder.record(partial(_outputs, forward))
             seconds.append(recorder.seconds(recording.replay, REPLAYS))
-    except Exception:  # it will run eagerly, and says why when it first does
+    except Exception:  # it will run eagerly, with a warning that says why
         return None
     return ForwardSeconds(TOKENS, seconds)
 
 
 def _of_products(runner: EagerRunner, model: PreTrainedModel, packs: bool = False) -> ForwardSeconds:
-    """Of products, and what a forward of a token takes beyond them. A copy that is not packed computes as fast."""
+    """Times products, and a forward of one token beyond them. A copy that is not packed yet computes as fast."""
     products = _products(runner.network, model, packs)
     return products.plus(max(seconds_of(_forward_of(runner, 1), model.device) - products(1), 0.0))
 
@@ -99,11 +100,11 @@ def _forward_of(runner: EagerRunner, tokens: int) -> Callable[[], Tensor]:
 
 
 def _products(network: nn.Module, model: PreTrainedModel, packs: bool = False) -> ForwardSeconds:
-    """Of all products of the target's network or its copy's, one after the other. `packs`: whether layers of the copy
-    are not packed yet.
+    """Times all products of the target's network or of its copy, one after the other. `packs`: whether layers of the
+    copy are not packed yet.
 
-    A layer that is there once, as a head is, takes as long for each weight as the largest of its type that is there
-    more often: packing and timing a large head would take longer than all the rest.
+    A layer that occurs once, such as a head, is assumed to take as long per weight as the largest repeated layer of
+    its type: packing and timing a large head would take longer than everything else.
     """
     alike: dict[object, list[Layer]] = {}
     for module in network.modules():
@@ -128,14 +129,14 @@ def _layer(layer: Layer, model: PreTrainedModel, packs: bool) -> list[float]:
     """Seconds for each of `TOKENS`."""
     width = layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
     dtype = layer.weight.dtype if layer.weight.is_floating_point() else model.dtype
-    if isinstance(layer, QuantizedLinear):  # the copy is packed when it drafts, and may never
+    if isinstance(layer, QuantizedLinear):  # the copy is packed at its first draft, which may never come
         if packs:
             layer.refresh(ActivationAware())
         dtype = model.dtype
     dtype = autocast_dtype(model.device) or dtype
     seconds: list[float] = []
     for tokens in TOKENS:
-        if len(seconds) > 2 and seconds[-1] > ENOUGH:  # a slow machine: on along a straight line
+        if len(seconds) > 2 and seconds[-1] > ENOUGH:  # a slow machine: continue as a straight line
             seconds.append(ForwardSeconds(TOKENS[: len(seconds)], seconds)(tokens))
             continue
         x = torch.zeros(tokens, width, dtype=dtype, device=model.device)  # [tokens, in]

@@ -25,8 +25,8 @@ from .source_weight import modules_by_name
 
 ALPHAS = tuple(i / 10 for i in range(11))  # 0 first: it is round-to-nearest, and wins ties
 SEARCH_ROWS = 128  # rows of a weight that the search looks at
-LARGEST_SPREAD = 1e4  # a channel this much below or above the mean counts as this far
-OBSERVED_ROWS = 256  # rows of one forward that are looked at
+LARGEST_SPREAD = 1e4  # bound on a channel's distance from the mean, as a factor
+OBSERVED_ROWS = 256  # rows of a forward that are observed
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class ChannelStatistics:
 class ActivationStatistics:
     """Statistics of the inputs of a policy's projections, from forwards that happen anyway.
 
-    Inside `collect`, hooks on the policy's modules look at up to 256 rows of a forward, padding included, without
-    waiting for the device. Under data parallelism ranks have different ones: drafters may differ, outputs cannot.
+    Inside `collect`, hooks on the policy's modules observe up to 256 rows of a forward, padding included, without
+    waiting for the device. Under data parallelism ranks observe different rows: drafters may differ, outputs cannot.
 
     Args:
         policy: the live policy, without peft's outer wrapper: the model that its drafter was made of.
@@ -65,7 +65,7 @@ class ActivationStatistics:
 
     @contextmanager
     def collect(self, step: int) -> Iterator[None]:
-        """Observes the forwards inside the block: those of one `step` add up, those of a new one replace the older.
+        """Observes the forwards inside the block: forwards of one `step` add up, a new step replaces the older one.
 
         Leave it before generating: a hooked lm_head is not packed.
         """
@@ -93,7 +93,7 @@ class ActivationStatistics:
         with torch.inference_mode(False), torch.no_grad():  # sums made in inference mode could not be added to outside
             x = inputs[0]
             rows = x.reshape(-1, x.shape[-1])  # [n, in]
-            # An odd stride: an even one would meet the same few positions in every sequence of a batch.
+            # An odd stride: an even one would sample the same few positions of every sequence of a batch.
             rows = rows[:: -(-len(rows) // OBSERVED_ROWS) | 1]  # [m, in]
             magnitudes = rows.abs().to(torch.float32)  # [m, in]
             sums = self._sums.get(name)

@@ -1,4 +1,4 @@
-"""The module that takes the place of a mixture's stacked experts in the drafter. The router stays dense."""
+"""The module that replaces a mixture's stacked experts in the drafter. The router stays dense."""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def holds_stacked_weights(module: nn.Module) -> bool:
-    """Whether `module` itself holds 3-D weights that are no convolution's."""
+    """Whether `module` holds 3-D weights that do not belong to a convolution."""
     parameters = under_adapters(module)._parameters.values()
     return not isinstance(module, _ConvNd) and any(p is not None and p.dim() == 3 for p in parameters)
 
@@ -49,8 +49,8 @@ def matrices_of(module: nn.Module, name: str) -> list[Tensor]:
 
 
 class QuantizedExperts(PackedLayer):
-    """Runs the experts that some token chose with their packed weights, `first` of gate_up_proj (or up_proj) and
-    `second` of down_proj; the replaced module where rows are many. No gradient passes."""
+    """Runs the chosen experts with packed weights, `first` of gate_up_proj (or up_proj) and `second` of down_proj;
+    with many rows the replaced module. No gradient passes."""
 
     def __init__(self, dense: nn.Module, first: list[PackedWeight], second: list[PackedWeight]) -> None:
         super().__init__(dense)
@@ -62,7 +62,8 @@ class QuantizedExperts(PackedLayer):
         return [*self.first, *self.second]
 
     def refresh(self, quantizer: ActivationAware, activations: ChannelStatistics | None = None) -> None:
-        """Quantizes the present weights into the same buffers, rounded to nearest: nobody sees one expert's input."""
+        """Quantizes the present weights into the same buffers, rounded to nearest: inputs of single experts are not
+        observed."""
         source = merge_copy(self.dense) if is_adapter(self.dense) else self.dense
         for name, packed_matrices in zip(matrix_names(source), (self.first, self.second), strict=True):
             for weight, packed in zip(matrices_of(source, name), packed_matrices, strict=True):

@@ -1,4 +1,4 @@
-"""The layer that takes a projection's place in the drafter, and what it shares with that of a mixture's experts."""
+"""The layer that replaces a projection in the drafter, and its base, which packed experts share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from .source_weight import is_adapter, read_projection, under_adapters
 
 
 class PackedLayer(nn.Module, ABC):
-    """Multiplies with packed weights where rows are few, and runs the layer that it replaces where they are many.
+    """Multiplies with packed weights if rows are few, and runs the replaced layer if they are many.
 
-    The replaced layer lies outside the module tree: `.to()`, `.train()` or `.requires_grad_()` on the drafter must not
-    reach the policy's weights through it.
+    The replaced layer is outside of the module tree: `.to()`, `.train()` or `.requires_grad_()` on the drafter must
+    not reach the policy's weights through it.
 
     Attributes:
         called: whether the layer ran since the last refresh (a replayed CUDA graph does not count).
-        passes_gradient: whether the layer learns, as it drafts: then packed weights serve any number of rows.
+        passes_gradient: whether gradients pass (a drafter that learns): then packed weights serve any number of rows.
     """
 
     def __init__(self, dense: nn.Module) -> None:
@@ -39,16 +39,16 @@ class PackedLayer(nn.Module, ABC):
     @property
     @abstractmethod
     def packed_weights(self) -> list[PackedWeight]:
-        """At least one; their buffers never move."""
+        """The packed weights, at least one; their buffers never move."""
 
     @property
     def weight_count(self) -> int:
-        """How many weights are packed."""
+        """Number of packed weights."""
         return sum(packed.layer.in_features * packed.layer.out_features for packed in self.packed_weights)
 
     @property
     def max_rows(self) -> int:
-        """Rows, of one weight, up to which the packed weights are used."""
+        """Most rows for which packed weights are used."""
         return self.packed_weights[0].max_rows
 
     @property
@@ -64,7 +64,7 @@ class PackedLayer(nn.Module, ABC):
 class QuantizedLinear(PackedLayer):
     """y = (x * inverse_scales) @ packedᵀ + bias, for few rows of x; the replaced layer itself, unscaled, for many.
 
-    With `passes_gradient` gradients reach x as they would through the replaced layer: kernels compute none.
+    With `passes_gradient` gradients reach x as through the replaced layer: kernels compute none.
 
     Args:
         dense: the layer to replace.
@@ -88,7 +88,7 @@ class QuantizedLinear(PackedLayer):
         self.register_buffer("merged_bias", merged_bias, persistent=False)
         inverse_scales = None
         if activation_aware:
-            # As wide as the quantizer computes: then the product with x is rounded once, to the kernel's dtype.
+            # In the quantizer's dtype: the product with x is then rounded once, to the kernel's dtype.
             dtype = computing_dtype(packed.layer.policy_dtype)
             inverse_scales = torch.ones(self.in_features, dtype=dtype, device=packed.layer.device)  # [in]
         self.register_buffer("inverse_scales", inverse_scales, persistent=False)
@@ -99,7 +99,7 @@ class QuantizedLinear(PackedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The replaced layer's weight: some models ask a projection for its weight's dtype."""
+        """The replaced layer's weight: some models read a projection's `weight.dtype`."""
         return self.dense.weight
 
     @property
@@ -147,7 +147,7 @@ class QuantizedLinear(PackedLayer):
 
 
 class JoinedWeight(NamedTuple):
-    """A weight of which those of several projections of the same input are slices."""
+    """A weight whose slices are the weights of several projections of one input."""
 
     packed: PackedWeight
     bias: Tensor | None  # [out of all]
@@ -155,8 +155,8 @@ class JoinedWeight(NamedTuple):
 
 
 def project(x: Tensor, *layers: Any) -> list[Tensor]:
-    """What `layers` return for x [..., in]; by one product where they are quantized and their weights are joined, and
-    nobody watches them or learns from them."""
+    """Returns the outputs of `layers` for x [..., in]: by one product if they are quantized with joined weights,
+    unwatched and without gradients."""
     joined = _joined_weight(layers)
     if joined is None or x.numel() > joined.packed.max_rows * x.shape[-1]:
         return [layer(x) for layer in layers]
@@ -172,8 +172,8 @@ def project(x: Tensor, *layers: Any) -> list[Tensor]:
 
 
 def join(*layers: QuantizedLinear) -> None:
-    """Makes the weights of `layers`, which are siblings (`LayerSpec.siblings`), slices of one where their kernel can.
-    They must be refreshed after."""
+    """Makes the weights of `layers`, which are siblings (`LayerSpec.siblings`), slices of one weight if their kernel
+    can. They must be refreshed afterwards."""
     biases = [bias.detach() for layer in layers if (bias := under_adapters(layer.dense).bias) is not None]
     packed = join_rows([layer.packed for layer in layers])
     if packed is None:
@@ -198,7 +198,7 @@ def _joined_weight(layers: Sequence[Any]) -> JoinedWeight | None:
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a dense layer would return for `x`: K/V caches are allocated for it."""
+    """The dtype that a dense layer returns for `x`: K/V caches are allocated in it."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype

@@ -21,8 +21,8 @@ from .source_weight import SourceSpec, inspect_projection, is_projection, is_tra
 
 # Routers decide discretely on small weights: a rounded one sends tokens to the wrong experts and saves nothing.
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
-# They set how fast a recurrent state forgets and learns: tiny, and an error of theirs lasts for the rest of a text.
-# Mamba's `dt_proj` is read and not called.
+# They set the rates of a recurrent state: tiny weights, whose errors last for the rest of a text. Mamba's `dt_proj` is
+# read and not called.
 DECAY_NAMES = ("in_proj_a", "in_proj_b", "b_proj", "dt_proj")
 # "auto" packs the lm_head from this share of the bytes of a draft step on: below it, the gain is under a quarter.
 LM_HEAD_SHARE = 1 / 3
@@ -33,8 +33,8 @@ LM_HEAD_CHOICES = ("auto", "dense", "packed")
 
 @dataclass(eq=False)
 class QuantizedNetwork:
-    """The packed layers of one drafter, by their names in the shadow, and the names of those that should be packed and
-    are not, because nothing fits them."""
+    """The packed layers of a drafter, by their names in the shadow, and the names of projections that no kernel can
+    hold."""
 
     layers: dict[str, PackedLayer]
     dense_layers: list[str]
@@ -46,24 +46,24 @@ class QuantizedNetwork:
 
     @property
     def max_rows(self) -> int:
-        """With more rows than this every layer runs the policy's dense weight; 0 where nothing is packed."""
+        """With more rows every layer runs the policy's dense weight; 0 if nothing is packed."""
         return max((layer.max_rows for layer in self.layers.values()), default=0)
 
     @property
     def activation_aware_layers(self) -> list[str]:
-        """Names of the layers that use statistics of the projections of the same names in the policy."""
+        """Names of layers that use statistics of the policy's projections of the same name."""
         linear = {name: layer for name, layer in self.layers.items() if isinstance(layer, QuantizedLinear)}
         return [name for name, layer in linear.items() if layer.inverse_scales is not None]
 
     def refresh(self, statistics: ActivationStatistics | None = None) -> None:
-        """Quantizes the live weights again, into the same buffers. Adapters are merged layer by layer on the way.
+        """Quantizes the live weights again, into the same buffers. Adapters are merged layer by layer.
 
         Args:
-            statistics: of the policy's newest forwards, for activation-aware schemes (AWQ, ER §C.4). Layers that they
-                do not cover are rounded to nearest.
+            statistics: of the policy's newest forwards, for activation-aware schemes (AWQ, ER §C.4). Layers without
+                statistics are rounded to nearest.
 
         Raises:
-            ValueError: the statistics are of projections of other widths.
+            ValueError: the statistics have other widths than the projections.
         """
         names = [] if statistics is None else self.activation_aware_layers
         activations = {name: statistics.of(name) for name in names if statistics is not None}
@@ -80,10 +80,10 @@ class QuantizedNetwork:
                 layer.refresh(quantizer, activations.get(name))
 
     def assert_all_called(self, aside: Collection[str] = ()) -> None:
-        """Checks that every packed layer but those `aside` ran since the last refresh, captured forwards aside.
+        """Checks that every packed layer except `aside` ran since the last refresh; captured forwards do not count.
 
         Raises:
-            RuntimeError: some did not: a drafter over the policy's layers would be slow.
+            RuntimeError: a layer did not run: a drafter that runs the policy's layers is slow.
         """
         idle = []
         for name, layer in self.layers.items():
@@ -105,7 +105,7 @@ def quantize_projections(
 ) -> QuantizedNetwork:
     """Replaces the attention and FFN projections of `shadow` by quantized ones, in place.
 
-    Embeddings, norms, biases and routers stay the policy's. Layers that no kernel can hold stay dense; one warning
+    Embeddings, norms, biases and routers are the policy's. Layers that no kernel can hold stay dense; one warning
     names them.
 
     Args:
@@ -162,7 +162,7 @@ def choose_scheme(name: str, kernel: str, policy: PreTrainedModel) -> Scheme:
 
 @dataclass
 class _Builder:
-    """Walks the shadow, replaces what it can, and notes what stays dense."""
+    """Walks the shadow, replaces projections, and records which stay dense."""
 
     shadow: PreTrainedModel
     scheme: Scheme
@@ -174,7 +174,7 @@ class _Builder:
         self.names: dict[nn.Module, str] = {module: name for name, module in self.shadow.named_modules()}
 
     def replace_projections(self, parent: nn.Module) -> None:
-        """Replaces the projections below `parent`, but in no vision tower: it would not run while drafting."""
+        """Replaces the projections below `parent`, except in vision towers, which do not run while drafting."""
         layers = layer_specs(parent, self.scheme)
         for child_name, child in list(parent.named_children()):
             is_tower = isinstance(child, PreTrainedModel) and "text" not in child.input_modalities
@@ -222,7 +222,7 @@ class _Builder:
                     join(*layers)
 
     def _replace(self, parent: nn.Module, child_name: str, replacement: PackedLayer | str) -> None:
-        """Puts `replacement` in a child's place, or notes the reason why there is none."""
+        """Replaces a child by `replacement`, or records the reason why there is none."""
         name = self.names[parent.get_submodule(child_name)]
         if isinstance(replacement, str):
             self.left_dense[replacement].append(name)
@@ -246,9 +246,9 @@ class _Builder:
 
 
 def layer_specs(parent: nn.Module, scheme: Scheme) -> dict[str, LayerSpec | str]:
-    """The projections right below `parent` as a kernel must know them, by their names, or why none can hold them.
-    `SIBLINGS` know each other where one product may serve them: without scales for their inputs, alike but for their
-    rows, all or none with a bias."""
+    """Returns the specs of the projections directly below `parent`, by name, or the reason why no kernel can hold
+    them. `SIBLINGS` are linked if one product may serve them: no input scales, equal but for their rows, all or none
+    with a bias."""
     specs = {
         name: layer_spec(inspect_projection(child), scheme)
         for name, child in parent.named_children()
@@ -265,7 +265,7 @@ def layer_specs(parent: nn.Module, scheme: Scheme) -> dict[str, LayerSpec | str]
 
 
 def layer_spec(source: SourceSpec | str, scheme: Scheme) -> LayerSpec | str:
-    """A weight as a kernel must know it, or why none can hold it."""
+    """Returns the spec of a weight, or the reason why no kernel can hold it."""
     if isinstance(source, str):
         return source
     group = scheme.group_for(source.in_features)

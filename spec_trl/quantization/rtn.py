@@ -24,14 +24,14 @@ CPU_CHUNK, GPU_CHUNK = 1 << 20, 1 << 24
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a scheme name means.
+    """A scheme.
 
     Attributes:
         name: as users write it.
         bits: bits per weight, 4 or 8.
         group: the largest number of weights of a row that may share a scale; None = the whole row.
         activation_aware: scale the input channels by the size of the activations (AWQ, ER §C.4).
-        normal_float: the 16 codes stand for NF4's values and not for equal steps.
+        normal_float: the 16 codes are NF4's values, not equal steps.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Scheme:
     normal_float: bool = False
 
     def group_for(self, in_features: int) -> int | None:
-        """Weights per scale in a row of `in_features` (ER §3.1): the largest that divides it, None if none does."""
+        """Weights per scale in a row of `in_features` (ER §3.1): the largest group that divides it, or None."""
         if self.group is None:
             return in_features
         return next((g for g in GROUP_SIZES if g <= self.group and in_features % g == 0), None)
@@ -56,7 +56,7 @@ SCHEMES = (
 
 
 def find_scheme(name: str) -> Scheme:
-    """The scheme called `name`; raises ValueError where there is none."""
+    """Returns the scheme called `name`; raises ValueError if there is none."""
     schemes = {scheme.name: scheme for scheme in SCHEMES}
     if name not in schemes:
         raise ValueError(f"scheme={name!r} is not a quantization scheme; use one of {list(schemes)}")
@@ -64,7 +64,7 @@ def find_scheme(name: str) -> Scheme:
 
 
 class RoundToNearest:
-    """Quantizes weights into packed weights, all through the same scratch memory."""
+    """Quantizes weights into packed weights through one scratch memory."""
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -89,7 +89,7 @@ class RoundToNearest:
         return round_rows(values, codes, packed.layer.group, packed.activation_dtype)
 
     def _borrow(self, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """Scratch memory of `like`'s shape; the next call with the same dtype hands out the same memory."""
+        """Scratch memory of `like`'s shape; the next call with the same dtype returns the same memory."""
         key = (like.device, dtype)
         if key not in self._scratch or self._scratch[key].numel() < like.numel():
             self._scratch[key] = torch.empty(like.numel(), dtype=dtype, device=like.device)
@@ -97,12 +97,12 @@ class RoundToNearest:
 
 
 def computing_dtype(weight_dtype: torch.dtype) -> torch.dtype:
-    """What weights of this dtype are quantized in."""
+    """Dtype in which weights of this dtype are quantized."""
     return torch.float64 if weight_dtype == torch.float64 else torch.float32
 
 
 def _round_to_4_bits(values: Tensor, codes: Tensor, group: int, scale_dtype: torch.dtype) -> QuantizedRows:
-    """Asymmetric by group. `values` [rows, in] is used up, `codes` int32 [rows, in] is filled."""
+    """Asymmetric by group. Overwrites `values` [rows, in], fills `codes` int32 [rows, in]."""
     grouped = values.view(values.shape[0], -1, group)  # [rows, groups, group]
     low = grouped.amin(-1).clamp_(max=0)  # [rows, groups]
     high = grouped.amax(-1).clamp_(min=0)  # [rows, groups]
@@ -114,8 +114,8 @@ def _round_to_4_bits(values: Tensor, codes: Tensor, group: int, scale_dtype: tor
 
 
 def _round_to_normal_floats(values: Tensor, codes: Tensor, group: int, scale_dtype: torch.dtype) -> QuantizedRows:
-    """NF4: the nearest of 16 values times the largest magnitude of the group (QLoRA §3). `values` [rows, in] is used
-    up, `codes` int32 [rows, in] is filled."""
+    """NF4: the nearest of 16 values times the largest magnitude of the group (QLoRA §3). Overwrites `values` [rows,
+    in], fills `codes` int32 [rows, in]."""
     grouped = values.view(values.shape[0], -1, group)  # [rows, groups, group]
     scales = torch.maximum(grouped.amax(-1), grouped.amin(-1).neg_()).clamp_(min=MIN_SCALE).to(scale_dtype)
     grouped.div_(scales.to(values.dtype)[..., None])  # [rows, groups, group], -1 … 1
@@ -125,7 +125,7 @@ def _round_to_normal_floats(values: Tensor, codes: Tensor, group: int, scale_dty
 
 
 def _round_to_8_bits(values: Tensor, codes: Tensor, group: int, scale_dtype: torch.dtype) -> QuantizedRows:
-    """Symmetric by group, here the row. `values` [rows, in] is used up, `codes` int32 [rows, in] is filled."""
+    """Symmetric by group, here the row. Overwrites `values` [rows, in], fills `codes` int32 [rows, in]."""
     grouped = values.view(values.shape[0], -1, group)  # [rows, groups, group]
     largest = torch.maximum(grouped.amax(-1), grouped.amin(-1).neg_())  # [rows, groups]
     scales = largest.div_(127).clamp_(min=MIN_SCALE).to(scale_dtype)  # [rows, groups]

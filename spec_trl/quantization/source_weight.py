@@ -1,4 +1,4 @@
-"""Reads the weight a projection multiplies with now, whatever kind of layer holds it, and leaves the layer as it is.
+"""Reads the weight that a projection multiplies with now, for any kind of layer, and does not change the layer.
 
 Known kinds: `nn.Linear`, transformers' `Conv1D`, bitsandbytes' `Linear4bit` and `Linear8bitLt`, each also under peft
 adapters, and the stacked experts of transformers (`gate_up_proj`, `down_proj` as [experts, ...] parameters).
@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BNB_WEIGHTS = ("Params4bit", "Int8Params")  # by name: importing bitsandbytes takes seconds and a GPU build
 
-# What torch.compile and FSDP's activation checkpointing call the module that they wrap.
+# Names that torch.compile and FSDP's activation checkpointing give to the wrapped module.
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -32,7 +32,7 @@ class SourceSpec:
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of `model` by the names that they would have without wrappers, which yield to what they wrap."""
+    """Modules of `model` by their names without wrappers; a wrapped module replaces its wrapper."""
     modules = {}
     for name, module in model.named_modules():
         parts = name.split(".")
@@ -45,7 +45,7 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 
 def is_adapter(module: nn.Module) -> bool:
     """Whether `module` is a layer that peft wraps around another layer (LoRA, DoRA, …)."""
-    peft = sys.modules.get("peft.tuners.tuners_utils")  # no such layer exists where it was never imported
+    peft = sys.modules.get("peft.tuners.tuners_utils")  # if it was never imported, no such layer exists
     return peft is not None and isinstance(module, peft.BaseTunerLayer)
 
 
@@ -66,7 +66,7 @@ def is_projection(module: nn.Module) -> bool:
 
 
 def inspect_projection(module: Any) -> SourceSpec | str:
-    """Shape, dtype and device of the weight of a linear layer, or why it cannot be read."""
+    """Shape, dtype and device of the weight of a linear layer, or the reason why it cannot be read."""
     base = under_adapters(module)
     weight = base.weight
     kind = type(weight).__name__

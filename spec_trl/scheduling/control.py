@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..papers import load
-from .plain_decoding import PlainRounds
+from .admission import PlainRounds
 
 
 NO_METHOD = "none"  # plain decoding, where methods are named
@@ -166,7 +166,7 @@ class Control(ABC):
         """Records a planned round.
 
         Args:
-            draft_length: most draft tokens verified in any row; less than planned where no row had room for more.
+            draft_length: most draft tokens verified in any row; less than planned where no row had more tokens left.
             seconds: of the round.
             tokens: committed, all rows together.
             is_typical: False where forwards were captured in the round, or ran eagerly before they are: its seconds

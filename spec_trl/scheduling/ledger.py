@@ -1,11 +1,13 @@
-"""The ledger of decoding rounds: seconds beside their prediction (`Times`), and acceptance of drafts (`Drafts`).
+"""The ledger of decoding rounds: seconds (`Times`) beside their prediction (`ProbedRounds`), and acceptance of drafts
+(`Drafts`).
 
-A control reads both, and records each round in them. Plain numpy: it runs in every round, and in simulations.
+A control reads them, and records each round. Plain numpy: it runs in every round, and in simulations.
 """
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -347,3 +349,42 @@ class Drafts:
 def _drawn(counts: Floats, towards: Floats, weight: float) -> Floats:
     """Rates `[..., 2]` of `counts` `[..., 4]`, drawn `towards` others as if by `weight` positions."""
     return (counts[..., ::2] + weight * towards) / (counts[..., 1::2] + weight)
+
+
+# ---- predictions of rounds -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ForwardSeconds:
+    """Seconds of one network's forward, by its tokens: straight lines between those that were timed, and beyond."""
+
+    tokens: Sequence[int]  # ascending, two or more
+    seconds: Sequence[float]
+
+    def __call__(self, tokens: int) -> float:
+        """Of a forward over `tokens` tokens, all rows together."""
+        if tokens <= self.tokens[-1]:
+            return float(np.interp(tokens, self.tokens, self.seconds))
+        (before, last), (start, end) = self.tokens[-2:], self.seconds[-2:]
+        return end + max(end - start, 0.0) / (last - before) * (tokens - last)
+
+    def plus(self, seconds: float) -> "ForwardSeconds":
+        """Of forwards that take `seconds` more."""
+        return ForwardSeconds(self.tokens, [own + seconds for own in self.seconds])
+
+    def times(self, share: float) -> "ForwardSeconds":
+        """Of a network that takes `share` of this one's time."""
+        return ForwardSeconds(self.tokens, [share * seconds for seconds in self.seconds])
+
+
+@dataclass(frozen=True)
+class ProbedRounds:
+    """Rounds by forwards over short texts that were timed; what a round does between them is left out."""
+
+    target: ForwardSeconds
+    drafters: Mapping[str, ForwardSeconds]  # those of networks, per draft token; lookups take no time
+
+    def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
+        """As :data:`~.control.RoundSeconds`."""
+        drafts = sum(count * self.drafters[name](batch) for name, count in lengths.items() if name in self.drafters)
+        return self.target(batch * (1 + width)) + drafts

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..papers import load
+from .admission import PlainRounds
 from .control import FAILED, NO_METHOD, Candidate, Chain, Control, Explanation, RoundSeconds, Tally, decision, promise
 from .ledger import LEAST_SHARE, UNTRIED, Bools, Drafts, Floats, Integers, Kind, Terms, Times
-from .plain_decoding import PlainRounds
 
 
 ROUND_BUDGET = 0.015  # autoregressive rounds that each round adds to the exploration budget: what trials may cost
@@ -269,21 +269,19 @@ class Planner(Control):
         """Why the arm that promises most does not draft, or when the first trial, of arm `trial`, will run. `gains`
         of arms that cannot serve are -inf."""
         best = int(gains.argmax()) if trial is None else trial
-        gain, missing = math.exp(gains[best]), worst[best] - self.budget
-        if not gain:
-            most = int(self._max_rows.max())
+        gain, cost = math.exp(gains[best]), float(worst[best])
+        if (most := int(self._max_rows.max())) < self._batch:
             self._explanation = Explanation.too_many_rows(self._batch, most) if most else Explanation(None, FAILED)
             return
-        when = f"for about {max(math.ceil(missing / ROUND_BUDGET), 1)} more rounds, until the budget covers a"
-        if trial is not None:  # it may promise little: the prediction may be wrong
-            then = f"decoding plainly {when} first trial"
-        elif gain < 1 + self._margin:
+        if trial is None and not gain >= 1 + self._margin:  # NaN, where a prediction is infinite
             then = decision(gain, self._margin)
-        elif worst[best] > MAX_BUDGET:
+        elif cost > MAX_BUDGET:
             remedy = 'sd_toggle="always" drafts without trials'
             then = f"decoding plainly, since a trial may cost more than {MAX_BUDGET:.0f} rounds; {remedy}"
-        else:
-            then = f"decoding plainly {when} trial (longer completions help)"
+        else:  # a first trial may promise little: the prediction may be wrong
+            left = max(math.ceil((cost - self.budget) / ROUND_BUDGET), 1)
+            kind = "trial (longer completions help)" if trial is None else "first trial"
+            then = f"decoding plainly for about {left} more rounds, until the budget covers a {kind}"
         self._explain_arm(table.arms[best], gain, then)
 
     def _pairs(self, gains: Floats, taus: Floats, survivals: Floats, waiting: int) -> dict[Arm, Floats]:
@@ -401,7 +399,7 @@ class Planner(Control):
     def spend(self, seconds: float) -> bool:
         self._settle()
         rounds = seconds / self._plain_seconds()
-        covered = self.budget >= rounds
+        covered = bool(self.budget >= rounds)  # of numpy's numbers
         self.budget -= rounds if covered else 0.0
         return covered
 

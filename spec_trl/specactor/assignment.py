@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
+from ..scheduling.admission import PlainRounds
 from ..scheduling.control import Chain, Control, Explanation
-from ..scheduling.plain_decoding import PlainRounds
 
 
 Request = TypeVar("Request", bound=Hashable)
@@ -25,21 +25,21 @@ def greedy_assignments(
 ) -> dict[tuple[Request, str], Worker]:
     """SA Algorithm 3: gives freed workers to methods, then the slowest requests to workers.
 
-    Each freed worker leaves its old method and requests for the method with the fewest workers, among equals the
-    better one on the ladder. Each method then takes requests in ascending acceptance (depth first).
+    A freed worker leaves its old method and requests for the method with the fewest workers; among equals for the
+    better one on the ladder. A method then takes requests in ascending acceptance (depth first).
 
     Args:
-        requests: the active ones (R) with their acceptance; of equals the first comes first.
+        requests: the active requests (R) with their acceptance; among equals the first comes first.
         methods: candidates (D).
         freed: workers without requests (W).
         workers_of: W_d before this call.
-        load: requests of each worker of `workers_of`.
+        load: number of requests by worker of `workers_of`.
         max_batch: b_max, requests that one worker verifies at a time.
         ladder_order: all of `methods`, best first.
-        assigned: the worker of each present (request, method), initial methods included; none is assigned again.
+        assigned: worker by (request, method), initial methods included; none of these pairs is assigned again.
 
     Returns:
-        M, the worker of each added (request, method).
+        M, the worker by added (request, method).
 
     Raises:
         ValueError: `methods` is empty, `ladder_order` lacks one of them, or `max_batch` is less than 1.
@@ -71,16 +71,16 @@ def greedy_assignments(
 def further_method(
     requests: Mapping[Request, float], methods: Sequence[str], present: str, helpers: Mapping[tuple[Request, str], int]
 ) -> tuple[str, list[Request]] | None:
-    """Algorithm 3 for one freed worker, as the worker that has the requests runs it.
+    """Algorithm 3 for one freed worker, run by the worker that has the requests.
 
     Args:
         requests: with their acceptance.
         methods: candidates, the best one on the ladder first.
-        present: the method that drafts for them here.
-        helpers: the worker of each (request, method) that was assigned before.
+        present: the method that drafts for the requests here.
+        helpers: the worker by (request, method) assigned before.
 
     Returns:
-        The freed worker's method, and its requests, the slowest first; None: nobody needs it.
+        The freed worker's method and its requests, the slowest first; None: no request needs the worker.
     """
     here, freed = -1, -2
     workers = {name: sorted({worker for (_, other), worker in helpers.items() if other == name}) for name in methods}
@@ -94,10 +94,10 @@ def further_method(
 
 
 class RaceHelper(Control):
-    """The control of a rank that races for rows of another one: candidate `which` drafts for them in each round.
+    """Control of a rank that races for rows of another rank: candidate `which` drafts for them in every round.
 
     Args:
-        control: of the rank, which goes on when the race is over.
+        control: of the rank; it decides again after the race.
         which: index of the candidate.
     """
 

@@ -1,13 +1,13 @@
 """A cluster to simulate: its workers' times, its drafters' acceptance and its requests' lengths.
 
-Each is an assumption that the caller states; nothing is fitted here.
+All are assumptions of the caller; nothing is fitted here.
 """
 
 import math
 import random
 from dataclasses import dataclass
 
-from ..scheduling.forward_seconds import AffineSeconds
+from ..scheduling.shared_work import AffineSeconds
 from ..value_checks import require_field
 
 
@@ -29,7 +29,7 @@ class TargetModel:
             require_field(self, name, most=_MOST_SECONDS)
 
     def seconds(self, positions: int, length: float) -> AffineSeconds:
-        """V over `positions` tokens of each request, `length` cached ones each."""
+        """V over `positions` tokens per request with `length` cached tokens."""
         return AffineSeconds(positions * self.token_seconds + length * self.cached_token_seconds, self.fixed_seconds)
 
 
@@ -58,7 +58,7 @@ class DrafterModel:
             )
 
     def seconds(self, length: float) -> AffineSeconds:
-        """D: one token of each request, `length` cached ones each."""
+        """D: one token per request with `length` cached tokens."""
         return AffineSeconds(self.request_seconds + length * self.cached_token_seconds, self.fixed_seconds)
 
     def draw(self, chance: random.Random) -> float:

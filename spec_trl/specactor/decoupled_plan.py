@@ -1,7 +1,7 @@
 """SA Algorithm 1: which GPUs draft, which verify, and how far a drafter may run ahead.
 
 A group of g_d GPUs that draft and g_v GPUs that verify serves its share of the requests; the cluster is as many groups
-as fit. The paper searches decoupled execution alone; here coupled execution and plain decoding are compared too.
+as fit. The paper searches only decoupled execution; here coupled execution and plain decoding are compared with it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from ..scheduling.acceptance import MAX_DRAFT_LENGTH
-from ..scheduling.forward_seconds import AffineSeconds
+from ..scheduling.shared_work import AffineSeconds
 from .token_speed import (
     DraftSeconds,
     VerifySeconds,
@@ -31,11 +31,11 @@ class ExecutionPlan:
     """How a group of GPUs executes its requests."""
 
     mode: Mode
-    draft_gpus: int  # g_d, of their own; 0: the drafter, if any, runs where the target does
+    draft_gpus: int  # g_d, GPUs that only draft; 0: a drafter runs on the GPUs of the target
     verify_gpus: int  # g_v
     window: int  # w, draft tokens per verification; 0: plain decoding
     batch: int  # requests of the group
-    tokens_per_second: float  # TGS, expected of each request
+    tokens_per_second: float  # expected TGS of a request
 
 
 def execution_plan(
@@ -47,16 +47,17 @@ def execution_plan(
     verify: VerifySeconds,
     modes: Sequence[Mode] = ("plain", "coupled", "decoupled"),
 ) -> ExecutionPlan:
-    """The plan of highest TGS; of equal ones the first in the order plain, coupled, decoupled, small groups first.
+    """Returns the plan of highest TGS; among equals the first in the order plain, coupled, decoupled, small groups
+    first.
 
     Args:
         requests: B, of the whole cluster, at least 1.
         gpus: G, of the whole cluster.
-        verify_gpus: 𝔾, the numbers of GPUs that one copy of the target may be split over; those above G are left out.
+        verify_gpus: 𝔾, numbers of GPUs over which a copy of the target may be split; those above G are left out.
         acceptance: p, 0 to 1.
         draft: D of g_d.
         verify: V of (g_v, positions).
-        modes: those to compare; the paper's own search is ("decoupled",).
+        modes: modes to compare; the paper's search is ("decoupled",).
 
     Raises:
         ValueError: an argument is out of range, or no plan fits the GPUs.
@@ -86,8 +87,8 @@ def plan_of_machine(
     decoupled_draft: AffineSeconds,
     verify: Callable[[int], AffineSeconds],
 ) -> ExecutionPlan:
-    """How one machine executes a batch with γ given: the fastest of plain, coupled, and decoupled by
-    :func:`~.token_speed.busy_decoupled_speed`, the rule of this package's engine; of equal ones the first.
+    """Plans how one machine executes a batch at a fixed γ: the fastest of plain, coupled, and decoupled by
+    :func:`~.token_speed.busy_decoupled_speed`, the rule of this package's engine; among equals the first.
 
     Algorithm 1 splits a cluster among groups; here the group is the machine and b its whole batch.
 
@@ -95,7 +96,7 @@ def plan_of_machine(
         acceptance: p, 0 to 1.
         draft_length: γ; decoupled the window is γ + 1, so that a verification has γ + 1 positions in both.
         batch: b, rows.
-        coupled_draft, decoupled_draft: D where the drafter has the machine to itself, and next to the target.
+        coupled_draft, decoupled_draft: D of a drafter alone on the machine, and next to the target.
         verify: V of positions per row.
     """
     positions = draft_length + 1
@@ -110,7 +111,7 @@ def plan_of_machine(
 
 
 def group_batch(requests: int, gpus: int, group: int) -> int:
-    """b: the most requests that a group of `group` GPUs gets of `requests`.
+    """b: most requests of a group of `group` GPUs, out of `requests`.
 
     Line 4 of Algorithm 1 has ⌈group · B / G⌉, too few where `group` does not divide G: the GPUs left over make no
     group, and the whole groups share all requests.
@@ -148,8 +149,8 @@ def best_window(
     speed: SpeedModel,
     bonus: int = 0,
 ) -> tuple[int, float]:
-    """w from 1 to 64 and its TGS, the highest. `verify` is V of positions per request, of which a verification has w,
-    and one more where it adds a `bonus` token: in coupled execution.
+    """Returns w from 1 to 64 of the highest TGS, and that TGS. `verify` is V of positions per request. A verification
+    has w positions, and one more if it adds a `bonus` token (coupled execution).
 
     The paper searches up to w_max = max(⌈V'/D'⌉, ⌈β/α⌉), in which V depends on w itself. Here the search ends where
     no longer window can win: TGS ≤ N / (w D), and that falls as w grows.
@@ -157,7 +158,7 @@ def best_window(
     draft_seconds = draft(batch)
     best, most = 0, 0.0
     for window in range(1, MAX_DRAFT_LENGTH + 1):
-        tokens = 1 + committed_tokens(acceptance, window)  # a bonus token counted
+        tokens = 1 + committed_tokens(acceptance, window)  # the bonus token included
         if draft_seconds and tokens / (window * draft_seconds) <= most:
             break
         tgs = speed(acceptance, window, draft_seconds, verify(window + bonus)(batch))

@@ -1,8 +1,8 @@
-"""The draft ladder: what acceptance a drafting method needs to be how fast, at which batch (SA §4.2, Fig. 10a).
+"""The draft ladder: speedup of drafting methods by acceptance and batch, from profiled rounds (SA §4.2, Fig. 10a).
 
-Acceptance here is p, the probability that a draft token is accepted when all before it were: rounds are profiled with
-tokens accepted at random with it, and have τ = (1 - p^(γ+1)) / (1 - p) tokens. A caller asks by τ,
-which :class:`~spec_trl.scheduling.acceptance.Acceptance` knows better than p.
+Acceptance here is p, the probability that a draft token is accepted if all tokens before it were. Rounds are profiled
+with tokens accepted at random with probability p, and have τ = (1 - p^(γ+1)) / (1 - p) tokens. A caller passes τ,
+which :class:`~spec_trl.scheduling.acceptance.Acceptance` estimates better than p.
 """
 
 from bisect import bisect_left
@@ -50,16 +50,16 @@ class Rung:
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding, by its own times."""
+        """Speedup over plain decoding, by the times of this rung."""
         return self.block_efficiency * self.plain_seconds / self.seconds
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """Speedups of drafting methods, from profiled rounds, on which no weights have an influence. Raises ValueError if
-    there is no rung, or two for one cell."""
+    """Speedups of drafting methods, from profiled rounds, which do not depend on weights. Raises ValueError if there
+    is no rung, or if a cell has two."""
 
-    rungs: tuple[Rung, ...]  # the profiled cells, each (method, batch, γ, acceptance) once
+    rungs: tuple[Rung, ...]  # profiled cells, one per (method, batch, γ, acceptance)
     shape: str  # fingerprint of the target's and the drafters' shapes, which the caller compares
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Ladder:
 
     @cached_property
     def methods(self) -> tuple[str, ...]:
-        """In the order of `rungs`."""
+        """Methods in the order of `rungs`."""
         return tuple(dict.fromkeys(rung.method for rung in self.rungs))
 
     @cached_property
@@ -97,8 +97,8 @@ class Ladder:
     def speedup(self, method: str, block_efficiency: float, batch: int, draft_length: int) -> float:
         """TGS_c over plain decoding: expected tokens of a round, bonus included, times T_plain / T_round.
 
-        Times are interpolated linearly between profiled τ and held outside them. They are those of the profiled batch
-        with the smallest ratio to `batch`; of two equally near ones, of the larger, which flatters speculation less.
+        Times are interpolated linearly between profiled τ, and constant beyond them. They belong to the profiled batch
+        with the smallest ratio to `batch`; of two equally near batches to the larger, whose speedup is lower.
 
         Raises:
             ValueError: `method` or γ was not profiled, τ is not 1 to γ + 1, or `batch` is less than 1.
@@ -108,14 +108,14 @@ class Ladder:
                 f"block_efficiency={block_efficiency} of {method!r} is out of range; it must be 1 to γ + 1 = "
                 f"{draft_length + 1}."
             )
-        # Both times belong to one profile: a machine that was slow then was slow for both.
+        # Both times are from one profile: a slow machine was slow for both.
         seconds, plain_seconds = self.round_seconds(method, block_efficiency, batch, draft_length)
         return block_efficiency * plain_seconds / seconds
 
     def round_seconds(
         self, method: str, block_efficiency: float, batch: int, draft_length: int
     ) -> tuple[float, float]:
-        """Seconds of a round of `method` and of an autoregressive one, as `speedup` takes them, with its errors."""
+        """Seconds of a round of `method` and of an autoregressive round; interpolation and errors as in `speedup`."""
         lengths = self._nearest(method, batch)
         if draft_length not in lengths:
             raise ValueError(
@@ -142,7 +142,8 @@ class Ladder:
         return {batch: median(seconds) for batch, seconds in by_batch.items()}
 
     def best_draft_length(self, method: str, expected: BlockEfficiency, batch: int) -> tuple[int, float]:
-        """The profiled γ of largest speedup, the smallest of equals, and that speedup. Errors as in `speedup`."""
+        """Returns the profiled γ of largest speedup, the smallest among equals, and that speedup. Errors as in
+        `speedup`."""
         lengths = self.draft_lengths(method, batch)
         speedups = [self.speedup(method, expected(length), batch, length) for length in lengths]
         return max(zip(lengths, speedups, strict=True), key=lambda pair: pair[1])
@@ -170,10 +171,10 @@ class Ladder:
 
 @dataclass(frozen=True)
 class LadderRounds:
-    """Rounds by a profiled draft ladder (SA §4.2): what each drafter takes beyond an autoregressive round."""
+    """Predicts rounds by a profiled draft ladder (SA §4.2): an autoregressive round and what a drafter adds to it."""
 
     ladder: Ladder
-    target: Roofline | None = None  # of autoregressive rounds, which it knows by length; None: by the ladder too
+    target: Roofline | None = None  # predicts autoregressive rounds by length; None: the ladder predicts them
 
     def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
         """As :data:`~spec_trl.scheduling.control.RoundSeconds`."""
@@ -197,11 +198,11 @@ class _File:
 
 
 def _nearest_batch(batches: Iterable[int], batch: int) -> int:
-    """The one with the smallest ratio to `batch`, the larger of two equally near ones."""
+    """Returns the batch with the smallest ratio to `batch`, the larger of two equally near ones."""
     return min(batches, key=lambda other: (max(other, batch) / min(other, batch), -other))
 
 
 def ladder_path(profile_path: str | Path) -> Path:
-    """The ladder's file next to a roofline profile's."""
+    """Path of the ladder's file, next to the roofline profile's."""
     path = Path(profile_path)
     return path.with_name(f"{path.name.removesuffix('.json')}.ladder.json")

@@ -1,4 +1,4 @@
-"""SA Algorithm 2: requests of low acceptance get their own window and mode; and such plans for one machine."""
+"""SA Algorithm 2: requests of low acceptance get a separate window and mode; and such plans for one machine."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from ..efficient_rollout.profile import Profile, roofline_of
 from ..efficient_rollout.roofline import Roofline
-from ..scheduling.forward_seconds import AffineSeconds, fit_affine
+from ..scheduling.shared_work import AffineSeconds, fit_affine
 from .decoupled_plan import ExecutionPlan, Mode, SpeedModel, best_window, plan_of_machine
 from .token_speed import (
     DraftSeconds,
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Request = TypeVar("Request", bound=Hashable)
 
 RECONFIGURATION_TOKENS = 1000
-"""A request's plan is decided again after it has generated this many tokens (SA §4.1): acceptance changes sharply over
-fewer, and each change costs a rollback."""
+"""A request's plan is decided again after this many tokens (SA §4.1): over fewer tokens acceptance changes sharply,
+and every change of plan costs a rollback."""
 
 
 class RequestPlan(NamedTuple):
@@ -47,7 +47,8 @@ def reconfigured(
     speed: SpeedModel = decoupled_speed,
     waits: SpeedModel = alternating_speed,
 ) -> dict[Request, RequestPlan]:
-    """The plan of each request: the group's from the mean acceptance upwards, the fastest for it below the mean.
+    """Returns the plan of every request: the group's plan from the mean acceptance upwards, else the fastest plan for
+    the request.
 
     Args:
         acceptance: p of each request, 0 to 1.
@@ -56,7 +57,7 @@ def reconfigured(
         verify: V of (g_v, positions).
         batch: b at which forwards are timed. The paper takes 1, as if the request had its workers for itself.
         speed: the model of decoupled execution.
-        waits: the model of a request that waits for its verification among others that do not.
+        waits: the model of a request that waits for its verification while other requests do not.
     """
     mean = sum(acceptance.values()) / len(acceptance) if acceptance else 0.0
     drafter, verifier = draft(plan.draft_gpus or 1), partial(verify, plan.verify_gpus)
@@ -82,16 +83,16 @@ class _Counts:
 
     plan: RequestPlan
     tokens: int = 0  # generated
-    judged: int = 0  # drafts of which the target said whether they are right
+    judged: int = 0  # drafts that the target judged
     right: int = 0
     decisions: int = 0  # about its plan
 
 
 class RequestPlans(Generic[Request]):
-    """The plan of each request of a running group, decided again after every 1000 tokens of the request.
+    """Plans of the requests of a running group, decided again after every 1000 tokens of a request.
 
     Args:
-        plan: the group's, with which requests begin; the attribute `group`.
+        plan: of the group, with which requests begin; the attribute `group`.
         draft: D of g_d.
         verify: V of (g_v, positions).
         every: tokens of a request between two decisions.
@@ -104,18 +105,17 @@ class RequestPlans(Generic[Request]):
         self.begin()
 
     def begin(self) -> None:
-        """A rollout starts; all requests have the group's plan."""
+        """Starts a rollout; all requests have the group's plan."""
         self._counts: dict[Request, _Counts] = {}
 
     def of(self, request: Request) -> RequestPlan:
-        """The present plan of `request`."""
+        """Returns the current plan of `request`."""
         return self._counts_of(request).plan
 
     def record(
         self, requests: Sequence[Request], tokens: Sequence[int], judged: Sequence[int], right: Sequence[int]
     ) -> None:
-        """Takes what one round did for each of the `requests` in flight: tokens committed, drafts judged, and how many
-        of these were right."""
+        """Records a round for the `requests` in flight: committed tokens, judged drafts, and accepted drafts."""
         counts = [self._counts_of(request) for request in requests]
         for count, *done in zip(counts, tokens, judged, right, strict=True):
             count.tokens, count.judged, count.right = (
@@ -124,7 +124,7 @@ class RequestPlans(Generic[Request]):
         due = [count.tokens // self._every > count.decisions for count in counts]
         if not any(due):
             return
-        plans = reconfigured(  # requests that have ended count for the mean: the tail is compared with the batch
+        plans = reconfigured(  # ended requests count in the mean: the tail is compared with the batch
             {request: count.right / count.judged for request, count in self._counts.items() if count.judged},
             self.group, self._draft, self._verify, len(requests), busy_decoupled_speed, busy_alternating_speed,
         )  # fmt: skip
@@ -151,7 +151,7 @@ def request_plans(
     """The plans of a call's requests, which begin as the machine's (:func:`~.decoupled_plan.plan_of_machine`).
 
     Args:
-        drafter: that may run decoupled.
+        drafter: the drafter that may run decoupled.
         profile: of the target on this machine.
         config: `decoupled_execution="always"` decouples whatever the plan.
         acceptance: p, of an earlier call.

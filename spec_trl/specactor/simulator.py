@@ -15,7 +15,7 @@ from functools import partial
 from statistics import fmean
 from typing import Literal
 
-from ..scheduling.forward_seconds import AffineSeconds
+from ..scheduling.shared_work import AffineSeconds
 from .assignment import greedy_assignments
 from .cluster import Cluster, DrafterModel
 from .decoupled_plan import ExecutionPlan, Mode, best_window, execution_plan, group_batch
@@ -24,7 +24,7 @@ from .token_speed import DraftSeconds, committed_tokens, coupled_speed, replicat
 
 
 HORIZON = 250
-"""Tokens per request after which a worker's period is computed anew, since the caches have grown."""
+"""Tokens per request after which a worker's period is computed again, since caches have grown."""
 _count = itertools.count()  # breaks ties between requests that end at the same time
 
 
@@ -34,12 +34,12 @@ class Method:
 
     name: str
     execution: Literal["plain", "coupled", "disaggregated", "decoupled"] = "plain"
-    drafters: tuple[str, ...] = ()  # the one that is fastest at the first batch drafts first, others help
+    drafters: tuple[str, ...] = ()  # the fastest drafter at the first batch drafts first, others help
     gpus: int = 1  # times the cluster's
     reconfigure: bool = False  # SA Algorithm 2
     best_of_n: bool = False  # SA Algorithm 3
     shared_pool: bool = False  # a worker without requests takes half of the fullest worker's
-    overlap: bool = False  # idle workers prepare what has ended while the rest is decoded (RLHFuse)
+    overlap: bool = False  # idle workers prepare ended requests while others decode (RLHFuse)
 
     def __post_init__(self) -> None:
         if not self.drafters and (self.best_of_n or self.execution != "plain"):
@@ -78,17 +78,17 @@ class _Row:
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A request on a worker. It has `start + rate * periods` tokens after that number of the worker's periods."""
+    """A request on a worker. It has `start + rate * periods` tokens after `periods` periods of the worker."""
 
     row: _Row
     worker: "_Worker"
     plan: RequestPlan = field(init=False)
     rate: float = field(init=False)  # tokens per period
-    share: float = field(init=False)  # of the periods, in which it is verified
+    share: float = field(init=False)  # share of the periods in which it is verified
     start: float = field(init=False)
 
     def follow(self, plan: RequestPlan, done: float) -> None:
-        """Goes on by `plan` from `done` tokens."""
+        """Continues by `plan` from `done` tokens."""
         worker, window = self.worker, plan.window
         p = self.row.acceptance[worker.drafter.name] if worker.drafter else 0.0
         if plan.mode == "decoupled":
@@ -116,7 +116,7 @@ class _Worker:
     drafter: DrafterModel | None
     runs_ahead: bool  # whether its drafters have GPUs of their own and draft while it verifies
     periods: float = 0.0  # decoded so far
-    now: float = 0.0  # when they were
+    now: float = 0.0  # time at which they were
     seconds: float = 0.0  # of a period
     version: int = 0  # of its entry among the events
     copies: dict[_Copy, None] = field(default_factory=dict)
@@ -165,9 +165,9 @@ class _Worker:
         self.now = now
 
     def next_end(self) -> float:
-        """In periods; infinity where nothing is left."""
+        """Time of the next end in periods; infinity if no request is left."""
         while self.ends and (self.ends[0][2] not in self.copies or self.ends[0][0] != self.ends[0][2].end):
-            heapq.heappop(self.ends)  # it has left, or goes on at another rate
+            heapq.heappop(self.ends)  # the request has left, or has another rate now
         return self.ends[0][0] if self.ends else math.inf
 
 
@@ -179,7 +179,7 @@ class _Simulation:
             _Row(index, cluster.lengths.draw(chance), {d.name: d.draw(chance) for d in cluster.drafters})
             for index in range(cluster.requests)
         ]
-        # Cached tokens of a request when half of its response is there; the plans count with it.
+        # Cached tokens of a request at half of its response, for the plans.
         self.mean_length = fmean(row.length for row in self.rows) / 2 + cluster.prompt_tokens
         gpus = cluster.gpus * method.gpus
         self.drafters = {d.name: d for d in cluster.drafters if d.name in method.drafters}
@@ -235,7 +235,7 @@ class _Simulation:
         return replace(plan, window=self._coupled_window(drafter, drafter.acceptance, plan.batch)[0])
 
     def _begin(self, row: _Row, worker: _Worker, plan: RequestPlan, done: float, delay: float = 0.0) -> None:
-        """Gives `worker` a request with `done` tokens, which waits `delay` seconds for its K/V."""
+        """Assigns a request with `done` tokens to `worker`; it waits `delay` seconds for its K/V."""
         copy = _Copy(row, worker)
         copy.follow(plan, done)
         row.copies.append(copy)
@@ -244,7 +244,8 @@ class _Simulation:
             worker.arriving.append((copy, delay))
 
     def _period_seconds(self, worker: _Worker) -> float:
-        """One verification of the requests of `worker` whose drafts are there, and the drafting that it waits for."""
+        """Seconds of a verification of the requests of `worker` whose drafts are ready, and of the drafting before
+        it."""
         target, prompt = self.cluster.target, self.cluster.prompt_tokens
         read = max(worker.read_start + worker.read_rate * worker.periods, 0.0) + worker.verified * prompt
         verifying = target.fixed_seconds + worker.positions * target.token_seconds + read * target.cached_token_seconds
@@ -265,7 +266,7 @@ class _Simulation:
     # ---- events ----------------------------------------------------------------------------------------------------
 
     def _schedule(self, worker: _Worker) -> None:
-        """Its next event: a request ends, or its period has to be computed anew."""
+        """Schedules the next event of a worker: a request ends, or its period is computed again."""
         worker.version += 1
         if worker.copies:
             worker.seconds = self._period_seconds(worker)
@@ -279,7 +280,7 @@ class _Simulation:
             heapq.heappush(self.events, (worker.now + max(ahead, 0.0) * worker.seconds, worker.index, worker.version))
 
     def _end(self, row: _Row, now: float) -> Iterable[_Worker]:
-        """The first finisher ends the others. Gives the workers whose requests have changed."""
+        """Ends all copies of a request when the first copy ends. Returns the workers whose requests have changed."""
         self.active.discard(row)
         self.ends.append(now)
         for copy in row.copies:
@@ -319,7 +320,7 @@ class _Simulation:
     def _reconfigure(self, worker: _Worker) -> None:
         """SA Algorithm 2, every 1000 tokens that the worker's requests have generated on average."""
         if not worker.copies or not worker.runs_ahead or worker.drafter is None:
-            return  # a helper has chosen each request's window as it took it
+            return  # a helper chose the request's window when it took the request
         mean = worker.tokens / len(worker.copies)
         if mean < worker.reconfigured_at + RECONFIGURATION_TOKENS:
             return
@@ -334,7 +335,7 @@ class _Simulation:
                 worker.add(copy)
 
     def _help(self, now: float) -> Iterable[_Worker]:
-        """Gives freed workers requests of others. Gives the workers whose requests have changed."""
+        """Moves requests of other workers to freed workers. Returns the workers whose requests have changed."""
         if self.method.shared_pool:
             enough = self.cluster.max_helped if self.method.best_of_n else 1  # so few gain more by races
             while self.freed:
@@ -358,7 +359,7 @@ class _Simulation:
         worker.drafter, worker.runs_ahead, worker.seconds, worker.reconfigured_at = drafter, runs_ahead, 0.0, 0.0
 
     def _race(self, now: float) -> Iterable[_Worker]:
-        """SA Algorithm 3: freed workers take slow requests with another drafter."""
+        """Runs SA Algorithm 3: freed workers take slow requests with another drafter."""
         busy = [worker for worker in self.workers if worker.copies]
         for worker in busy:
             worker.advance(now)
@@ -378,7 +379,7 @@ class _Simulation:
             window, _ = self._coupled_window(self.drafters[name], row.acceptance[name], 1)
             self._begin(row, worker, RequestPlan("coupled", window), row.done, self.cluster.transfer_seconds)
             yield worker
-        yield from busy  # advanced above, so their next events are to be computed anew
+        yield from busy  # advanced above, so their next events are computed again
 
     def _outcome(self) -> Outcome:
         cluster, seconds = self.cluster, max(self.ends)

@@ -2,15 +2,15 @@
 other on the same workers, and without drafts.
 
 TGS is tokens per second of each request of a batch. p is the probability that a draft token is accepted when all
-before it were. A verification over `positions` tokens of each request judges `positions` drafts where the drafter runs
-ahead, since the bonus token is one that it has drafted already, and `positions` - 1 drafts where it waits.
+before it were. A verification over `positions` tokens of each request judges `positions` drafts if the drafter runs
+ahead, since it has drafted the bonus token already, and `positions` - 1 drafts if it waits.
 """
 
 from collections.abc import Callable
 from typing import TypeAlias
 
 from ..scheduling.acceptance import expected_block_efficiency
-from ..scheduling.forward_seconds import AffineSeconds
+from ..scheduling.shared_work import AffineSeconds
 
 
 DraftSeconds: TypeAlias = Callable[[int], AffineSeconds]
@@ -27,7 +27,7 @@ def replicated(drafter: AffineSeconds) -> DraftSeconds:
 
 def committed_tokens(acceptance: float, window: int) -> float:
     """N = (1 - p^w) / (1 - p): tokens that one verification of a window commits on average, the corrected token of a
-    refused draft included. A window accepted whole commits w tokens, not w + 1: the next one is drafted already."""
+    refused draft included. A fully accepted window commits w tokens, not w + 1: the next token is drafted already."""
     return expected_block_efficiency(acceptance, window - 1)
 
 
@@ -41,18 +41,18 @@ def printed_window_tokens(acceptance: float, window: int) -> float:
 
 
 def window_tokens(acceptance: float, window: int) -> float:
-    """τ_w exactly: N / (2 - p^w) tokens per period, since a refused window costs two periods, its own and that in
-    which the next one is drafted anew."""
+    """τ_w exactly: N / (2 - p^w) tokens per period. A refused window costs two periods: its verification, and drafting
+    the next window again."""
     return committed_tokens(acceptance, window) / (2 - acceptance**window)
 
 
 def busy_window_tokens(acceptance: float, window: int) -> float:
-    """Tokens per period where the verifier is never idle, as this package's engine runs: while a window is drafted
-    anew, the row decodes one token.
+    """Tokens per period if the verifier is never idle, as in this package's engine: while a window is drafted again,
+    the row decodes one token.
 
-    A period finds a window to verify, or none. With one it commits N tokens, and the next finds one again where all w
-    drafts are right (p^w); with none it commits 1, and the next finds one where the first new draft is that token (p).
-    So (p N + 1 - p^w) / (1 + p - p^w): 1.27 at p = 0.5 and w = 3, against 0.93 of `window_tokens`.
+    A period has a window to verify, or not. With a window it commits N tokens, and the next period has a window if all
+    w drafts are right (p^w). Without, it commits 1 token, and the next period has a window if the first new draft is
+    that token (p). So (p N + 1 - p^w) / (1 + p - p^w): 1.27 at p = 0.5 and w = 3, against 0.93 of `window_tokens`.
     """
     full = acceptance**window
     return (acceptance * committed_tokens(acceptance, window) + 1 - full) / (1 + acceptance - full)
@@ -64,9 +64,9 @@ def busy_decoupled_speed(acceptance: float, window: int, draft_seconds: float, v
 
 
 def busy_alternating_speed(acceptance: float, window: int, draft_seconds: float, verify_seconds: float) -> float:
-    """TGS, by the same rule, of a request that drafts nothing while a window of it is verified: (1 + p N) / (1 + p)
-    tokens per period. `window` is the number of drafts beside the token that is decoded meanwhile, as in
-    `alternating_speed`: w - 1 of the w that are drafted."""
+    """TGS, by the same rule, of a request that drafts nothing while its window is verified: (1 + p N) / (1 + p) tokens
+    per period. `window` counts the drafts without the token that is decoded at the same time, as in
+    `alternating_speed`: w - 1 of w drafts."""
     tokens = 1 + acceptance * committed_tokens(acceptance, window + 1)
     return tokens / (1 + acceptance) / max((window + 1) * draft_seconds, verify_seconds)
 

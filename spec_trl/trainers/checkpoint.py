@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the rollouts. Each file is written whole or not at all, also where a run dies."""
+"""State of the rollouts in a checkpoint. A file is written whole or not at all, even if the run dies."""
 
 import json
 import warnings
@@ -13,7 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..generation.drafters.history import HistoryDrafter, damage_of
-from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
 from ..json_files import read_json, replacing, write_json
 from ..scheduling.ledger import CELL_ERROR, Drafts, Times
 
@@ -24,11 +24,11 @@ _MEMORY_FILES = {HistoryDrafter.strategy: "rollout_history_{}.pt", DistilledDraf
 
 
 def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | bool | None:
-    """The `resume_from_checkpoint` for transformers, which takes for True the newest folder, be it whole or not. Where
-    it is not, this gives the newest whole one and warns.
+    """Returns `resume_from_checkpoint` for transformers. For True transformers takes the newest folder, even if it is
+    incomplete; then this returns the newest complete one and warns.
 
     Raises:
-        ValueError: `wanted` names a checkpoint that is not whole, or no checkpoint is.
+        ValueError: `wanted` names an incomplete checkpoint, or no checkpoint is complete.
     """
     if not wanted:
         return wanted
@@ -56,7 +56,7 @@ def _is_whole(folder: Path) -> bool:
 
 @contextmanager
 def only_for_speed(path: Path) -> Iterator[None]:
-    """Warns, naming `path`, of any error while it is read: what it holds only makes rollouts faster."""
+    """Turns any error while `path` is read into a warning: the file only makes rollouts faster."""
     try:
         yield
     except Exception as error:
@@ -79,11 +79,11 @@ class DraftLengthState:
 
 @dataclass(frozen=True)
 class RolloutState:
-    """What is the same on all ranks.
+    """State that is the same on all ranks.
 
     Args:
         rollouts: number of rollouts so far, by mode, "train" or "eval".
-        draft_lengths: of each drafter by its strategy; the oldest checkpoints have none.
+        draft_lengths: controller state by strategy; the oldest checkpoints lack it.
     """
 
     rollouts: dict[str, int]
@@ -94,7 +94,7 @@ class RolloutState:
 
     @classmethod
     def load(cls, folder: str | Path) -> "RolloutState | None":
-        """What `folder` holds; None, with a warning: it was saved by another trainer, or has lost the file.
+        """Reads `folder`; None, with a warning, if another trainer saved it or the file is lost.
 
         Raises:
             ValueError: the file is damaged.
@@ -112,12 +112,12 @@ class RolloutState:
 
 @dataclass(frozen=True)
 class RankState:
-    """What each rank keeps for itself.
+    """State of one rank.
 
     Args:
-        memories: by strategy, what the history remembers and what a drafter of `"tts"` has learned.
-        ledger: what the planner knows of rounds and drafts; None: another control decides. Older checkpoints have
-            acceptance alone.
+        memories: by strategy: texts of the history drafter, weights that a `"tts"` drafter has learned.
+        ledger: the planner's measurements of rounds and drafts; None: another control decides. Older checkpoints hold
+            only acceptance.
     """
 
     memories: dict[str, dict[str, Any]]
@@ -132,7 +132,7 @@ class RankState:
 
     @classmethod
     def load(cls, folder: str | Path, rank: int) -> "RankState":
-        """What `folder` holds of this rank, which may be nothing; one warning for each file that is damaged."""
+        """Reads this rank's files in `folder`, which may be missing; warns once per damaged file."""
         memories: dict[str, dict[str, Any]] = {}
         for strategy, name in _MEMORY_FILES.items():
             path = Path(folder) / name.format(rank)
@@ -149,7 +149,7 @@ class RankState:
             if path.exists():
                 saved = json.loads(path.read_text())
                 Drafts([*saved["methods"]], [False] * len(saved["methods"])).load_state_dict(saved)
-                if "times" in saved:  # what older releases wrote has none
+                if "times" in saved:  # older releases did not write it
                     Times(CELL_ERROR).load_state_dict(saved["times"])
                 ledger = saved
         return cls(memories, ledger)

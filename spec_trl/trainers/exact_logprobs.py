@@ -1,9 +1,9 @@
 """Log-probabilities of training forwards that equal the sampler's, bit for bit, on a CPU.
 
-The sampler's engine reads a micro-batch as it was generated, without gradient, and leaves what each decoder layer is
-fed. In the policy's forward the layers, but for the last, return that and compute nothing, and the engine's
-log-probabilities take the place of the head's. In the backward pass a layer runs as usual on what it is fed, as under
-gradient checkpointing, and has its ordinary gradient.
+The sampler's engine reads a micro-batch as it was generated, without gradient, and stores the input of every decoder
+layer. In the policy's forward all layers but the last compute nothing and return the stored input of the next layer,
+and the engine's log-probabilities replace those of the head. In the backward pass a layer runs as usual on its stored
+input, as under gradient checkpointing, with its ordinary gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,23 +18,24 @@ from trl import GRPOTrainer
 
 from ..cpu_products import DTYPES
 from ..generation.configuration import SpeculativeConfig
+from ..generation.engine.attention import keeps_states
 from ..generation.engine.cache import autocast_dtype
-from ..generation.engine.given_completions import read_completions
-from ..generation.engine.kept_runner import exactness, runner_for
+from ..generation.engine.completion_logprobs import read_completions
 from ..generation.engine.requirements import policy_in
+from ..generation.engine.runner_choice import exactness, runner_for
 from ..generation.engine.shadow import decoder_layers
-from ..generation.session import Session
+from ..generation.session import Session, snapshot_of
 from ..native_code import compiler
 from .sampler_mismatch import is_comparable
 
 
 class ExactLogprobs:
-    """What the sampler's engine computes for given completions, with the gradient of TRL's forward.
+    """Computes log-probabilities of completions by the sampler's engine, with the gradient of TRL's forward.
 
     Args:
-        trainer: whose rollouts it repeats.
+        trainer: its rollouts are repeated.
         config: of rollouts.
-        processors: of rollouts, which act on each position alone.
+        processors: of rollouts; each acts on one position at a time.
 
     Raises:
         ValueError: the two could differ.
@@ -46,7 +47,7 @@ class ExactLogprobs:
         policy = policy_in(trainer.model)
         _check(trainer, policy, config, processors)
         with trainer.accelerator.autocast():
-            exact = exactness(policy, replace(config, exact="auto"), policy)
+            exact = exactness(snapshot_of(policy), policy, replace(config, exact="auto"), policy)
         if exact is not True:
             raise _refusal(f"{type(policy).__name__} is not exact on this machine: {exact}")
         self._accelerator, self._config, self._processors = trainer.accelerator, config, list(processors or ())
@@ -61,8 +62,8 @@ class ExactLogprobs:
         compute_entropy: bool = False,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """In the place of TRL's `_get_per_token_logps_and_entropies`: log-probabilities in nats, and entropies where
-        these are asked for, `[B, n]` each, of the last n = `logits_to_keep` columns of `input_ids` `[B, T]`."""
+        """Replaces TRL's `_get_per_token_logps_and_entropies`: log-probabilities in nats, and entropies if requested,
+        `[B, n]` each, of the last n = `logits_to_keep` columns of `input_ids` `[B, T]`."""
         policy, size, parts = policy_in(self._accelerator.unwrap_model(model)), batch_size or len(input_ids), []
         for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
             with self._accelerator.autocast():
@@ -81,14 +82,20 @@ class ExactLogprobs:
         return joined[0], joined[1] if compute_entropy else None, None
 
     def _read(self, policy: PreTrainedModel, ids: Tensor, mask: Tensor, width: int) -> tuple[Tensor, list[Tensor]]:
-        """Log-probabilities `[B, width]`, and what the decoder layers after the first are fed, `[B, T, hidden]` each;
-        padding has any values."""
+        """Returns log-probabilities `[B, width]`, and the inputs of the decoder layers after the first, `[B, T,
+        hidden]` each; values at padding are undefined."""
         prompts = [row[is_real.bool()] for row, is_real in zip(ids[:, :-width], mask[:, :-width], strict=True)]
         columns, exact = max(map(len, prompts)) + width, self._config.exact is True
         layers = range(1, len(decoder_layers(policy)))
         with Session.lend(policy) as session:
-            runner = runner_for(session, policy, len(ids), columns, self._config, exact=exact)
-            logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
+            runner = runner_for(
+                session, policy, len(ids), columns, self._config, exact=exact, has_states=keeps_states(policy.config)
+            )
+            try:
+                logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
+            except BaseException:
+                session.shadow = None  # the hooks that read its states may be on it
+                raise
             session.check_shadow()
         positions = _positions(mask)[..., None]  # [B, T, 1]
         return logprobs, [state.take_along_dim(positions, dim=1) for state in states]
@@ -133,13 +140,13 @@ def _refusal(reason: str) -> ValueError:
 
 
 def _positions(mask: Tensor) -> Tensor:
-    """`[B, T]` int64, counted from the first token; those of padding exist."""
+    """Position ids `[B, T]` int64, counted from the first token; padding has valid ones."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 @contextmanager
 def _before_completions(policy: PreTrainedModel, width: int) -> Iterator[None]:
-    """Within it the decoder gives the head the states that tell tokens of completions, of `width` tokens, alone."""
+    """Inside, the decoder passes to the head only the states that predict the `width` tokens of completions."""
 
     def cut(_: nn.Module, __: Any, output: Any) -> None:
         output.last_hidden_state = output.last_hidden_state[:, -width - 1 : -1]  # [B, width, hidden]
@@ -153,7 +160,7 @@ def _before_completions(policy: PreTrainedModel, width: int) -> Iterator[None]:
 
 @contextmanager
 def _returning(layers: nn.ModuleList, states: Sequence[Tensor]) -> Iterator[None]:
-    """Within it decoder `layers` return `states`, but for the last one."""
+    """Inside, all decoder `layers` but the last return `states`."""
     forwards = [vars(layer).get("forward") for layer in layers]
     returned: list[Tensor] = []
     for layer, output in zip(layers, [*states, None], strict=True):
@@ -171,8 +178,8 @@ def _returning(layers: nn.ModuleList, states: Sequence[Tensor]) -> Iterator[None
 def _replacement(
     layer: Any, usual: Callable[..., Tensor], output: Tensor | None, returned: list[Tensor]
 ) -> Callable[..., Tensor]:
-    """A forward that returns `output`, and leaves it in `returned`, with the gradient of the `usual` one; None: the
-    usual one. It checks that it is fed what the layer before has left there."""
+    """Makes a forward that returns `output`, with the gradient of the `usual` forward, and stores it in `returned`;
+    None: the usual forward. It checks that its input is what the layer before stored there."""
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
@@ -186,7 +193,7 @@ def _replacement(
 
         def compute(fed: Tensor) -> Tensor:
             checkpoints = getattr(layer, "gradient_checkpointing", False)
-            layer.gradient_checkpointing = False  # it is this very thing
+            layer.gradient_checkpointing = False  # the same object
             try:
                 return usual(fed, *args, **kwargs)
             finally:
@@ -201,7 +208,7 @@ def _replacement(
 
 
 class _Layer(torch.autograd.Function):
-    """`output` `[B, T, hidden]`, with the gradient that `compute` of `hidden` has, which runs in the backward pass."""
+    """Returns `output` `[B, T, hidden]` with the gradient of `compute(hidden)`, which runs in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Tensor], output: Tensor, hidden: Tensor, *learned: Tensor) -> Any:
@@ -219,7 +226,7 @@ class _Layer(torch.autograd.Function):
 
 
 class _Value(torch.autograd.Function):
-    """`value`, with the gradient of `scored`, of the same shape."""
+    """Returns `value` with the gradient of `scored`, of the same shape."""
 
     @staticmethod
     def forward(ctx: Any, scored: Tensor, value: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What a rollout has in memory: the policy's whole weights on every rank for its length, and the forwards that it has
-captured, which outlive it where training steps leave their memory free.
+"""Memory of a rollout: whole weights of a sharded policy on every rank, for the rollout's length, and captured
+forwards, which stay between rollouts if training steps leave their memory free.
 
-Ranks run different numbers of forwards in a rollout, so that no forward may wait for another rank. TRL gathers what
-DeepSpeed ZeRO-3 has sharded; under FSDP2 it leaves gathering to the hooks of each forward, so it is done here.
+Ranks run different numbers of forwards in a rollout, so no forward may wait for another rank. TRL gathers the shards
+of DeepSpeed ZeRO-3. Under FSDP2 it leaves gathering to the hooks of every forward, so this module gathers.
 """
 
 import logging
@@ -21,14 +21,14 @@ from ..generation.session import capturing_session
 
 
 MARGIN = 0.1
-"""Share of the device's memory that is left beside the largest peak so far and what is kept: for fragments, and for
-texts that are longer than any before."""
+"""Share of the device's memory that stays free beside the largest peak so far and the captured forwards: for
+fragments, and for longer texts."""
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """Gives the policy in `model` with plain Parameters, under FSDP2 in the `param_dtype` of its mixed precision. All
+    """Yields the policy in `model` with plain Parameters, under FSDP2 in the `param_dtype` of its mixed precision. All
     ranks must enter and leave."""
     policy, sharded = policy_in(model), [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
@@ -37,7 +37,7 @@ def whole_weights(model: nn.Module) -> Iterator[PreTrainedModel]:
     try:
         for module in sharded:
             module.unshard()
-        policy._is_fsdp_managed_module = False  # transformers asks it whether a forward has to wait for other ranks
+        policy._is_fsdp_managed_module = False  # by it transformers decides whether a forward waits for other ranks
         yield policy
     finally:
         policy._is_fsdp_managed_module = True
@@ -46,23 +46,23 @@ def whole_weights(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 class KeptGraphs:
-    """What a rank's rollouts have captured, and its K/V cache: kept or freed after each, by the peak of memory in the
-    training so far, from the first optimizer step on: it is then that an optimizer takes its memory. Each rank decides
-    for itself: no token depends on it.
+    """Keeps or frees a rank's captured forwards and K/V cache after every rollout. It decides by the peak of memory in
+    the training so far, from the first optimizer step on, when the optimizer allocates. Ranks may decide differently:
+    no token depends on it.
 
     Args:
-        setting: `keep_graphs`; with True and False :func:`~spec_trl.generation.decoding.speculative_decoding` keeps or
+        setting: `keep_graphs`; with True and False :func:`~spec_trl.generation.generate.speculative_decoding` keeps or
             frees it.
         device: of the training.
-        in_place: whether the weights of a rollout lie where those of the one before lay; else nothing is kept under
-            "auto", as everything would be captured again.
+        in_place: whether weights have the same addresses in every rollout; else "auto" keeps nothing, since everything
+            would be captured again.
     """
 
     def __init__(self, setting: bool | Literal["auto"], device: torch.device, in_place: bool) -> None:
         self._decides, self._may_keep, self._device = setting == "auto", in_place, device
-        self._first_step: int | None = None  # optimizer steps when the first rollout ended; None: none has
-        self._held = 0  # bytes of the peak that are not training's
-        self._peak = 0  # bytes that training took at most
+        self._first_step: int | None = None  # optimizer steps when the first rollout ended; None: no rollout has ended
+        self._held = 0  # bytes of the peak that training did not take
+        self._peak = 0  # most bytes that training took
 
     @contextmanager
     def rollout(self, policy: nn.Module, steps: int) -> Iterator[None]:
@@ -81,14 +81,15 @@ class KeptGraphs:
         logger.info("%s, %.2f GiB, are %s", what, held / 2**30, "kept" if keeps else "freed")
         if not keeps:
             session.drop_runner()
-        # Between replays captured forwards use almost nothing of their pool, so the peak does not count it.
+        # Between replays captured forwards use almost nothing of their pool, so the peak leaves the pool out.
         self._held = held - captured if keeps else 0
         self._first_step = steps if self._first_step is None else self._first_step
         forget_peak(self._device)
 
     @contextmanager
     def give_way(self, policy: nn.Module) -> Iterator[None]:
-        """Surrounds the training of `policy`: where memory ends, frees what is kept, and keeps nothing any more."""
+        """Surrounds the training of `policy`: if memory ends, frees captured forwards and cache, and keeps none
+        afterwards."""
         try:
             yield
         except torch.OutOfMemoryError as error:

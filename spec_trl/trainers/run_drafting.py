@@ -1,5 +1,5 @@
-"""Who drafts in a run's rollouts, and the control that decides when: made at the first rollout, moved along with the
-policy, saved in checkpoints. What must be measured for the control is measured on one rank, for all of them."""
+"""The drafters of a run's rollouts and their control: made at the first rollout, refreshed with the policy, saved in
+checkpoints. One rank measures profiles and ladders for all ranks."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
 from ..drafter_training.adaptation import Adaptable, DrafterAdaptation
 from ..generation.drafters.history import HistoryDrafter
-from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
 from ..generation.engine.drafter import Drafter
 from ..generation.registry import CHOOSING
 from ..generation.session import Session, structure
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PROFILE_FILE = "roofline_profile.json"
-"""Copy in the run's `output_dir`; the ladder's lies next to it."""
+"""Path of the profile's copy in the run's `output_dir`; the ladder's copy is next to it."""
 
 
 class RunDrafting:
@@ -60,7 +60,7 @@ class RunDrafting:
         self.calibration_seconds = 0.0  # not yet logged
         self._known: KnownRounds | None = None
         self._draft_lengths: dict[str, DraftLengthController] = {}  # by strategy
-        self._copied: tuple[object, ...] = ()  # the structure of the policy that copies were made of; (): none yet
+        self._copied: tuple[object, ...] = ()  # structure of the policy that copies were made of; (): no copy was made
         self._drafted_step = -1
         self._saved_lengths: dict[str, DraftLengthState] = {}
         self._saved = RankState({}, None)
@@ -69,8 +69,8 @@ class RunDrafting:
     def prepare(
         self, policy: PreTrainedModel, step: int, rows: int, width: int, durations: Durations
     ) -> tuple[list[Drafter], Control]:
-        """Drafters and control of a turn after `step` optimizer steps, with so many `rows` in flight of prompts of
-        `width` tokens. The first one makes both, and may calibrate; `durations` count the making of drafters like a
+        """Returns drafters and control of a turn after `step` optimizer steps, with `rows` rows in flight of prompts
+        of `width` tokens. The first call makes both, and may calibrate. `durations` counts making drafters as a
         refresh. All ranks must call it."""
         structure_now = structure(policy)
         if not self._copied:
@@ -80,7 +80,7 @@ class RunDrafting:
             making = time.perf_counter() - started
             durations.seconds += making
             durations.refresh_seconds += making
-        elif structure_now != self._copied:  # other adapters have become active, merged or scaled
+        elif structure_now != self._copied:  # other adapters are active, merged or scaled now
             copy_again(self.drafters, policy, self.config)
             self._watch_activations(policy)
         self._copied = structure_now
@@ -92,7 +92,7 @@ class RunDrafting:
         return self.drafters, control
 
     def expect_new_weights(self) -> None:
-        """The policy's weights may change while no step is counted."""
+        """Called when the policy's weights may have changed without an optimizer step."""
         self._drafted_step = -1
 
     def _make_drafters(self, policy: PreTrainedModel) -> None:
@@ -100,7 +100,7 @@ class RunDrafting:
         strategy, assistant = ("none", None) if args.sd_toggle == "never" else (strategy, args.assistant_model)
         with Session.lend(policy) as session:
             self.drafters = make_drafters(session, strategy, policy, assistant, self.config)
-            session.drafters.clear()  # the trainer's alone from now on
+            session.drafters.clear()  # from now on only the trainer uses it
         names = [drafter.strategy for drafter in self.drafters]
         self._draft_lengths = args.draft_length_controllers(names, self._saved_lengths)
         for drafter in self.drafters:
@@ -123,10 +123,11 @@ class RunDrafting:
                 self.activations = ActivationStatistics(policy, names)
 
     def _current_control(self, policy: PreTrainedModel, rows: int, width: int) -> Control:
-        """The control, made at the first rollout, with the γ and τ_prev now in force (ER Algorithm 1, lines 6-8)."""
+        """Returns the control, made at the first rollout, with the current γ and τ_prev (ER Algorithm 1, lines
+        6-8)."""
         args, is_new = self._args, self.control is None
         rows = max(rows, args.per_device_train_batch_size * args.steps_per_generation)
-        rows = min(args.rollout_batch_size or rows, rows)  # in flight at most, in this rollout or a later one
+        rows = min(args.rollout_batch_size or rows, rows)  # most rows in flight, in this or a later rollout
         if self.control is None:
             self.control = self._make_control(policy, rows, width + args.max_completion_length)
         if not isinstance(self.control, Planner):  # which chooses γ by itself
@@ -141,7 +142,7 @@ class RunDrafting:
         return self.control
 
     def _make_control(self, policy: PreTrainedModel, rows: int, length: int) -> Control:
-        """For at most so many `rows` in flight, of `length` tokens, prompt and completion."""
+        """Makes the control for at most `rows` rows in flight, of `length` tokens, prompt and completion."""
         started, args, config, ladder = time.perf_counter(), self._args, self.config, None
         lengths = args.choice_of_draft_lengths()
         if self.drafters and args.sd_toggle in ("measured", "roofline"):
@@ -153,36 +154,36 @@ class RunDrafting:
         control = make_control(self.drafters, config, lengths, self.profile, ladder, self._known)
         if isinstance(control, Planner) and self._saved.ledger is not None:
             control.load_state_dict(self._saved.ledger)
-            if self._known is not None:  # what is known by now may be another machine's
+            if self._known is not None:  # a checkpoint may come from another machine
                 self._known.saved = self._known.times.rounds
         self.calibration_seconds += time.perf_counter() - started
         return control
 
-    # ---- what is measured on one rank -------------------------------------------------------------------------------
+    # ---- measurements of one rank -------------------------------------------------------------------------------
 
     def _find_profile(self, policy: PreTrainedModel, rows: int, length: int) -> "Profile | None":
-        """The roofline profile, stored or measured; None where only measured rounds can tell when to draft."""
+        """Returns the roofline profile, stored or measured; None: measured rounds decide."""
         copy_to = Path(self._args.output_dir) / PROFILE_FILE
         profile = self._on_one_rank(lambda: find_profile(policy, self.config, rows, length, copy_to))
         if profile is not None and profile.key != profile_key(policy, self.config):
-            # Another device than rank 0's: what was named is for that one.
+            # A named profile belongs to the device of rank 0.
             profile = find_profile(policy, replace(self.config, roofline_profile=None), rows, length)
         return profile
 
     def _find_ladder(self, policy: PreTrainedModel, rows: int, lengths: tuple[int, ...]) -> "Ladder | None":
-        """The draft ladder, stored or profiled; None: there is none."""
+        """Returns the draft ladder, stored or profiled, or None."""
         ladder = find_ladder(policy, self.drafters, self.config, rows, lengths)
         if ladder is not None:
             ladder.save(load("specactor.ladder").ladder_path(Path(self._args.output_dir) / PROFILE_FILE))
         return ladder
 
     def _on_one_rank(self, measure: Callable[[], T]) -> T:
-        """What `measure` returns on one rank, for all: if others measured too, they would disturb its times."""
+        """Returns on all ranks the result of `measure` on one rank: several ranks at once would disturb the times."""
         result: list[Any] = [None]
         if self._accelerator.is_main_process:
             try:
                 result[0] = measure()
-            except Exception as error:  # raised on all ranks, or the others would wait for ever
+            except Exception as error:  # raised on all ranks, else other ranks would wait for ever
                 result[0] = error
         broadcast_object_list(result)
         if isinstance(result[0], Exception):
@@ -192,12 +193,12 @@ class RunDrafting:
     # ---- from rollout to rollout ------------------------------------------------------------------------------------
 
     def keep_rounds(self) -> None:
-        """Stores what is known of this machine's rounds for later runs."""
+        """Stores this machine's times of rounds for later runs."""
         if self._known is not None:
             self._known.keep()
 
     def observe(self, block_efficiencies: Mapping[str, float | None]) -> None:
-        """Lets γ and τ_prev follow a training rollout, by strategy (ER Algorithm 1, lines 14-20)."""
+        """Updates γ and τ_prev by strategy after a training rollout (ER Algorithm 1, lines 14-20)."""
         if not isinstance(self.control, Planner):
             for name, controller in self._draft_lengths.items():
                 controller.observe(block_efficiencies[name])
@@ -215,13 +216,13 @@ class RunDrafting:
         RankState(memories, ledger).save(folder, self._accelerator.process_index)
 
     def load(self, folder: str) -> dict[str, int] | None:
-        """Has all be made anew from a checkpoint at the next rollout; returns the number of rollouts by mode, None
-        where the checkpoint has none."""
+        """Restores a checkpoint at the next rollout; returns the number of rollouts by mode, or None if the checkpoint
+        lacks it."""
         state = RolloutState.load(folder)
         if state is None:
             return None
         saved = RankState.load(folder, self._accelerator.process_index)
-        # With an empty memory "tts" warns.
+        # "tts" warns about an empty state.
         self._saved = RankState({DistilledDrafter.strategy: {}, **saved.memories}, saved.ledger)
         self._saved_lengths, self._resumed_from = state.draft_lengths, Path(folder)
         self.drafters, self._copied, self.control, self.adaptation = [], (), None, None

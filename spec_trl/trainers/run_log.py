@@ -23,21 +23,22 @@ LOG_FILE = "rollout_log.jsonl"
 TIMELINES = 64
 """Requests of a rollout whose timelines are logged."""
 NOTABLE = 0.05
-"""Seconds: less prints as 0.0."""
+"""Seconds; a smaller value would print as 0.0."""
 MORE = "Drafts pay with larger weights, fewer rows at a time, or texts that repeat."
 COLLAPSE, COLLAPSE_FROM = 0.5, 0.3
 """Acceptance collapses when it falls below the share COLLAPSE of a rate of COLLAPSE_FROM or more."""
 COLLAPSE_DRAFTED = 64
 """Rollouts with fewer draft tokens are not compared: a toggle stops a bad drafter early."""
 LOOKUPS = ("history", "ngram")
-"""Drafters that are not compared: their acceptance follows the texts, and they have no weights that could go stale."""
+"""Drafters that are not compared: their acceptance depends on the texts, and they have no weights that could go
+stale."""
 
 Mode = Literal["train", "eval"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader:
-    """Where and how a run, or the resumed part of one, was started.
+    """Describes the start of a run, or of its resumed part.
 
     Args:
         version: of the format. In version 1, and in logs without a version, `seconds` of a `RoundPoint` is the mean of
@@ -45,7 +46,7 @@ class RunHeader:
         started: ISO date and time.
         model: name or path of the policy.
         strategy: `assistant_strategy`.
-        settings: options of `SpecGRPOConfig` that GRPOConfig does not have.
+        settings: options of `SpecGRPOConfig` that GRPOConfig lacks.
         profile: path of the roofline profile, if there is one.
         calibration_seconds: spent before the first rollout on the profile and the draft ladder.
     """
@@ -81,12 +82,12 @@ class RolloutRecord:
         target_entropy: mean of -log p of the sampled tokens, in nats.
         draft_length: γ in force.
         mean_draft_length, sd_on_fraction: of the rounds that speculated, the mean γ, and their share of all.
-        timeline: of the requests that ended last, at most `TIMELINES`, in the order of their ends.
+        timeline: of the last `TIMELINES` requests to end, in the order of their ends.
         plain_seconds: estimate for plain decoding; None: unknown.
-        tail_seconds, tail_rounds: from when half of a call's requests had ended until the last one had.
-        drafted_by, race_wins: by strategy, the share of rounds in which it drafted, and the races that it won.
-        rank_seconds: seconds of decoding by rank; in a pool without waiting for other ranks.
-        moved_rows: rows that one rank took over from another.
+        tail_seconds, tail_rounds: after half of a call's requests had ended.
+        drafted_by, race_wins: by strategy: share of rounds in which it drafted, number of races won.
+        rank_seconds: seconds of decoding by rank; in a pool, waiting for other ranks is left out.
+        moved_rows: number of rows that moved from rank to rank.
         drafter_updates: of a drafter that learns while it drafts; None: none learns.
         drafter_update_seconds: time in which decoding waited for these updates.
     """
@@ -130,7 +131,7 @@ class RolloutRecord:
 
     @property
     def idle_share(self) -> float | None:
-        """Share of the ranks' time in which they had nothing to decode; None: not logged."""
+        """Share of the ranks' time without rows to decode; None: not logged."""
         return 1 - fmean(self.rank_seconds) / self.seconds if self.rank_seconds else None
 
 
@@ -157,7 +158,8 @@ _LINE: Any = Annotated[Record, Discriminator("kind")]
 
 @dataclass(frozen=True)
 class Run:
-    """A whole log: headers in order of writing, records in order of rollout and of step, without replaced ones."""
+    """A whole log: headers in order of writing, records in order of rollout and of step; replaced records are left
+    out."""
 
     path: Path
     headers: list[RunHeader]
@@ -178,7 +180,7 @@ class RunLog:
     """Appends records to a log file. Only one process (rank 0) may write it.
 
     Args:
-        path: of the file; its folder is made if missing. A last line that a killed run left unfinished is removed.
+        path: of the file; its folder is made if missing. An unfinished last line of a killed run is removed.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -221,7 +223,7 @@ def read_run(path: Path | str) -> Run:
         )
     headers: list[RunHeader] = []
     records: dict[str, dict[int, Any]] = {"eval": {}, "train": {}, "step": {}}  # by mode or "step", and by number
-    started: set[str] = set()  # those that have records after the newest header
+    started: set[str] = set()  # keys with records after the newest header
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(tqdm(lines, desc=f"reading {path.name}", unit=" lines", delay=2, leave=False), 1):
         where = f"{path}: line {number}"
@@ -242,7 +244,7 @@ def read_run(path: Path | str) -> Run:
                 for point in record.points:
                     point.seconds *= point.rounds
             kind, at = ("step", record.step) if isinstance(record, StepRecord) else (record.mode, record.rollout)
-            if kind not in started:  # resumed: later records of the earlier attempt are void
+            if kind not in started:  # resumed: later records of the earlier attempt do not count
                 records[kind] = {place: old for place, old in records[kind].items() if place < at}
                 started.add(kind)
             records[kind][at] = record

@@ -19,8 +19,7 @@ from ..generation.configuration import (
     document,
     option,
 )
-from ..generation.option_use import check_use
-from ..generation.registry import DRAFTERS, drafting_ahead, needing_assistant, taking_assistant
+from ..generation.registry import DRAFTERS, check_use, drafting_ahead, needing_assistant, taking_assistant
 from ..papers import load
 from ..scheduling.acceptance import MAX_DRAFT_LENGTH
 from ..value_checks import did_you_mean, require_choice, require_folder_or_id

@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
-from ..distributed.decoupled import DraftRanks
+from ..distributed.draft_ranks import DraftRanks
 from ..distributed.link import naming_the_remedy
 from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
 from ..drafter_training.adaptation import check_adaptation
@@ -36,9 +36,9 @@ from .trainer_checks import check_attributes, check_drawn, check_fsdp, check_met
 class SpecGRPOTrainer(GRPOTrainer):
     """[`~trl.GRPOTrainer`] with lossless speculative rollouts (EfficientRollout, Algorithm 1).
 
-    The drafter follows the policy. In each decoding round the times of earlier rounds, and a roofline where one was
-    calibrated, decide whether to draft; a controller moves the draft length with the block efficiency. Each rollout
-    and step is logged in `output_dir/rollout_log.jsonl`, which `spec-trl report` draws; `train` ends with a line that
+    The drafter follows the policy. In every decoding round the times of earlier rounds, and a calibrated roofline if
+    there is one, decide whether to draft; a controller adapts the draft length to the block efficiency. Rollouts and
+    steps are logged in `output_dir/rollout_log.jsonl`, which `spec-trl report` draws; `train` ends with a line that
     says whether drafting helped. With exact verification completions, losses and weights are those of
     `assistant_strategy="none"`. With a `rollout_func`, which generates by itself, nothing is drafted.
 
@@ -49,7 +49,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         rest, kwargs: GRPOTrainer's other arguments.
 
     Raises:
-        ValueError: `args` is no SpecGRPOConfig, or no rollout could serve what it and the model ask for.
+        ValueError: `args` is no SpecGRPOConfig, or a rollout of this model under `args` would fail.
     """
 
     _tag_names = ["trl", "grpo", "spec_trl"]
@@ -71,7 +71,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         config = self._drafting.config
         processors = None if self.rollout_func is not None else check_rollouts(self, config)
         self._train_sampler: Any = ()
-        # Number of rollouts by mode: evaluation in between must not change what training samples.
+        # Number of rollouts by mode: an evaluation must not change the samples of training.
         self._rollouts = {"train": 0, "eval": 0}
         self._totals = RolloutTotals()
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
@@ -89,9 +89,10 @@ class SpecGRPOTrainer(GRPOTrainer):
         self.add_callback(self._clock)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        # Weights are replaced around a run (resuming, a second run, load_best_model_at_end) while no step is counted.
+        # Before and after a run weights may be replaced without a step (resuming, a second run,
+        # load_best_model_at_end).
         self._drafting.expect_new_weights()
-        self._log = None  # a run has a header of its own
+        self._log = None  # a run writes a new header
         try:
             with naming_the_remedy(self.accelerator.process_index):
                 result = super().train(find_checkpoint(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
@@ -105,7 +106,7 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as watched:
-            if self._drafting.activations is not None:  # the next refresh scales by what each projection is fed
+            if self._drafting.activations is not None:  # AWQ: the next refresh scales by the inputs of projections
                 watched.enter_context(self._drafting.activations.collect(self.state.global_step))
             if (adaptation := self._drafting.adaptation) is not None and self.model.training:
                 watched.enter_context(adaptation.watch(inputs))  # a learned drafter learns from hidden states
@@ -176,7 +177,7 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     def _tool_call_loop(self, *args: Any) -> Any:
         result = super()._tool_call_loop(*args)
-        # Other ranks may have tool calls yet, and a turn is all ranks': they gather weights, and may share rows.
+        # Other ranks may still have tool calls. A turn needs all ranks: they gather weights, and may share rows.
         while self.accelerator.num_processes > 1 and (turn := self._sharing.gather([])).rows:
             self._take_turn(turn)
         return result
@@ -190,7 +191,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]  # [B, width]
         rows = self._sharing.rows_in_flight(turn, self.args.rollout_batch_size)
         generation_config = copy.copy(self.generation_config)
-        generation_config.return_dict_in_generate = True  # next to a config, as an argument, it is deprecated
+        generation_config.return_dict_in_generate = True  # deprecated as an argument next to a config
         decoded: dict[int, Sampled] = {}
         with (
             profiling_context(self, "spec_trl.generate"),
@@ -205,7 +206,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             whole_weights(wrapped) as policy,
             self.accelerator.autocast(),  # around the whole rollout, so that fp32 weights are cast once
         ):
-            step, durations = self.state.global_step, self._totals.durations  # it counts optimizer steps alone
+            step, durations = self.state.global_step, self._totals.durations  # it counts only optimizer steps
             drafters, control = self._drafting.prepare(policy, step, rows, width, durations)
             started = time.perf_counter()
             if self._draft_ranks.drafts:
@@ -229,10 +230,10 @@ class SpecGRPOTrainer(GRPOTrainer):
                 decoded = {
                     place: Sampled(row[width : width + count].tolist(), logprobs[:count].tolist())
                     for place, row, logprobs, count in answers
-                    if count  # other ranks' rows are empty; with many ranks they are most of them
+                    if count  # rows of other ranks are empty
                 }
                 seconds = time.perf_counter() - started
-                self._totals.add(output.statistics, control, len(decoded), seconds, self._sharing.pool)
+                self._totals.add(output.statistics, len(decoded), seconds, self._sharing.pool)
         self._totals.turns += 1
         for copied in policy_copies(drafters):
             self._totals.durations.refresh_seconds += copied.refresh_seconds
@@ -253,7 +254,7 @@ class SpecGRPOTrainer(GRPOTrainer):
     # ---- after a rollout --------------------------------------------------------------------------------------------
 
     def _finish_rollout(self, mode: Mode) -> None:
-        """Logs the rollout, and lets draft lengths follow it."""
+        """Logs the rollout, and updates draft lengths."""
         drafting, strategy = self._drafting, self.args.assistant_strategy
         totals = self._totals.over_ranks([drafter.strategy for drafter in drafting.drafters])
         candidates = drafting.control.candidates if drafting.control is not None else ()
@@ -270,7 +271,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             drafting.observe({name: tally.block_efficiency for name, tally in totals.counts.tallies.items()})
 
     def _append(self, record: Record) -> None:
-        """Appends to the run's log, which begins with a header, and to the verdict."""
+        """Appends to the run's log, after a header, and to the verdict."""
         if self._log is None:
             self._log, self._verdict = RunLog(Path(self.args.output_dir) / LOG_FILE), Verdict()
             header = RunHeader(
@@ -299,7 +300,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         if (adaptation := self._drafting.adaptation) is not None and self.args.should_save:
             adaptation.save_drafter(
                 output_dir or self.args.output_dir
-            )  # first: what super saves it may push to the hub
+            )  # first: super may push the folder to the hub
         super().save_model(output_dir, _internal_call)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -309,7 +310,7 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:  # the sampler draws an order in each epoch: past those that the run has had
+        if checkpoint is not None:  # the sampler draws an order per epoch: skip those of earlier epochs
             for _ in range(int(self.state.epoch or 0)):
                 next(iter(self._train_sampler), None)
             self._rollouts = self._drafting.load(checkpoint) or self._rollouts

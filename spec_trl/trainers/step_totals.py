@@ -1,4 +1,4 @@
-"""What a training step did: seconds of its phases, and sums over its rollout's calls and ranks, for both logs."""
+"""Totals of a training step: seconds of its phases, and sums over its rollout's calls and ranks."""
 
 import math
 import time
@@ -13,7 +13,8 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from ..distributed.pool import SharedPool
-from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
+from ..generation.engine.record import thin
 from ..generation.engine.statistics import (
     MOST_PLANS,
     DraftCounts,
@@ -23,18 +24,17 @@ from ..generation.engine.statistics import (
     SpeculationStatistics,
     added,
     slowest,
-    thin,
 )
-from ..scheduling.control import Control, Explanation, Tally
+from ..scheduling.control import Explanation, Tally
 from .run_log import TIMELINES, Mode, RolloutRecord
 
 
 CURVE_POINTS = 200
-"""Points of a completion curve that are logged."""
+"""Number of logged points of a completion curve."""
 
 
 class StepClock(TrainerCallback):
-    """Splits each optimizer step into the phases of ER Fig. 2a, 6. It waits for a GPU where a phase ends.
+    """Splits each optimizer step into the phases of ER Fig. 2a, 6. It synchronizes a GPU at the end of a phase.
 
     Args:
         device: of the training.
@@ -86,12 +86,12 @@ class Counts:
     rounds: int = 0
     drafted_rounds: int = 0
     draft_length_sum: int = 0  # γ, summed over rounds
-    rounds_of: dict[str, int] = field(default_factory=dict)  # in which a strategy drafted, alone or with another
+    rounds_of: dict[str, int] = field(default_factory=dict)  # rounds in which a strategy drafted, alone or with others
     drafter_updates: int = 0
     per_depth: dict[int, DraftCounts] = field(default_factory=dict)
     tallies: dict[str, Tally] = field(default_factory=dict)  # by strategy
     race_wins: dict[str, int] = field(default_factory=dict)  # by strategy
-    moved_rows: int = 0  # from rank to rank
+    moved_rows: int = 0  # rows that moved from rank to rank
 
 
 @dataclass
@@ -115,8 +115,8 @@ class RolloutTotals:
         counts, durations: of this rank; after `over_ranks` of all ranks.
         rounds, phase_seconds, speculating, completion_curve, points, timeline: of this rank. Requests, rounds and
             seconds of a later call count from those of the calls before it.
-        explanation: of the first call, which had all requests.
-        idle_seconds: in which this rank waited for other ranks of its pool.
+        explanation: of the first call, which has all requests.
+        idle_seconds: seconds in which this rank waited for other ranks of its pool.
         rank_seconds: seconds of decoding by rank; set by `over_ranks`.
     """
 
@@ -136,13 +136,12 @@ class RolloutTotals:
     def add(
         self,
         statistics: SpeculationStatistics,
-        control: Control,
         requests: int,
         seconds: float,
         pool: SharedPool | None = None,
     ) -> None:
-        """Adds a `generate` call that decoded `requests` rows, with a `pool` of ranks or alone, in `seconds`,
-        preparation included."""
+        """Adds a `generate` call that decoded `requests` rows in `seconds`, preparation included; `pool`: of ranks, or
+        None."""
         begun, rounds, done = self.durations.seconds, self.rounds, self.counts.requests
         self.phase_seconds = added(self.phase_seconds, statistics.phase_seconds)
         self.speculating += [plan._replace(round=rounds + plan.round) for plan in statistics.speculating]
@@ -156,9 +155,6 @@ class RolloutTotals:
         self.rounds += statistics.rounds
         learning, racing = statistics.learning, statistics.racing
         updates, waited = (0, 0.0) if learning is None else (learning.updates, learning.waited)
-        tallies: dict[str, Tally] = {}
-        for candidate, tally in zip(control.candidates, control.tallies, strict=True):
-            tallies[candidate.name] = tallies.get(candidate.name, Tally()) + tally
         rounds_of: dict[str, int] = {}
         for point in statistics.points:
             for name in (point.drafter or "").split("+") if point.draft_length else ():
@@ -166,7 +162,7 @@ class RolloutTotals:
         counts = Counts(
             requests, statistics.tokens, statistics.logprob_sum, statistics.rounds, statistics.drafted_rounds,
             sum(point.rounds * point.draft_length for point in statistics.points), rounds_of, updates,
-            statistics.per_depth, tallies, {} if racing is None else racing.wins,
+            statistics.per_depth, statistics.tallies, {} if racing is None else racing.wins,
             0 if pool is None else pool.taken_over,
         )  # fmt: skip
         self.counts = added(self.counts, counts)
@@ -176,7 +172,7 @@ class RolloutTotals:
         self.durations = added(self.durations, Durations(seconds, 0.0, waited, tail.seconds, tail.rounds, plain))
 
     def over_ranks(self, strategies: Sequence[str]) -> "RolloutTotals":
-        """Totals of all ranks, with a tally for each of `strategies`. All ranks must call it."""
+        """Returns totals of all ranks, with a tally by strategy for `strategies`. All ranks must call it."""
         ranks = gather_object([(self.counts, self.durations, self.durations.seconds - self.idle_seconds)])
         none = Counts(tallies={name: Tally() for name in strategies})
         counts = reduce(added, [counts for counts, _, _ in ranks], none)
@@ -188,14 +184,14 @@ class RolloutTotals:
     def record(
         self, mode: Mode, rollout: int, step: int, strategy: str, draft_lengths: dict[str, int]
     ) -> RolloutRecord:
-        """The rollout's record for the log; `draft_lengths`: γ in force by strategy."""
+        """Returns the rollout's record for the log; `draft_lengths`: current γ by strategy."""
         counts, plain = self.counts, self.durations.plain_seconds
         drafts = sum(counts.per_depth.values(), DraftCounts())
         drafted_by = {name: counts.rounds_of.get(name, 0) / (counts.rounds or 1) for name in counts.tallies}
         main = max((name for name in drafted_by if drafted_by[name]), key=drafted_by.__getitem__, default=None)
         speculation = sum(counts.tallies.values(), Tally())
         predicted = speculation.predicted_speedup
-        if predicted is None and self.explanation is not None:  # nothing was drafted, since this promised too little
+        if predicted is None and self.explanation is not None:  # the prediction was too low, so nothing was drafted
             predicted = self.explanation.predicted_speedup
         plans: list[Any] = list(self.speculating)
         thin(plans, MOST_PLANS, 0)
@@ -212,7 +208,7 @@ class RolloutTotals:
             block_efficiency=_ratio(drafts.committed, drafts.blocks),
             acceptance_rate=_ratio(drafts.accepted, drafts.drafted),
             first_token_acceptance=_ratio(drafts.first_accepted, drafts.first_drafted),
-            # -log p of the sampled tokens is an unbiased estimate of the entropy that they were drawn with.
+            # -log p of the sampled tokens is an unbiased estimate of the entropy of the sampling distribution.
             target_entropy=_ratio(-counts.logprob_sum, counts.tokens),
             draft_length=max(draft_lengths.values(), default=0) if main is None else draft_lengths.get(main, 0),
             mean_draft_length=_ratio(counts.draft_length_sum, counts.drafted_rounds),
@@ -236,7 +232,7 @@ class RolloutTotals:
 
 
 def metrics(record: RolloutRecord, refreshes: bool, races: bool) -> dict[str, float]:
-    """TRL's metrics of a rollout, without the prefix `rollout/`.
+    """Returns TRL's metrics of a rollout, without the prefix `rollout/`.
 
     Args:
         record: the rollout.

@@ -1,5 +1,5 @@
-"""What SpecGRPOTrainer refuses before any work: classes of TRL and transformers that have changed, and what would end
-a run in one of its rollouts. A prompt that is drawn later is refused by its text."""
+"""Checks of SpecGRPOTrainer before any work: that the classes of TRL and transformers are the known ones, and that no
+rollout will fail. A prompt that is drawn later is checked then, and the error shows its text."""
 
 import copy
 import math
@@ -25,8 +25,8 @@ from transformers import (
 from trl.models import unwrap_model_for_generation
 
 from ..generation.configuration import SpeculativeConfig
-from ..generation.decoupling import check_device
-from ..generation.engine.kept_runner import runner_mode
+from ..generation.drafters.small_model import refuse_states
+from ..generation.engine.attention import keeps_states
 from ..generation.engine.requirements import (
     check_generation_config,
     check_lengths,
@@ -34,8 +34,9 @@ from ..generation.engine.requirements import (
     policy_in,
     position_limit,
 )
+from ..generation.engine.runner_choice import runner_mode
 from ..generation.generate import move_stop_strings
-from ..generation.strategies import check_assistants, check_states
+from ..generation.strategies import check_assistants, check_device, check_states
 from ..papers import load
 
 
@@ -47,7 +48,7 @@ OVERRIDDEN = (
     "_get_train_sampler", "_load_optimizer_and_scheduler", "_prepare_inputs", "_save_rng_state", "_tool_call_loop",
     "compute_loss", "save_model", "train", "training_step",
 )  # fmt: skip
-"""Methods that the trainer puts its own in place of, and calls."""
+"""Methods that the trainer overrides, and calls."""
 _CALLED = ("_tokenize_prompts",)
 READ = (
     "_dist", "_metrics", "_tokenizer", "accelerator", "aux_loss_enabled", "eval_dataset", "generation_config",
@@ -55,17 +56,17 @@ READ = (
 )  # fmt: skip
 """Attributes that the trainer reads."""
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-_LOOKED_AT = 1024  # rows of a dataset whose texts are compared, spread over it
-_TOKENIZED = 16  # the longest texts of them
+_LOOKED_AT = 1024  # number of rows, spread over a dataset, whose texts are compared
+_TOKENIZED = 16  # number of longest texts among them
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
-# ---- the classes that it extends, whose private methods change without notice --------------------------------------
+# ---- base classes, whose private methods may change --------------------------------------
 
 
 def check_methods(ours: type, theirs: type) -> None:
-    """Raises ImportError unless each method of `ours` that overrides one of `theirs` takes what callers give it: the
-    same parameters in the same order. What goes into `*args` of ours may change."""
+    """Raises ImportError unless every method of `ours` that overrides one of `theirs` has the same parameters in the
+    same order. Parameters that our `*args` takes may change."""
     for name in (*OVERRIDDEN, *_CALLED):
         if not hasattr(theirs, name):
             raise _unknown(f"{theirs.__name__} has no {name}")
@@ -84,7 +85,7 @@ def check_methods(ours: type, theirs: type) -> None:
 
 
 def check_attributes(trainer: object) -> None:
-    """Raises ImportError where the base classes have not set what `trainer` reads."""
+    """Raises ImportError if the base classes have not set an attribute that `trainer` reads."""
     if missing := [name for name in READ if not hasattr(trainer, name)]:
         raise _unknown(f"a GRPOTrainer has no {', '.join(missing)}")
 
@@ -100,7 +101,7 @@ def _unknown(difference: str) -> ImportError:
 
 
 def check_fsdp(version: int | None) -> None:
-    """Raises ValueError for a `version` of FSDP whose weights cannot be gathered; None: no FSDP."""
+    """Raises ValueError for an FSDP `version` whose weights cannot be gathered; None: no FSDP."""
     if version == 1:
         raise ValueError(
             "fsdp_version=1 is not served: it keeps a layer's weights in one flat tensor, and the drafter is made of "
@@ -110,12 +111,15 @@ def check_fsdp(version: int | None) -> None:
 
 
 def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorList:
-    """Raises ValueError for what would end a rollout of `trainer`, a SpecGRPOTrainer, under `config`. Returns the
+    """Raises ValueError if a rollout of `trainer`, a SpecGRPOTrainer, would fail under `config`. Returns the
     processors of a rollout."""
     policy, args, settings = policy_in(trainer.model), trainer.args, trainer.generation_config
     processors = check_generation(policy, config, settings, trainer._tokenizer, trainer.accelerator.device)
     check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
-    check_states(policy, args.assistant_strategy, config, args.draft_ranks)
+    if keeps_states(policy.config):
+        check_states(policy, args.assistant_strategy, config, args.draft_ranks)
+    if args.draft_ranks and args.assistant_model is not None:
+        refuse_states("assistant_model", args.assistant_model, f"draft_ranks={args.draft_ranks}", "draft_ranks=0")
     if args.roofline_profile is not None and Path(args.roofline_profile).exists():
         load("efficient_rollout.profile").Profile.load(args.roofline_profile)
     for name in ("train_dataset", "eval_dataset"):
@@ -130,8 +134,8 @@ def check_generation(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
 ) -> LogitsProcessorList:
-    """Raises ValueError for what would end the first rollout, perhaps after minutes of calibrating. Returns the
-    processors of a rollout."""
+    """Raises ValueError if the first rollout would fail, possibly after minutes of calibration. Returns the processors
+    of a rollout."""
     check_model(policy)
     runner_mode(config, device)
     check_device(config, device)
@@ -148,7 +152,7 @@ def check_generation(
             move_stop_strings(completed.stop_strings, moved)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the length
-            # The way of a rollout up to its decoding method, which merges settings and makes processors and criteria.
+            # Runs `generate` up to the decoding method: it merges settings and makes processors and criteria.
             policy.generate(
                 prompt, attention_mask=torch.ones_like(prompt), generation_config=first,
                 custom_generate=partial(_process_once, processors), **moved,
@@ -170,7 +174,7 @@ def _process_once(
     stopping_criteria: StoppingCriteriaList,
     **_: Any,
 ) -> Tensor:
-    """Decodes nothing, but has its processors, which it adds to `seen`, and criteria act."""
+    """Decodes nothing: runs the processors, which it adds to `seen`, and the criteria."""
     if (rows := len(input_ids)) > 1:
         raise ValueError(
             f"num_return_sequences={rows} contradicts num_generations, which says how many completions a prompt has. "
@@ -190,8 +194,8 @@ def check_dataset(
     dataset: object,
     tokenize: Callable[[list[Any]], Any],
 ) -> None:
-    """Raises ValueError, naming the row, where a prompt of `dataset`, or of one of a dict of datasets, cannot be
-    served because positions of `policy` end. Reads a part of a large one; `tokenize` returns token ids first."""
+    """Raises ValueError, naming the row, if a prompt of `dataset`, or of a dict of datasets, is longer than the
+    positions of `policy`. Reads a part of a large one; `tokenize` returns token ids first."""
     if position_limit(policy) is None:
         return
     if isinstance(dataset, dict):
@@ -204,13 +208,13 @@ def check_dataset(
     longest = sorted(range(len(rows)), key=lambda place: len(str(texts[place])))[-_TOKENIZED:]
     try:
         ids = tokenize([texts[place] for place in longest])[0]
-    except Exception:  # some prompts become text when they are drawn; what is wrong with others is said then
+    except Exception:  # some prompts become text only when they are drawn, and are checked then
         return
     _check(policy, generation_config, ids, lambda at: f"{name}[{rows[longest[at]]}]['prompt']")
 
 
 def check_text(images: Any, fields: Mapping[str, Any]) -> None:
-    """Raises ValueError where prompts hold more than text; `fields` are what a processor made beside token ids."""
+    """Raises ValueError if prompts hold more than text; `fields`: outputs of a processor besides token ids."""
     carried = sorted(
         name
         for name, rows in fields.items()
@@ -229,8 +233,8 @@ def check_drawn(
     prompts: list[list[int]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Raises ValueError, showing the prompt, where one of a rollout's `prompts` (token ids) cannot be served because
-    positions of `policy` end."""
+    """Raises ValueError, showing the prompt, if one of a rollout's `prompts` (token ids) is longer than the positions
+    of `policy`."""
 
     def name(row: int) -> str:
         text = tokenizer.decode(prompts[row])
@@ -243,4 +247,4 @@ def check_drawn(
 def _check(
     policy: PreTrainedModel, generation_config: GenerationConfig, ids: list[list[int]], name: Callable[[int], str]
 ) -> None:
-    check_lengths(policy, list(map(len, ids)), generation_config.max_new_tokens or 0, name)
+    check_lengths(policy, position_limit(policy), list(map(len, ids)), generation_config.max_new_tokens or 0, name)

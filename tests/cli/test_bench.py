@@ -20,7 +20,7 @@ from spec_trl.cli import gains
 from spec_trl.cli.bench import EXACT, choose, config_to_paste, recommend
 from spec_trl.cli.gains import GENERATE, Call, Gain, Identity, Way, Work, compare, measure
 from spec_trl.cli.main import main
-from spec_trl.generation.engine import kept_runner
+from spec_trl.generation.engine import runner_choice
 from spec_trl.generation.engine.statistics import SpeculationStatistics
 from spec_trl.measuring.machine import profile_key
 from spec_trl.user_cache import cache_directory
@@ -63,7 +63,7 @@ def test_all_ways_are_measured_and_compared(
 def test_whether_the_model_is_exact_is_said(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, parts: list[str]
 ) -> None:
-    monkeypatch.setattr(kept_runner, "inexact_parts", lambda *_: parts)
+    monkeypatch.setattr(runner_choice, "inexact_parts", lambda *_: parts)
     assert bench(model, "--batch", "1", "--dtype", "float32") == 0
     said = "not exact here (q_proj, float32, 1 row): drafts may change a token at a near-tie" if parts else EXACT
     assert said in capsys.readouterr().out.splitlines()

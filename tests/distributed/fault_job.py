@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from spec_trl.distributed import pool, shared_rollouts
-from spec_trl.distributed.decoupled import DraftRanks
+from spec_trl.distributed.draft_ranks import DraftRanks
 from spec_trl.distributed.shared_rollouts import Sampled, SharedRollouts
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter

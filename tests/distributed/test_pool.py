@@ -15,7 +15,7 @@ from spec_trl.distributed import pool as pool_module
 from spec_trl.distributed.moved_rows import Sending
 from spec_trl.distributed.pool import SharedPool
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
-from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter

@@ -26,8 +26,8 @@ from transformers import (
 from spec_trl.drafter_training import sequence_loss as module
 from spec_trl.drafter_training.sequence_loss import SequenceLoss, TargetHead, TargetView, sequence_loss
 from spec_trl.drafter_training.whole_sequences import block_states
-from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
-from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
+from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from tests.conftest import tiny_llama
 from tests.generation.drafters.dflash import reference as dflash

@@ -3,7 +3,7 @@
 import pytest
 from transformers import LlamaForCausalLM
 
-from spec_trl.efficient_rollout.fill_profile import calibrate
+from spec_trl.efficient_rollout.calibration import calibrate
 from spec_trl.efficient_rollout.profile import Profile
 from tests.conftest import tiny_llama
 

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig
 from spec_trl.efficient_rollout import profile_cache
-from spec_trl.efficient_rollout.fill_profile import calibrate
+from spec_trl.efficient_rollout.calibration import calibrate
 from spec_trl.efficient_rollout.profile import Profile, ProfileMismatch
 from spec_trl.efficient_rollout.profile_cache import find_profile
 from spec_trl.generation.drafters.self_copy import SelfDrafter

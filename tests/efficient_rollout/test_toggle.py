@@ -10,9 +10,9 @@ import pytest
 from spec_trl.efficient_rollout.profile import RooflineRounds
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.efficient_rollout.toggle import RooflineToggle
+from spec_trl.scheduling.admission import PlainRounds
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate
 from spec_trl.scheduling.model_constants import ModelConstants
-from spec_trl.scheduling.plain_decoding import PlainRounds
 
 
 # Qwen2.5-7B on an A100, as published: speculation pays at small batches only.

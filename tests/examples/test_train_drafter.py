@@ -14,8 +14,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from examples import train_drafter
 from examples.demo.task import build_tokenizer
 from examples.train_drafter import cut, write_dflash, write_eagle3
-from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
-from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
+from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from tests.conftest import STORY_MODEL, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.trainers.harness import tiny_policy

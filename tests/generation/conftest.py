@@ -9,18 +9,17 @@ import pytest
 from transformers import PreTrainedModel
 
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
-from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
+from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
 from spec_trl.generation.engine import rollout
 from spec_trl.generation.engine.accept import Proposal
-from spec_trl.generation.engine.captured_drafts import CapturedLoop
-from spec_trl.generation.engine.draft_loop import NetworkDraft
-from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.drafter import Drafter, NetworkDraft
+from spec_trl.generation.engine.graph_drafts import CapturedLoop
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3
 from tests.generation.engine.tape import Tape, install_tape

@@ -15,22 +15,21 @@ from spec_trl.efficient_rollout.profile import Profile, roofline_of
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.efficient_rollout.toggle import RooflineToggle
 from spec_trl.generation import strategies
-from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.room import model_constants
+from spec_trl.generation.engine.model_costs import model_constants
 from spec_trl.generation.session import Session
 from spec_trl.generation.strategies import control_for, make_control
 from spec_trl.measuring.known_rounds import KnownRounds
+from spec_trl.scheduling.admission import PlainRounds
 from spec_trl.scheduling.control import AlwaysSpeculate, Chain, Control, NeverSpeculate
-from spec_trl.scheduling.forward_seconds import ForwardSeconds, ProbedRounds
-from spec_trl.scheduling.ledger import Times
+from spec_trl.scheduling.ledger import ForwardSeconds, ProbedRounds, Times
 from spec_trl.scheduling.model_constants import ModelConstants, ProfileKey
-from spec_trl.scheduling.plain_decoding import PlainRounds
 from spec_trl.scheduling.planner import Planner
-from spec_trl.specactor import fill_ladder
+from spec_trl.specactor import ladder_calibration
 from spec_trl.specactor.ladder import Ladder, Rung
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -216,7 +215,7 @@ MEASURED: dict[str, Any] = {"sd_toggle": SpeculativeConfig.sd_toggle}
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[LlamaForCausalLM]:
     """One of its own, with which is kept what calls learned of it; nothing may be profiled before the first token."""
-    for module, name in ((profile_cache, "calibrate"), (fill_ladder, "build_ladder")):
+    for module, name in ((profile_cache, "calibrate"), (ladder_calibration, "build_ladder")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("something was profiled"))
     model = tiny_llama()
     yield model

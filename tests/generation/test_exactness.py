@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spec_trl import dense_linear, release
+from spec_trl import cpu_products, release
 from spec_trl.generation.engine import exactness
 from spec_trl.native_code import compiler
 from tests.conftest import WIDE, tiny_llama
@@ -116,13 +116,13 @@ def test_attention_under_masks_is_named(dtype: torch.dtype, named: str) -> None:
 
 def test_products_of_prompts_are_tried_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN sums 25 rows in bfloat16 otherwise than others where the CPU has AVX-512 alone and two threads."""
-    multiply = dense_linear.multiply
+    multiply = cpu_products.multiply
 
     def odd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = multiply(x, weight, bias)
         return y * 1.01 if y.shape == (25, 64) else y
 
-    monkeypatch.setattr(dense_linear, "multiply", odd)
+    monkeypatch.setattr(cpu_products, "multiply", odd)
     with pytest.warns(UserWarning, match="gate_proj, float32, 25 of a prompt's tokens"):
         run(tiny_llama(hidden_size=HIDDEN).float(), "none", {}, slice(None))
 

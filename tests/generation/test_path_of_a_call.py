@@ -10,9 +10,9 @@ import torch
 from tests.conftest import tiny_llama
 
 
-# A little above what was measured (under "auto" 46 to 53 files, by what a call drafts). Comprehensions count as
+# A little above what was measured (under "auto" 36 to 43 files, by what a call drafts). Comprehensions count as
 # functions, which Python 3.12 no longer calls.
-LIMITS = {"none": (37, 290), "self": (44, 345), "auto": (55, 450)}
+LIMITS = {"none": (29, 270), "self": (32, 315), "auto": (44, 430)}
 
 
 @pytest.mark.parametrize("strategy", LIMITS)

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from spec_trl.generation import session as sessions
 from spec_trl.generation.drafters import self_copy
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.generation.engine import kept_runner
+from spec_trl.generation.engine import runner_choice
 from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.memory import limited_groups
 from spec_trl.generation.session import Session, release, snapshot_of, structure
@@ -67,7 +67,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     watch(PreTrainedConfig, "to_dict")
     watch(inspect, "signature")
-    watch(kept_runner, "make_shadow")
+    watch(runner_choice, "make_shadow")
     watch(self_copy, "make_shadow")
     watch(sessions, "_structure")
     return counter

@@ -13,17 +13,17 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from spec_trl import SpeculativeConfig, cpu_products, dense_linear
+from spec_trl import SpeculativeConfig, cpu_products
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
-from spec_trl.generation.engine import kept_runner
-from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
+from spec_trl.generation.engine import runner_choice
+from spec_trl.generation.engine.graph_capture import Outputs, Recording
 from spec_trl.measuring import probe as probing
 from spec_trl.measuring.probe import TOKENS, probe
 from spec_trl.native_code import compiler
-from spec_trl.scheduling.forward_seconds import ForwardSeconds
+from spec_trl.scheduling.ledger import ForwardSeconds
 from tests.conftest import tiny_llama
 from tests.tiny_families import make
 
@@ -81,8 +81,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     minutes = itertools.count(0.0, 60.0)
     monkeypatch.setattr(F, "linear", linear)
     monkeypatch.setattr(cpu_products, "library", lambda: None)
-    monkeypatch.setattr(dense_linear, "HAS_ONEDNN", False)
-    monkeypatch.setattr(kept_runner, "recorder_for", lambda _: device)
+    monkeypatch.setattr(cpu_products, "HAS_ONEDNN", False)
+    monkeypatch.setattr(runner_choice, "recorder_for", lambda _: device)
     monkeypatch.setattr(time, "perf_counter", lambda: next(minutes))
     return device
 

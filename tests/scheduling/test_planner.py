@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spec_trl.scheduling.admission import PlainRounds
 from spec_trl.scheduling.control import Candidate, Chain
 from spec_trl.scheduling.ledger import FADE, Drafts, Kind, Times
-from spec_trl.scheduling.plain_decoding import PlainRounds
 from spec_trl.scheduling.planner import CARRIED_BUDGET, MAX_BUDGET, ROUND_BUDGET, SHARE, Planner
 
 

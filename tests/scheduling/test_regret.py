@@ -9,8 +9,7 @@ import pytest
 from benchmarks.control_regret import Summary, long_world, planner, run
 from benchmarks.control_worlds import CELLS, PROBES, REGIMES, Bounds, Cell, Clock, World, decode, noise_named
 from spec_trl.scheduling.control import Candidate
-from spec_trl.scheduling.forward_seconds import ForwardSeconds, ProbedRounds
-from spec_trl.scheduling.ledger import Drafts, Times
+from spec_trl.scheduling.ledger import Drafts, ForwardSeconds, ProbedRounds, Times
 from spec_trl.scheduling.planner import MAX_BUDGET, ROUND_BUDGET, Planner
 
 

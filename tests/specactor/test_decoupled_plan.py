@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_trl.scheduling.acceptance import MAX_DRAFT_LENGTH
-from spec_trl.scheduling.forward_seconds import AffineSeconds
+from spec_trl.scheduling.shared_work import AffineSeconds
 from spec_trl.specactor.decoupled_plan import best_window, execution_plan, plan_of_machine
 from spec_trl.specactor.token_speed import (
     DraftSeconds,

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
-from spec_trl.scheduling.forward_seconds import AffineSeconds
 from spec_trl.scheduling.model_constants import ModelConstants
+from spec_trl.scheduling.shared_work import AffineSeconds
 from spec_trl.specactor.decoupled_plan import ExecutionPlan
 from spec_trl.specactor.reconfiguration import RequestPlan, RequestPlans, affine_times, reconfigured
 from spec_trl.specactor.token_speed import replicated

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from spec_trl.drafter_training import adaptation
 from spec_trl.drafter_training.adaptation import STATE_FILE, DrafterAdaptation, check_adaptation, target_view
 from spec_trl.drafter_training.sequence_loss import SequenceLoss, TargetView, sequence_loss
-from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
-from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
+from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.harness import assert_same_training, make_run, tiny_policy, train, train_plainly
 

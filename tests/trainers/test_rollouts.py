@@ -20,9 +20,9 @@ from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.engine import kept_runner
+from spec_trl.generation.engine import runner_choice
 from spec_trl.scheduling.planner import Planner
-from spec_trl.specactor import fill_ladder
+from spec_trl.specactor import ladder_calibration
 from spec_trl.trainers import run_drafting
 from spec_trl.trainers.run_log import read_run
 from tests.generation.drafters.watching import make_checkpoint
@@ -160,7 +160,7 @@ def test_by_default_nothing_is_profiled(tmp_path: Path, monkeypatch: pytest.Monk
         raise AssertionError("something was profiled before the first token")
 
     monkeypatch.setattr(profiles_module, "calibrate", fail)
-    monkeypatch.setattr(fill_ladder, "build_ladder", fail)
+    monkeypatch.setattr(ladder_calibration, "build_ladder", fail)
     run = train(tmp_path, SpecGRPOConfig.assistant_strategy, sd_toggle=SpecGRPOConfig.sd_toggle)
     assert isinstance(run.calls[-1].control, Planner) and len({call.control for call in run.calls}) == 1
     rounds = [call.known["times"]["rounds"] for call in run.calls]
@@ -303,8 +303,8 @@ def test_the_copy_follows_the_adapter_between_rollouts(tmp_path: Path, strategy:
 
 def test_one_shadow_serves_all_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under gradient checkpointing, TRL's default, which leaves new hooks and functions on the policy in each step."""
-    run, made, make = make_run(tmp_path, "none", gradient_checkpointing=True), [], kept_runner.make_shadow
+    run, made, make = make_run(tmp_path, "none", gradient_checkpointing=True), [], runner_choice.make_shadow
     del run.trainer.model.generate  # the harness's own, which is a closure
-    monkeypatch.setattr(kept_runner, "make_shadow", lambda *given: made.append(given) or make(*given))
+    monkeypatch.setattr(runner_choice, "make_shadow", lambda *given: made.append(given) or make(*given))
     run.train()
     assert len(run.completions) == 3 and len(made) == 1

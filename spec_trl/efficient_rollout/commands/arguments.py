@@ -1,4 +1,4 @@
-"""What this room's commands take, and what their --help says. This imports neither torch nor matplotlib."""
+"""Arguments of this folder's commands, and their --help. This imports neither torch nor matplotlib."""
 
 import argparse
 from pathlib import Path

@@ -21,7 +21,7 @@ from ..sweep import points as sweep_points
 
 
 LEAST_ROUNDS = 3
-"""A cell of a run with fewer rounds is noise."""
+"""Fewest rounds of a cell of a run that is drawn."""
 _GRID = 48  # background cells per axis
 # Pale, so that markers stand out at both ends; brown and violet differ for every kind of sight.
 _SURFACE = LinearSegmentedColormap.from_list("speedup", ["#C2A878", "#FFFFFF", "#9C8FC4"])
@@ -34,7 +34,7 @@ _LIMIT: dict[str, Any] = dict(color="black", linestyle="--", linewidth=1)
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """A measured speedup; with `assumed_baseline` against the roofline's autoregressive time, none being measured."""
+    """A measured speedup; with `assumed_baseline` no autoregressive time was measured, and the roofline's is used."""
 
     batch: int
     length: float
@@ -54,8 +54,8 @@ def points_of_sweep(samples: Iterable[Sample], block_efficiency: Callable[[int],
 def points_of_run(
     rollouts: Iterable[RolloutRecord], roofline: Roofline
 ) -> tuple[list[MeasuredPoint], list[tuple[int, float]]]:
-    """Tokens per second of speculative over autoregressive rounds, pooled by batch, γ and half octaves of S. Where
-    none were autoregressive their time is that of `roofline`, and the point says so.
+    """Tokens per second of speculative over autoregressive rounds, pooled by batch, γ and half octaves of S. If none
+    of them was autoregressive, the time of `roofline` is used, and the point says so.
 
     Returns:
         The points, and (batch, length) of the cells that only decoded autoregressively.
@@ -81,7 +81,7 @@ def points_of_run(
 
 
 def block_efficiency_of_run(rollouts: Iterable[RolloutRecord]) -> dict[int, float]:
-    """Tokens per row and speculative round for each γ that was used."""
+    """Tokens per row and speculative round, by γ."""
     tokens: dict[int, int] = defaultdict(int)
     rows: dict[int, int] = defaultdict(int)
     for point in _points_of_profile(rollouts):
@@ -92,7 +92,7 @@ def block_efficiency_of_run(rollouts: Iterable[RolloutRecord]) -> dict[int, floa
 
 
 def _points_of_profile(rollouts: Iterable[RolloutRecord]) -> list[RoundPoint]:
-    """The rounds that a profile, which is of the self-drafter, can tell something of."""
+    """Returns the rounds that a profile of the self-drafter predicts."""
     return [point for record in rollouts for point in record.points if point.drafter in (None, "self")]
 
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ...cli.loading import find_device, load_model
 from ...generation.configuration import SpeculativeConfig
-from ..fill_profile import calibrate
+from ..calibration import calibrate
 from ..fit import evaluate
 from ..sweep import write_sweep
 from .validate import diagnostics_table
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _load(name: str, dtype: str, device: torch.device, random_weights: bool) -> PreTrainedModel:
-    """The model in evaluation mode, with random weights where asked for or where there are no others."""
+    """Loads the model in evaluation mode, with random weights if requested or if the folder has none."""
     path = Path(name)
     if not random_weights and (path.is_dir() or (path.suffix == ".json" and path.parent.is_dir())):
         random_weights = not any(path.glob("*.safetensors")) and not any(path.glob("*.bin"))

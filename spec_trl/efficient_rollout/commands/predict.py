@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _outside(profile: Profile, batches: list[int], lengths: list[int]) -> str:
-    """Those of `batches` and `lengths` that lie outside of the profile's sweep, as text."""
+    """Names the `batches` and `lengths` outside of the profile's sweep."""
     if not profile.samples:
         return ""
     parts = []

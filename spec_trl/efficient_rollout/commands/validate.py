@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...cli.arguments import table
-from ...generation.engine.room import model_constants
+from ...generation.engine.model_costs import model_constants
 from ...scheduling.model_constants import ModelConstants, ProfileKey
 from ..fit import BANDWIDTH_SHARE, Diagnostics, Form, evaluate, fit
 from ..profile import Profile
@@ -84,7 +84,7 @@ def _peaks(arguments: argparse.Namespace, profile: Profile | None) -> tuple[floa
 
 
 def diagnostics_table(results: dict[str, Diagnostics]) -> str:
-    """A table of what `evaluate` found of several rooflines, by name, on the same samples."""
+    """A table of results of `evaluate` for several rooflines, by name, on the same samples."""
     signs = next(iter(results.values())).signs
     header = ["", "T_T", "T_D", "T_V", "round", *(f"sign at {sign.threshold:g}" for sign in signs), "points"]
     rows = []

@@ -1,22 +1,28 @@
 """Drafting token by token with a network: the loop that the self-drafter and a small model share."""
 
+import functools
+from dataclasses import replace
+
 import numpy as np
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...quantization.linear import QuantizedLinear
 from ..engine.accept import Integers, Proposal
-from ..engine.cache import RaggedCache
-from ..engine.draft_loop import NetworkDraft
-from ..engine.drafter import DraftSession
+from ..engine.attention import keeps_states
+from ..engine.cache import autocast_dtype
+from ..engine.drafter import DraftSession, NetworkDraft
 from ..engine.linear_layers import lend_copies, take_copies_back
+from ..engine.memory import sent
+from ..engine.model_costs import kv_bytes
 from ..engine.noise import RoundNoise
-from ..engine.room import kv_bytes
 from ..engine.rows import Admission
 from ..engine.runner import EagerRunner
 from ..engine.shadow import decoder_layers
-from .canvas import Canvas, TrainableDrafter
+from ..engine.states import cache_for, state_bytes
+from .trainable_drafter import Canvas, TrainableDrafter
 
 
 CATCH_UP = 16
@@ -45,6 +51,8 @@ class NetworkDrafter(TrainableDrafter):
         self._shares_target_cache = shares_target_cache
         config = network.config.get_text_config(decoder=True)
         self._vocabulary, self.width = config.vocab_size, config.hidden_size
+        self._has_states = keeps_states(network.config)
+        self.drafts_ahead = not self._has_states  # states that drafts have advanced cannot go back
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
@@ -58,20 +66,28 @@ class NetworkDrafter(TrainableDrafter):
         if self._owns_cache and tail is None:
             self._cached = np.zeros(rows.capacity, np.int64)
         if session.target is not None:
-            lend_copies(session.target.network, self.network)
+            if autocast_dtype(self.network.device) is not None:
+                lend_copies(session.target.network, self.network)
             self._runner = session.target.for_drafter(self.network, self._shares_target_cache, self._made_of)
         else:
-            own = RaggedCache.for_network(self.network, rows.capacity, rows.columns) if tail is None else tail
+            own = cache_for(self.network, rows.capacity, rows.columns) if tail is None else tail
             self._runner = EagerRunner(self.network, own)
         self.cache = self._runner.cache
+        # States of text stay apart from those of drafts, of which some are rejected.
+        with_text = not (self._has_states and self._owns_cache)
+        self._drafting = self._runner if with_text else self._runner.for_drafter(self.network, True, self._made_of)
 
     def end(self) -> None:
         super().end()
-        take_copies_back(self.network)
-        del self._runner, self.cache, self._cached, self._fed
+        if autocast_dtype(self.network.device) is not None:
+            take_copies_back(self.network)
+        del self._runner, self._drafting, self.cache, self._cached, self._fed
 
     def admit(self, admission: Admission) -> None:
         if self._cached is not None:
+            if self._has_states and any(source < admission.first for source in admission.sources):
+                # Rows in flight have gone on from the prompt: their copies read it again.
+                admission = replace(admission, leaders=len(admission.lengths), followers=[], sources=[])
             self._runner.read_texts(self.session.rows, admission)
             rows = self.session.rows
             self._cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
@@ -97,29 +113,37 @@ class NetworkDrafter(TrainableDrafter):
         session, rows = self.session, self.session.rows
         if self._owns_cache:
             self.cache.reserve((rows.host_lengths + draft_length).tolist())
-        self.cache.begin_drafts(rows.active)
-        known = self._catch_up()
+        has_states = self._drafting is not self._runner
+        known = 1 if has_states else self._catch_up()
         columns = rows.columns_after(-known, known + draft_length).clamp(min=0)  # [B, known + γ]
         tokens = rows.tokens[: rows.active].gather(1, columns)  # [B, known + γ]
         columns = columns[:, :-1]  # of all that are fed
         draft = NetworkDraft(tokens, columns, known, noise, session.draw, rows.write, session.drawn_by)
-        proposal = self._runner.draft(draft, rows.longest)
+        proposal = draft.run(self._step) if has_states else self._runner.draft(draft, rows.longest)
         if self._cached is not None:
             self._cached[: rows.active] = rows.host_lengths
-            self._fed = proposal.tokens[:, :-1].to("cpu", non_blocking=True).numpy()
+            if not has_states:
+                self._fed = proposal.tokens[:, :-1].to("cpu", non_blocking=True).numpy()
         return proposal
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
-        return self._runner.forwards
+        drafting = 0 if self._drafting is self._runner else self._drafting.forwards
+        return self._runner.forwards + drafting
 
     @property
     def cache_bytes(self) -> int:
-        return self.cache.bytes_of(self.session.most_columns) if self._owns_cache else 0
+        of_text = self.cache.bytes_of(self.session.most_columns) if self._owns_cache else 0
+        return of_text + self._drafting.cache.state_bytes
 
     @property
     def column_bytes(self) -> float:
         return 0.0 if self._shares_target_cache else kv_bytes(self.network)
+
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        sets = 1 if self._shares_target_cache else 2  # of drafts, and of the text
+        return sets * state_bytes(self.network) if self._has_states else 0
 
     def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
         # One forward instead of γ: what was drafted is known.
@@ -149,3 +173,32 @@ class NetworkDrafter(TrainableDrafter):
             self._runner.prefill(rows.tokens[: rows.active].gather(1, columns), columns, rows.longest)
             missing -= CATCH_UP
         return missing
+
+    def _step(self, tokens: Tensor, columns: Tensor, step: int) -> Tensor:
+        """The forward of a draft's `step` with states of its own: the first one reads what was committed."""
+        if step == 0:
+            return self._read_committed()
+        return self._drafting.forward(tokens, columns, self.session.rows.longest + step)
+
+    def _read_committed(self) -> Tensor:
+        """Takes what was committed since the last draft into the states, of each row another number of tokens; returns
+        the logits `[B, 1, V]` after them. Drafts go on from there, in the other set of states."""
+        rows, cache, cached = self.session.rows, self.cache, self._cached
+        assert cached is not None
+        cached = cached[: rows.active].copy()  # [B]
+        most = min(CATCH_UP, self.session.most_drafted + 1)  # columns that rows have room for after their text
+        logits = None
+        while logits is None:
+            missing = rows.host_lengths - cached  # [B]
+            is_last = missing.max() <= most
+            counts = missing if is_last else np.minimum(missing - 1, most)  # [B]
+            fed = cached[:, None] + np.arange(counts.max())  # [B, n]
+            columns = sent(torch.from_numpy(fed), rows.tokens.device)
+            places = [(row, count - 1) for row, count in enumerate(counts.tolist())] if is_last else []
+            cache.feeds(None if cache.state_bytes else counts.tolist())  # before a first text there are no states
+            tokens = rows.tokens[: rows.active].gather(1, columns)  # [B, n]
+            logits = self._runner.prefill(tokens, columns, int(fed.max()) + 1, 0, places)
+            cache.commit(counts.tolist())
+            cached += counts
+        self._drafting.cache.begin_drafts(rows.active)
+        return logits

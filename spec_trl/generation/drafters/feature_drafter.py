@@ -15,15 +15,14 @@ from ...scheduling.acceptance import MAX_DRAFT_LENGTH
 from ...value_checks import require_folder_or_id
 from ..configuration import SpeculativeConfig
 from ..engine.accept import Proposal
-from ..engine.draft_loop import Forward, NetworkDraft
-from ..engine.drafter import DraftCost, DraftSession
+from ..engine.drafter import DraftCost, DraftSession, Forward, NetworkDraft
 from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
 from ..engine.runner import COLUMN_BUCKET
 from .borrowed import plain_embedding
-from .canvas import TrainableDrafter
 from .checkpoints import load_exactly, read_checkpoint, read_config, tensors_to_store, write_checkpoint
 from .feature_network import FeatureConfig, FeatureNetwork
+from .trainable_drafter import TrainableDrafter
 from .vocabulary import check_sizes
 
 

@@ -1,4 +1,5 @@
-"""Earlier rollouts of the same prompt as drafts: what Spec-RL and RhymeRL reuse (ER §A.3), verified exactly here."""
+"""Drafts from earlier rollouts of the same prompt, as Spec-RL and RhymeRL reuse them (ER §A.3), but verified
+exactly."""
 
 from array import array
 from collections import deque
@@ -28,21 +29,21 @@ _PARTS = {
     "text_lengths": torch.int64,
     "text_prompts": torch.int64,
 }
-"""Tensors of a saved history."""
+"""Names of the tensors of a saved history."""
 
 
 MOST_INDEXED = 1 << 15
-"""Tokens of a prompt's earlier texts, the newest, that a generation looks in: indexing so many takes a tenth of a
-second, and a prompt that is asked a thousand times would take seconds."""
+"""Newest tokens of a prompt's earlier texts that a generation indexes, which takes a tenth of a second. All texts of a
+prompt with a thousand completions would take seconds."""
 
 
 @register_drafter
 class HistoryDrafter(Drafter):
-    """Proposes what followed the longest suffix match in the texts of a row's prompt: completions of earlier
-    generations (epochs), those of its group siblings, in flight or finished, and the row's own text.
+    """Proposes the tokens after the longest suffix match in the texts of a row's prompt: completions of earlier
+    generations (epochs), those of the same group, in flight or finished, and the text of the row.
 
     Args:
-        history_max_tokens: bound on the tokens kept, see :class:`RolloutHistory`.
+        history_max_tokens: most stored tokens, see :class:`RolloutHistory`.
     """
 
     strategy = "history"
@@ -64,7 +65,7 @@ class HistoryDrafter(Drafter):
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
         self._texts: list[Text] = []  # of each row
-        self._unread: list[tuple[Integers, Integers]] = []  # what rounds have committed since texts were extended
+        self._unread: list[tuple[Integers, Integers]] = []  # committed tokens not in the texts yet
         self.history.drop_indexes(())
 
     def end(self) -> None:
@@ -97,7 +98,7 @@ class HistoryDrafter(Drafter):
         return Proposal(torch.tensor(padded, dtype=torch.int64), lengths)  # [B, γ]
 
     def _catch_up(self) -> None:
-        """Extends the texts by what rounds have committed since. Rows are where they were in these rounds."""
+        """Extends the texts by newly committed tokens. Must run before rows move."""
         rounds, self._unread = self._unread, []
         new: list[list[int]] = [[] for _ in self._texts]
         for tokens, kept in rounds:
@@ -108,7 +109,7 @@ class HistoryDrafter(Drafter):
         self.history.evict()
 
     def remember(self, prompt: Sequence[int], completion: Sequence[int]) -> None:
-        """Takes in a completion that another rank has decoded; not while a generation runs."""
+        """Stores a completion that another rank has decoded. Must not be called while a generation runs."""
         self.history.extend(self.history.start(array("q", prompt).tobytes()), completion)
         self.history.evict()
 
@@ -117,14 +118,14 @@ class HistoryDrafter(Drafter):
         return self.history.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replaces the history; not while a generation runs."""
+        """Replaces the history. Must not be called while a generation runs."""
         self.history.load_state_dict(state)
 
 
 @dataclass(eq=False)
 class Text:
     """One completion: its tokens so far, of which the first `indexed` are in its prompt's index and end at `node`;
-    `prompt` is None when it has been evicted."""
+    `prompt` is None after it was evicted."""
 
     prompt: "_Prompt | None"
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
@@ -137,20 +138,19 @@ class _Prompt:
     key: bytes
     tokens: "array[int]"
     texts: "deque[Text]" = field(default_factory=deque)  # oldest first
-    index: SuffixIndex | None = None  # of its texts when it was last asked; kept while the prompt is in flight
+    index: SuffixIndex | None = None  # index of its texts; held while the prompt is in flight
     grown: list[tuple[Text, int]] = field(default_factory=list)  # texts to be indexed, in this order, and how far
 
 
 class RolloutHistory:
-    """Completions by prompt, the newest `max_tokens` tokens of them.
+    """Stores completions by prompt, the newest `max_tokens` tokens.
 
-    At rest a text takes four bytes per token. Only the prompts in flight have a suffix index, of `MOST_INDEXED` tokens
-    and what is added meanwhile. When the bound is
-    reached the oldest texts go first: in epochs, the prompt that was used least recently is the next to come. A text
-    in flight that has to go is not continued, and its row gets no more drafts.
+    A stored text takes four bytes per token. Only prompts in flight have a suffix index, of `MOST_INDEXED` tokens and
+    those added since. At the bound the oldest texts are evicted first. If a text in flight is evicted, its row gets no
+    more drafts.
 
     Args:
-        max_tokens: bound on the tokens kept: texts, and prompts that have any.
+        max_tokens: most stored tokens, of texts and of prompts that have texts.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -165,11 +165,11 @@ class RolloutHistory:
         self._token_count = 0
 
     def __len__(self) -> int:
-        """Tokens kept, at most `max_tokens` after :meth:`evict`."""
+        """Number of stored tokens, at most `max_tokens` after :meth:`evict`."""
         return self._token_count
 
     def start(self, key: bytes) -> Text:
-        """A new text of the prompt `key`: its int64 tokens as bytes, as in :attr:`Rows.prompts`."""
+        """Begins a text of the prompt `key`: its int64 tokens as bytes, as in :attr:`Rows.prompts`."""
         prompt = self._prompts.get(key)
         if prompt is None:
             prompt = self._prompts[key] = _Prompt(key, array("i", array("q", key)))
@@ -182,7 +182,7 @@ class RolloutHistory:
         return text
 
     def extend(self, text: Text, tokens: Sequence[int]) -> None:
-        """Adds tokens at the end of a text."""
+        """Appends tokens to a text."""
         if text.prompt is None or not tokens:
             return
         text.tokens.extend(tokens)
@@ -191,17 +191,17 @@ class RolloutHistory:
             text.prompt.grown.append((text, len(text.tokens)))
 
     def propose(self, text: Text, draft_length: int) -> list[int]:
-        """Up to `draft_length` tokens that may follow the text."""
+        """Proposes up to `draft_length` tokens after the text."""
         if text.prompt is None:
             return []
         prompt, index = text.prompt, text.prompt.index
         if index is None:
             index = prompt.index = SuffixIndex(prompt.tokens)
             self._indexed.add(prompt)
-            room = MOST_INDEXED
+            left = MOST_INDEXED
             for each in reversed(prompt.texts):
-                each.node, each.indexed = index.root, 0 if room > 0 else len(each.tokens)
-                room -= len(each.tokens)
+                each.node, each.indexed = index.root, 0 if left > 0 else len(each.tokens)
+                left -= len(each.tokens)
             prompt.grown = [(each, len(each.tokens)) for each in prompt.texts if not each.indexed]
         for each, end in prompt.grown:
             each.node, each.indexed = index.extend(each.node, each.tokens[each.indexed : end]), end
@@ -215,22 +215,22 @@ class RolloutHistory:
             prompt, text.prompt = text.prompt, None
             assert prompt is not None and prompt.texts[0] is text
             prompt.texts.popleft()
-            prompt.index = None  # holds the text's tokens; built again from what is left when next asked
+            prompt.index = None  # holds the text's tokens; built again at the next lookup
             self._token_count -= len(text.tokens)
             if not prompt.texts:
                 del self._prompts[prompt.key]
                 self._token_count -= len(prompt.tokens)
 
     def drop_indexes(self, but: Collection[bytes]) -> None:
-        """Drops the indexes of all prompts but those in flight."""
+        """Drops the indexes of prompts that are not in flight."""
         for prompt in [prompt for prompt in self._indexed if prompt.key not in but]:
             prompt.index = None
             self._indexed.remove(prompt)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All texts, oldest first, as flat tensors: `prompts` int32 and `prompt_lengths` `[P]` int64 hold the prompts'
-        tokens, one after the other, `texts` int32 and `text_lengths` `[T]` int64 the texts', and `text_prompts` `[T]`
-        int64 which prompt each text belongs to."""
+        tokens, one after the other, `texts` int32 and `text_lengths` `[T]` int64 those of the texts, and
+        `text_prompts` `[T]` int64 the prompt of every text."""
         prompts = list(dict.fromkeys(text.prompt for text in self._texts if text.prompt is not None))
         number = {prompt: place for place, prompt in enumerate(prompts)}
 
@@ -251,10 +251,10 @@ class RolloutHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replaces the history by what :meth:`state_dict` gave, cut to its own bound.
+        """Replaces the history by the result of :meth:`state_dict`, cut to `max_tokens`.
 
         Raises:
-            ValueError: `state` is something else, or damaged; the history is left as it was.
+            ValueError: `state` is something else, or damaged; the history does not change.
         """
         if damage := damage_of(state):
             raise ValueError(
@@ -274,7 +274,7 @@ def _split(flat: Tensor, lengths: Tensor) -> "list[array[int]]":
 
 
 def damage_of(state: object) -> str | None:
-    """Says what is wrong with a saved history; None: nothing."""
+    """Returns the fault of a saved history, or None."""
     if not isinstance(state, Mapping):
         return f"it is a {type(state).__name__}"
     if set(state) != set(_PARTS):

@@ -16,11 +16,10 @@ from ...quantization.kernels import PackedWeight
 from ...quantization.source_weight import modules_by_name
 from ..configuration import SpeculativeConfig
 from ..engine.accept import Proposal
-from ..engine.drafter import DraftSession
 from ..engine.noise import RoundNoise
 from ..engine.shadow import make_shadow
 from ..registry import register_drafter
-from ..session import versions
+from ..session import WeightState
 from .autoregressive import NetworkDrafter
 
 
@@ -54,8 +53,9 @@ class SelfDrafter(NetworkDrafter):
         self.is_stale = packs_later
         self._statistics: ActivationStatistics | None = None
         self._policy = ref(policy)
-        self._versions = versions(policy)
+        self._weights = WeightState(policy)
         self._may_have_changed = False
+        self._is_first = True  # draft
 
     @classmethod
     def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "SelfDrafter":
@@ -93,10 +93,8 @@ class SelfDrafter(NetworkDrafter):
         self.is_stale = False
 
     def refresh_if_changed(self) -> None:
-        """Requantizes when something is drafted next if storage or version counters then show that the policy's
-        weights have changed since they were last looked at. What escapes them costs acceptance until the next change
-        that is seen: writes through `.data`, and other weights that come to lie where the packed ones lay, with equal
-        counters, after calls that drafted nothing and so did not look."""
+        """Requantizes when something is drafted next if the policy's weights have changed since they were last looked
+        at (:class:`~spec_trl.generation.session.WeightState`)."""
         self._may_have_changed = True
 
     def refresh_before_drafting(self, statistics: ActivationStatistics | None = None) -> None:
@@ -110,16 +108,12 @@ class SelfDrafter(NetworkDrafter):
     def trained(self, network: PreTrainedModel) -> list[nn.Parameter]:
         return []  # all of them are the policy's
 
-    def begin(self, session: DraftSession) -> None:
-        super().begin(session)
-        self._is_first = True
-
     def refresh_if_stale(self) -> None:
         """What is due before a draft."""
         policy = self._policy() if self._may_have_changed else None
-        if policy is not None and self._versions != (present := versions(policy)):
+        if policy is not None and self._weights != (present := WeightState(policy)):
             self.refresh_before_drafting()
-            self._versions = present
+            self._weights = present
         self._may_have_changed = False
         if self.is_stale:
             started = time.perf_counter()

@@ -22,13 +22,13 @@ from ..configuration import SpeculativeConfig
 from ..engine.attention import keeps_states
 from ..engine.cache import autocast_dtype
 from ..engine.drafter import DraftCost
+from ..engine.model_costs import model_constants
 from ..engine.requirements import check_model, policy_in
-from ..engine.room import model_constants
 from ..engine.shadow import make_shadow
 from ..registry import register_drafter
 from ..session import addresses, structure
 from .autoregressive import NetworkDrafter
-from .canvas import Canvas
+from .trainable_drafter import Canvas
 from .vocabulary import check_sizes
 
 
@@ -86,7 +86,6 @@ class SmallModelDrafter(NetworkDrafter):
             read = read_assistant_config(assistant)
         except (OSError, ValueError) as error:
             raise ValueError(f"{argument}={assistant!r} is no causal LM that can be loaded: {error}") from error
-        _check_states(argument, read)
         found = read.get_text_config(decoder=True).vocab_size
         check_sizes(f"{argument}={assistant!r}", found, target.config.get_text_config(decoder=True).vocab_size)
 
@@ -125,16 +124,17 @@ def as_assistant(argument: str, given: object) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         shown = type(model).__name__ if isinstance(model, nn.Module) else repr(model)
         raise ValueError(f"{argument}={shown} is neither a transformers model nor a path or hub id.")
-    _check_states(argument, model.config)
     return model
 
 
-def _check_states(argument: str, config: PreTrainedConfig) -> None:
-    # It would have to feed tokens again that were committed without it, each row another number of them.
+def refuse_states(argument: str, assistant: "PreTrainedModel | str", asked: str, remedy: str) -> None:
+    """Raises ValueError where `assistant` keeps states, with which `asked` is not served."""
+    is_name = isinstance(assistant, str)
+    config = read_assistant_config(assistant) if is_name else as_assistant(argument, assistant).config
     if keeps_states(config):
         raise ValueError(
-            f"{argument} of model type '{config.model_type}' keeps states of convolutions or scans, with which a "
-            "small model cannot draft yet. Name one whose layers only attend."
+            f"{argument} of model type '{config.model_type}' keeps states of convolutions or scans, which {asked} "
+            f"does not serve. Name one whose layers only attend, or use {remedy}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Longest suffix matches in the texts of one prompt: what followed the same words before."""
+"""Longest suffix matches in the texts of one prompt: proposes the tokens that followed the same tokens before."""
 
 from array import array
 from collections import Counter
@@ -6,26 +6,26 @@ from collections.abc import Sequence
 
 
 LONGEST_MATCH = 16
-"""Longer matches count as equal, and the more frequent continuation wins."""
+"""Most tokens of a match: longer matches count as equal, and the more frequent continuation wins."""
 ANCHORS = (LONGEST_MATCH, 2, 1)
 """Lengths of the token runs that are hashed; a lookup tries the longest first. More lengths in between cost time and
 memory per token, and accepted no more drafts."""
 CANDIDATES = 64
-"""Newest occurrences of a run that a lookup reads: bounds its cost in texts that repeat themselves."""
+"""Newest occurrences of a run that a lookup reads: bounds its cost in repetitive texts."""
 
 
 class SuffixIndex:
     """The texts of one prompt, growing token by token, with a lookup of what continues a suffix.
 
-    Every token is a node that knows the one before it, so that all texts share the prompt:
+    Every token is a node with a link to the token before, so all texts share the prompt:
 
                           ┌ o n c e ...        text 1
         p r o m p t ──────┼ o n e ...          text 2
                           └ o n c e ...        text 3
 
-    For each anchor length k a hash table holds the newest node after each run of k tokens, and each node knows the
-    next older one after the same run (the hash chains of LZ77 compressors). Adding a token costs one table entry per
-    anchor; a lookup walks one chain, and its cost does not depend on the amount of text.
+    For every anchor length k a hash table holds the newest node after a run of k tokens, and a node links to the next
+    older node after the same run (the hash chains of LZ77 compressors). Adding a token costs one table entry per
+    anchor; a lookup walks one chain, at a cost independent of the amount of text.
 
     Args:
         prompt: tokens, at least one.
@@ -61,10 +61,11 @@ class SuffixIndex:
         return node
 
     def propose(self, node: int, draft_length: int) -> list[int]:
-        """What may follow the text that ends in `node`: up to `draft_length` tokens.
+        """Proposes up to `draft_length` tokens after the text that ends in `node`.
 
-        The draft follows the longest matches of the text's end. Where they part, it goes the more frequent way, and
-        of equally frequent ones that of the newest. Where they end (a sibling in flight) it looks up its own end.
+        The draft follows the longest matches of the text's end. Where matches differ it takes the most frequent token,
+        among equals that of the newest match. Where all matches end (a text in flight) the end of the draft is looked
+        up.
         """
         tokens, following = self._tokens, self._next
         context = self._suffix(node, LONGEST_MATCH)
@@ -75,14 +76,14 @@ class SuffixIndex:
             if not matches:
                 break
             token = tokens[matches[0]]
-            if len(matches) > 1:  # of equal counts the first one is taken, which is the newest
+            if len(matches) > 1:  # among equal counts the first is taken: the newest
                 ((token, _),) = Counter(tokens[match] for match in matches).most_common(1)
             draft.append(token)
             matches = [following[match] for match in matches if tokens[match] == token and following[match] >= 0]
         return draft
 
     def _longest_matches(self, context: list[int]) -> list[int]:
-        """Nodes after the longest matches of `context`'s end, newest first; none: []."""
+        """Returns the nodes after the longest matches of `context`'s end, newest first, or []."""
         tokens, previous, backwards = self._tokens, self._previous, context[::-1]
         for k, newest, older in zip(ANCHORS, self._newest, self._older, strict=True):
             if len(context) < k:
@@ -92,7 +93,7 @@ class SuffixIndex:
             for _ in range(CANDIDATES):
                 if candidate < 0:
                     break
-                # Two runs of LONGEST_MATCH tokens with one 64-bit hash would be no more than a bad draft.
+                # A 64-bit hash collision of two runs of LONGEST_MATCH tokens would only cost a bad draft.
                 length, node = k if k == LONGEST_MATCH else 0, previous[candidate]
                 for token in backwards[length:]:
                     if node < 0 or tokens[node] != token:

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from ... import cpu_products
-from ...cpu_products import Matrix
-from ...dense_linear import DenseLinear
+from ...cpu_products import DenseLinear, Matrix
 from ...native_code import load
 from ...quantization.kernels.native import Native
 from ...quantization.linear import QuantizedLinear
@@ -316,4 +315,4 @@ def _norm_of(module: Any) -> _Norm | None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return cpu_products.is_plain(tensor) and tensor.dtype == torch.float32
+    return cpu_products.is_readable(tensor) and tensor.dtype == torch.float32

@@ -10,7 +10,6 @@ import json
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,11 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...cpu_products import reading_prompts
-from ...dense_linear import DenseConv1D, DenseLinear
+from ...cpu_products import DenseConv1D, DenseLinear, reading_prompts
 from ...json_files import write_atomically
 from ...native_code import cache_directory
-from ..session import snapshot_of
+from .accept import ChainLayout
 from .cache import RaggedCache, autocast_dtype
-from .chains import ChainLayout
 from .linear_layers import make_copies
 from .runner import EagerRunner
 from .shadow import decoder_layers, make_shadow
@@ -47,18 +44,13 @@ _TOKENS = 1, 2, 3, 7, 9, 11, 17, 19, 25, 27, 31, 63, 65
 _NUMBERS = 1 << 19  # of results, at least: of another order of sums one in 20,000 shows in bfloat16
 
 
-def inexact_parts(model: PreTrainedModel, make: Callable[[PreTrainedModel, RaggedCache], EagerRunner]) -> list[str]:
-    """Names of what is not exact in `model` in the runners that `make` makes on this machine; [] where all is.
-
-    Tried once per machine, and kept with what is known of it. One warning says it, per model and process.
-    """
-    settings = f"exact {make.__name__} {torch.get_num_threads()} {autocast_dtype(model.device)}"
-    return snapshot_of(model).find(settings, partial(_inexact_parts, model, make, settings))
-
-
-def _inexact_parts(
+def inexact_parts(
     model: PreTrainedModel, make: Callable[[PreTrainedModel, RaggedCache], EagerRunner], settings: str
 ) -> list[str]:
+    """Names of what is not exact in `model` in the runners that `make` makes under `settings`; [] where all is.
+
+    Tried once per machine, and kept with what is known of it; one warning says it.
+    """
     text = _describe(model, settings)
     path = cache_directory() / f"exact_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     try:

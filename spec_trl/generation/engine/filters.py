@@ -1,7 +1,7 @@
-"""Top-k, top-p and min-p bar tokens from being drawn; top-p here without sorting the vocabulary.
+"""Top-k, top-p and min-p filters; top-p without sorting the vocabulary.
 
-On CUDA a kernel finds the thresholds, and the one that draws applies them (`Filters`). On a CPU the likeliest tokens
-alone decide what top-p keeps, wherever they hold the mass (`keep_top_p`).
+On CUDA a kernel finds the thresholds, and the one that draws applies them (`Filters`). On a CPU top-p reads only the
+likeliest tokens if they hold the mass (`keep_top_p`).
 """
 
 import math
@@ -15,22 +15,22 @@ from transformers.generation import logits_process as hf
 
 
 _FILTERS = (hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
-# Tokens looked at first, and how many times as many where these do not decide. At top_p = 0.95 few positions of a
-# trained model keep more; a sort of 152k logits costs sixty times the first look.
+# Number of tokens read first, and its factor if these do not decide. At top_p = 0.95 few positions of a trained model
+# keep more; sorting 152k logits costs sixty times as much.
 _FIRST, _MORE = 128, 16
 _BLOCK = 64  # tokens
 # Elements at a time: a chunk's scratch, 4 MiB in float32, stays in a CPU's cache.
 _CHUNK = 1 << 20
-# Of the mass. Where the cut is as close as that, transformers decides: its float32 sums were seen to err by 5e-7.
+# Share of the mass. If the cut is that close, the code of transformers decides: its float32 sums err by 5e-7.
 _CLOSE = 1e-6
 
 
 def keep_top_p(warper: hf.TopPLogitsWarper, scores: Tensor, count: int = _FIRST, out: Tensor | None = None) -> Tensor:
-    """What `warper` makes of scores `[n, vocabulary]`, from each row's `count` best where they decide.
+    """Applies `warper` to scores `[n, vocabulary]`, reading a row's `count` best scores if they decide.
 
-    They do where they hold the mass, and the cut lies neither between equal scores, of which transformers' unstable
-    sort keeps any, nor within rounding. Other rows look at more, and in the end are sorted. `out`: where to write,
-    which may be `scores` itself: new memory costs more than the arithmetic.
+    They decide if they hold the mass, and the cut is neither between equal scores, of which transformers' unstable
+    sort keeps any, nor within rounding. Else more scores are read, and finally sorted. `out`: output, may be `scores`:
+    new memory costs more than the arithmetic.
     """
     vocabulary = scores.shape[1]
     usual = 0 < warper.top_p < 1 and warper.min_tokens_to_keep == 1
@@ -38,7 +38,7 @@ def keep_top_p(warper: hf.TopPLogitsWarper, scores: Tensor, count: int = _FIRST,
         return warper(None, scores)
     parts = [_likeliest(part, count) for part in scores.split(max(1, _CHUNK // vocabulary))]
     values, tokens, p = map(torch.cat, zip(*parts, strict=True))  # [n, count] each
-    # transformers removes what has, with all that is less likely, 1 - top_p or less.
+    # transformers removes tokens that have, with all less likely ones, at most 1 - top_p.
     left = warper.top_p - (p.cumsum(1) - p)  # [n, count], of the mass, before each token
     kept = left > 0
     tied = kept[:, :-1] & ~kept[:, 1:] & (values[:, :-1] == values[:, 1:])
@@ -118,7 +118,7 @@ class Filters:
 
             floors, first = top_p_floors(logits, self.top_p, self.temperature, floors)
         if self.min_p is not None:
-            # p >= min_p * p_max, whatever top-k and top-p have left out: they share their normaliser.
+            # p >= min_p * p_max does not depend on top-k and top-p: both sides have the same normaliser.
             least = (logits.amax(1).float() + self.temperature * math.log(self.min_p)) / self.temperature
             if first is not None and floors is not None:
                 first = first.masked_fill(least > floors, 0)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 
-from ...dense_linear import ByRegisters
+from ...cpu_products import ByRegisters
 from ...native_code import compiler
 from ...quantization.linear import QuantizedLinear, project
 from ...quantization.quantized_copy import SIBLINGS

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ...dense_linear import DenseConv1D, DenseLinear, is_plain, multiply
+from ...cpu_products import DenseConv1D, DenseLinear, is_plain, multiply
 from ...quantization.linear import PackedLayer
 from .attention import takes_spans
 from .cache import autocast_dtype
@@ -141,9 +141,7 @@ def refresh_copies(shadow: PreTrainedModel) -> None:
 
 def lend_copies(shadow: PreTrainedModel, network: PreTrainedModel) -> None:
     """Gives the layers of `network` the copies of `shadow`, where they have the same weights, until
-    :func:`take_copies_back` under the same autocast; without one there are none."""
-    if autocast_dtype(shadow.device) is None:
-        return
+    :func:`take_copies_back`. Without autocast there are none."""
     lent = _with_copies(shadow)
     for layer in _linear_layers(network) if lent else ():
         if _key(layer) in lent:
@@ -152,18 +150,13 @@ def lend_copies(shadow: PreTrainedModel, network: PreTrainedModel) -> None:
 
 def take_copies_back(network: PreTrainedModel) -> None:
     """Has the layers of `network` read their weights."""
-    if autocast_dtype(network.device) is None:
-        return
     for layer in _linear_layers(network):
         if isinstance(layer, NarrowProduct):
             layer.copies = None
 
 
-def bytes_of_copies(model: PreTrainedModel) -> int:
-    """Bytes that copies take for a shadow of `model` under the autocast that is on."""
-    dtype = autocast_dtype(model.device)
-    if dtype is None:
-        return 0
+def bytes_of_copies(model: PreTrainedModel, dtype: torch.dtype) -> int:
+    """Bytes that copies take for a shadow of `model` under autocast to `dtype`."""
     layers = {_key(layer): layer for layer in _wide(model, dtype)}
     weights = [weight for layer in layers.values() for weight in (layer.weight, layer.bias) if weight is not None]
     return sum(weight.numel() for weight in weights) * dtype.itemsize
@@ -173,11 +166,6 @@ def copied_bytes(shadow: PreTrainedModel) -> int:
     """Bytes of the copies that `shadow` has."""
     copies = [tensor for layer in _with_copies(shadow).values() for tensor in layer.copies or ()]
     return sum(tensor.nbytes for tensor in copies if tensor is not None)
-
-
-def bytes_in_use(shadow: PreTrainedModel) -> int:
-    """Bytes of the copies that `shadow` has for the autocast that is on; it has none without one."""
-    return 0 if autocast_dtype(shadow.device) is None else copied_bytes(shadow)
 
 
 def _with_copies(shadow: PreTrainedModel) -> dict[_Key, NarrowProduct]:

@@ -3,14 +3,14 @@
 transformers applies them to a rectangular batch, one step at a time. Here a step verifies several positions of rows
 that have generated different numbers of tokens:
 
-* Processors that look at the scores alone, at the number of tokens before a position, or at which tokens these are,
-  run once over all positions.
-* Others whose result for a row depends on that row's prefix and scores alone run on the prefixes that `generate` would
-  show them, grouped by length: some of transformers', and any class with the attribute `prefix_only = True`.
-* A user's class of this kind may refuse a prefix that it forbids: it is shown a row's drafts step by step, only as far
-  as the target takes them.
-* All others may look at other rows or keep state. They need rows that run in step (`in_step.py`), and are called once
-  per step with all rows in the caller's order, as in `generate`.
+* Processors that read only the scores, the number of tokens before a position, or the set of these tokens run once
+  over all positions.
+* Processors whose result for a row depends only on its prefix and scores run on the prefixes of `generate`, grouped by
+  length: some of transformers' classes, and any class with the attribute `prefix_only = True`.
+* A user's class of this kind may raise on a prefix that it forbids: it gets a row's drafts step by step, only as far
+  as the target accepts them.
+* All other processors may read other rows or have state. They need rows in lockstep (`lockstep.py`), and are called
+  once per step with all rows in the caller's order, as in `generate`.
 """
 
 import copy
@@ -47,13 +47,13 @@ _SCORES_ONLY = (
     hf.InfNanRemoveLogitsProcessor,
     hf.LogitNormalization,
 )
-# They keep something for each row of the caller's batch.
+# They store data per row of the caller's batch.
 _ROW_BOUND = (
     hf.PrefixConstrainedLogitsProcessor,
     hf.EncoderRepetitionPenaltyLogitsProcessor,
     hf.EncoderNoRepeatNGramLogitsProcessor,
 )
-# They look at a row's prefix and scores, and never refuse a prefix.
+# They read a row's prefix and scores, and never raise on a prefix.
 _BY_PREFIX = (
     hf.RepetitionPenaltyLogitsProcessor,
     hf.NoRepeatNGramLogitsProcessor,
@@ -67,7 +67,7 @@ _BY_PREFIX = (
     hf.SuppressTokensAtBeginLogitsProcessor,
     hf.WatermarkLogitsProcessor,
 )
-# Those of them that look at the length of a prefix alone: which lengths they act on, all of these alike.
+# Those that read only the length of a prefix: the lengths on which they act.
 _ACTS_ON: dict[type, Callable[[Any, int], bool]] = {
     hf.MinLengthLogitsProcessor: lambda rule, width: width < rule.min_length,
     hf.MinNewTokensLengthLogitsProcessor: lambda rule, width: width - rule.prompt_length_to_skip < rule.min_new_tokens,
@@ -82,12 +82,12 @@ _KNOWN = {*_SCORES_ONLY, *_ROW_BOUND, *_BY_PREFIX, *_CRITERIA}
 
 
 def is_known(part: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether it is a class of transformers that acts on each row alone; a subclass may do anything."""
+    """Whether it is a class of transformers that acts on rows separately; a subclass may do anything."""
     return type(part) in _KNOWN
 
 
 def needs_batch(part: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether it may look at other rows than the one it acts on, or keep state from call to call."""
+    """Whether it may read other rows than the one it acts on, or have state between calls."""
     return not is_known(part) and not getattr(part, "prefix_only", False)
 
 
@@ -100,7 +100,7 @@ class PrefixView:
         self._input_ids = input_ids.to(rows.tokens.device)
 
     def over(self, rows: Rows) -> "PrefixView":
-        """The same view of other `rows` of the same requests."""
+        """A view of other `rows` of the same requests."""
         return PrefixView(rows, self._input_ids)
 
     def widths(self, row: Sequence[int], step: Sequence[int]) -> list[int]:
@@ -122,7 +122,7 @@ class PrefixView:
         return self.prefixes(self.order, self.widths([0], [step])[0])
 
     def on_device(self, numbers: Sequence[int]) -> Tensor:
-        """`[n]` int64 where the rows are; the host does not wait for the copy."""
+        """Copies `[n]` int64 to the device of the rows, without waiting."""
         return sent(torch.tensor(numbers, dtype=torch.int64), self.rows.tokens.device)
 
     @property
@@ -131,7 +131,7 @@ class PrefixView:
         return self.rows.requests.argsort()
 
     def prefixes(self, row: Tensor, width: int) -> Tensor:
-        """`[n, width]` tokens of `row` (`[n]` int64), drafts included; after them anything."""
+        """`[n, width]` tokens of `row` (`[n]` int64), drafts included; later columns are undefined."""
         padded, rows = self._input_ids.shape[1], self.rows
         output = torch.arange(width - padded, device=row.device) + rows.prompt_lengths[row, None]  # [n, new]
         output.clamp_(max=rows.columns - 1)
@@ -148,25 +148,27 @@ _WARPERS = (
 
 class LogitsPipeline:
     """`generate`'s processors, in its order, over logits of rows of different lengths; `batch_size` is the number of
-    rows of the caller's batch, and `may_refuse` says whether one of them may raise on a prefix that it forbids."""
+    rows of the caller's batch.
+
+    Attributes:
+        only_filters: what the processors are, where these are temperature, top-k, top-p and min-p; None: there are
+            others.
+        may_refuse: whether one of them may raise on a prefix that it forbids.
+    """
 
     def __init__(self, processors: LogitsProcessorList, prefixes: PrefixView, batch_size: int) -> None:
         self._processors = processors
-        # Where one kernel draws, it applies the last of them, as many as it can.
+        # The kernel that draws applies as many of the last ones as it can.
         first = 0
         while (filters := Filters.of(processors[first:])) is None:
             first += 1
         self._filters, self._before_filters = filters, processors[:first]
+        self.only_filters = None if self._before_filters else filters
         self._prefixes = prefixes
         self._batch_size = batch_size
         self._eos: dict[LogitsProcessor, Tensor] = {}  # [vocabulary] bool
         self._looks_at_prefixes = not set(map(type, processors)) <= {*_SCORES_ONLY}
         self.may_refuse = not set(map(type, processors)) <= _KNOWN - {hf.PrefixConstrainedLogitsProcessor}
-
-    @property
-    def only_filters(self) -> Filters | None:
-        """What the processors are, where these are temperature, top-k, top-p and min-p; None: there are others."""
-        return None if self._before_filters else self._filters
 
     def over(self, rows: Rows) -> "LogitsPipeline":
         """The same over other `rows` of the same requests, for another thread: copies of transformers' processors,
@@ -182,7 +184,7 @@ class LogitsPipeline:
 
     @classmethod
     def of_warpers(cls, values: Sequence[float], rows: Rows) -> "LogitsPipeline":
-        """A pipeline over `rows` of what :meth:`warpers` gave, in `generate`'s order."""
+        """A pipeline over `rows` of the values of :meth:`warpers`, in `generate`'s order."""
         warpers = LogitsProcessorList()
         for (kind, _), value in zip(_WARPERS, values, strict=True):
             if not math.isnan(value):
@@ -240,18 +242,19 @@ class LogitsPipeline:
     ) -> tuple[Tensor, Tensor]:
         """Processes the positions of a round, one after the other where a processor may refuse a prefix.
 
-        What raises on a row's committed text raises here as in `generate`. A prefix that ends with drafts may be
-        refused, as one that goes on after EOS may be: then no token can be drawn after these drafts, and the last of
-        them is the row's last token of this round.
+        An error on a row's committed text is raised, as in `generate`. A prefix that ends with drafts may be refused,
+        such as one that continues after EOS: then no token is drawn after these drafts, and the last of them is the
+        row's last token of this round.
 
         Args:
             logits: `[B, γ + 1, vocabulary]`.
             proposal: the drafts.
             takes: called with a step, its processed scores `[B, vocabulary]` and the drafts there `[B]`; returns `[B]`
-                bool, which rows take their draft, and are shown further. None: those that it has a probability of.
+                bool, the rows that accept their draft and are processed further. None: rows whose draft has a
+                probability above 0.
 
         Returns:
-            The processed logits, and `[B]` int64: how many drafts each row may take and still draw a token after them.
+            The processed logits, and `[B]` int64: most drafts that a row may accept and still draw a token after them.
         """
         self._show(proposal)
         if not self.may_refuse:
@@ -277,7 +280,7 @@ class LogitsPipeline:
         return torch.stack(processed, dim=1), most
 
     def _show(self, proposal: Proposal) -> None:
-        """Writes the drafts after the committed tokens, where processors look for them."""
+        """Writes the drafts after the committed tokens, where processors read them."""
         if self._looks_at_prefixes:
             self._prefixes.rows.write(0, proposal.tokens)
 
@@ -293,7 +296,7 @@ class LogitsPipeline:
         try:
             processed[rows] = self._process(self._processors, scores[rows], rows, [step] * len(rows))
         except Exception:
-            for row in rows:  # whose prefix was it?
+            for row in rows:  # find the prefix that raised
                 try:
                     processed[row] = self._process(self._processors, scores[row][None], [row], [step])[0]
                 except Exception:
@@ -305,7 +308,7 @@ class LogitsPipeline:
     ) -> Tensor:
         """Processes scores `[n, vocabulary]` at places `step` after the committed tokens of `row`, n each."""
         widths = self._prefixes.widths(row, step) if self._looks_at_prefixes else []
-        logits = scores  # the model's, which others may read: not to be written to
+        logits = scores  # the model's logits, which must not be overwritten
         for processor in processors:
             if type(processor) is hf.TopPLogitsWarper:
                 scores = keep_top_p(processor, scores, out=None if scores is logits else scores)
@@ -328,7 +331,7 @@ class LogitsPipeline:
         acts = [_ACTS_ON[type(processor)](processor, width) for width in widths]
         if not any(acts):
             return scores
-        if isinstance(processor, _FORBID_EOS):  # as they do it, but they compare the vocabulary with EOS each time
+        if isinstance(processor, _FORBID_EOS):  # transformers compares the vocabulary with EOS each time
             if processor not in self._eos:
                 vocabulary = torch.arange(scores.shape[-1], device=scores.device)
                 self._eos[processor] = torch.isin(vocabulary, processor.eos_token_id)
@@ -346,7 +349,7 @@ class LogitsPipeline:
         ignored = ignored[:, None] if isinstance(ignored, Tensor) else ignored or 0  # [n, 1] or a number
         place = torch.arange(max(widths), device=scores.device)  # [width]
         seen = (place >= ignored) & (place < view.on_device(widths)[:, None])  # [n, width]
-        # One element more, for what is not seen or is no token that the model can say.
+        # One more element, for unseen tokens and ids outside of the vocabulary.
         flat = scores.new_empty(count * vocabulary + 1)
         processed = flat[:-1].view(count, vocabulary).copy_(scores)
         tokens = view.prefixes(view.on_device(row), max(widths))  # [n, width]
@@ -371,7 +374,8 @@ class LogitsPipeline:
         return processed
 
     def _bind_padding(self, processor: LogitsProcessor, row: Sequence[int]) -> LogitsProcessor:
-        """The processor with the padding of n places in `row`; transformers >= 5.23 keeps that of the caller's."""
+        """The processor with the padding of n places in `row`; since transformers 5.23 it stores that of the caller's
+        rows."""
         if not isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
             return processor
         padding, requests = processor.prompt_ignore_length, self._prefixes.rows.indices
@@ -395,7 +399,7 @@ def draw_processed(
     want_logprobs: bool = False,
     filters: Filters = _NO_FILTERS,
 ) -> Draw:
-    """As :func:`~spec_trl.generation.engine.noise.draw`, on CUDA by one kernel, which alone applies `filters`."""
+    """Like :func:`~spec_trl.generation.engine.noise.draw`; on CUDA by one kernel, which applies `filters`."""
     if not _is_fused(logits):
         return draw(logits, noise, first, want_logprobs)
     from .kernels.sampling import fused_draw  # imports Triton

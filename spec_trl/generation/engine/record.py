@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ...scheduling.admission import plain_rounds
 from ...scheduling.control import Chain, Control, Tally
-from ...scheduling.plain_decoding import plain_rounds
 from .accept import Integers
 from .drafter import Drafter
 from .rows import Request, Rows, prompt_key
@@ -28,13 +29,12 @@ from .statistics import (
     RequestTimeline,
     RoundPoint,
     SpeculationStatistics,
-    thin,
 )
 
 
 LENGTH_BIN = 128
 """Rounds whose mean lengths fall into the same bin of this width are one :class:`RoundPoint`."""
-ROUNDS_AT_ONCE = 1024
+ROUNDS_AT_ONCE = 128
 """Rounds whose drafts are counted together: a bound on memory."""
 
 
@@ -51,19 +51,19 @@ class DraftedChains:
     """The chains that a round verified. In each of N lanes a row has one chain or none.
 
     Args:
-        depths: `[B]`, generated tokens of each row before the round.
-        owners: N lists of B numbers: the drafter of each chain, -1 where the row has none.
+        depths: `[B]` int32, generated tokens of each row before the round. All others are int16.
+        owners: `[N, B]`: the drafter of each chain, -1 where the row has none.
         drafted, accepted: `[N, B]` tokens of each chain, up to the row's end.
         committed: `[B]` tokens that each row took.
         winner: `[B]`, the lane whose chain the row goes on with.
     """
 
-    depths: Integers
-    owners: Sequence[Sequence[int]]
-    drafted: Integers
-    accepted: Integers
-    committed: Integers
-    winner: Integers
+    depths: NDArray[np.int32]
+    owners: NDArray[np.int16]
+    drafted: NDArray[np.int16]
+    accepted: NDArray[np.int16]
+    committed: NDArray[np.int16]
+    winner: NDArray[np.int16]
 
 
 @dataclass
@@ -180,6 +180,7 @@ class Record:
             timeline=timelines(self.rounds, self._names, self._ends, completed),
             predicted_speedup=explanation.predicted_speedup,
             measured_speedup=sum(control.tallies, Tally()).measured_speedup,
+            tallies=dict(zip((candidate.name for candidate in control.candidates), control.tallies, strict=True)),
             reason=explanation.reason,
             cache_bytes=target.cache.bytes_of([length + control.most_drafted for length in rows.most]),
             preemptions=self.preemptions,
@@ -352,3 +353,16 @@ def count_drafts(
             [by_name(row) for row in won],
             {edge: by_name(row) for edge, row in won_at_edge if row.any()},
         )
+
+
+def thin(changes: list[Any], most: int, when: int) -> None:
+    """Merges the two shortest neighbouring spans until `most` of `changes` remain. The open span is never merged. The
+    field `when` of a change is its round; the fields after it are what changed."""
+    while len(changes) > most:
+        at = min(range(1, len(changes) - 1), key=lambda at: changes[at + 1][when] - changes[at - 1][when])
+        one, other, ended = changes[at - 1 : at + 2]
+        longer = one if 2 * other[when] >= one[when] + ended[when] else other
+        changes[at - 1 : at + 1] = [(*one[: when + 1], *longer[when + 1 :])]
+        for place in (at, at - 1):
+            if place and changes[place][when + 1 :] == changes[place - 1][when + 1 :]:
+                del changes[place]

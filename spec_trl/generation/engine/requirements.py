@@ -12,6 +12,7 @@ import transformers
 from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..session import Snapshot, snapshot_of
@@ -19,7 +20,6 @@ from .attention import STATELESS, MaskPlan, keeps_states
 from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
 from .scans import follows_states
 from .shadow import unwrapped
-from .states import is_filled
 from .training_marks import unfollowed_patch
 
 
@@ -267,7 +267,7 @@ def check_keywords(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> N
         if value is None or name in _KNOWN_KEYWORDS:
             continue
         if isinstance(value, Cache):
-            if is_filled(value):
+            if _is_filled(value):
                 filled.append(name)
         elif name not in types:
             unknown.append(name)
@@ -287,6 +287,14 @@ def check_keywords(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> N
         raise ValueError(
             f"{filled[0]} already holds tokens; assistant_strategy keeps its own cache. Pass the whole prompt."
         )
+
+
+def _is_filled(cache: Cache) -> bool:
+    for layer in cache.layers:  # those without K/V hold states
+        holds = isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > 0
+        if holds or any(getattr(layer, "has_previous_state", {}).values()):
+            return True
+    return False
 
 
 def check_input_ids(input_ids: object, device: torch.device) -> None:
@@ -363,13 +371,17 @@ def read_prompts(
 
 
 def check_lengths(
-    model: PreTrainedModel, lengths: Sequence[int], new_tokens: int, name: Callable[[int], str] = "prompt {}".format
+    model: PreTrainedModel,
+    limit: int | None,
+    lengths: Sequence[int],
+    new_tokens: int,
+    name: Callable[[int], str] = "prompt {}".format,
 ) -> None:
-    """Raises ValueError where a prompt, of `lengths` tokens, reaches with `new_tokens` beyond the
-    :func:`position_limit`; warns where it reaches beyond the model's context. `name` names a row in the error."""
+    """Raises ValueError where a prompt, of `lengths` tokens, reaches with `new_tokens` beyond `limit`, the
+    :func:`position_limit` of `model`; warns where it reaches beyond the model's context. `name` names a row in the
+    error."""
     config = model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)  # a network without attention has none
-    limit = position_limit(model)  # to look for a change of the model would take longer
     longest = max(lengths)
     total = longest + new_tokens
     if limit is not None and total > limit:

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from ...scheduling.admission import AdmissionDelay
 from ...scheduling.control import Chain, Control
-from .accept import Outcome, Proposal, verify_rejection
-from .chains import Lanes, draft_lengths
+from .accept import Lanes, Outcome, Proposal, draft_lengths, verify_rejection
 from .drafter import Drafter, DraftSession
 from .guarded_drafters import GuardedDrafters, LookupEvaluation, broken_logits, report_broken
 from .memory import free_memory, sent
 from .noise import Draw, NoiseAhead, RoundNoise, derive, position_keys
 from .processors import LogitsPipeline
 from .record import Completion, DraftedChains, Record
-from .room import KVRoom
+from .row_memory import RowMemory
 from .rows import Admission, Request, RequestQueue, Rows
 from .runner import EagerRunner
 from .statistics import SpeculationStatistics
@@ -32,7 +31,7 @@ class Rollout:
 
     The candidates of `control` are the `drafters` in their order; the capacity of `rows` bounds the batch. `rejection`
     verifies by rejection sampling if it samples. A streamer's `on_tokens` is called with `[n]` new tokens per round,
-    at batch 1 only. Where `room` says that memory ends, rows leave and wait; None: there is enough.
+    at batch 1 only. Where `memory` says that memory ends, rows leave and wait; None: there is enough.
 
     Attributes:
         queue, target, rows, want_logprobs: the arguments.
@@ -55,7 +54,7 @@ class Rollout:
         want_logprobs: bool,
         strategy: str,
         on_tokens: Callable[[Tensor], None] | None = None,
-        room: KVRoom | None = None,
+        memory: RowMemory | None = None,
     ) -> None:
         self.queue, self.target, self.rows = queue, target, rows
         self.drafters = GuardedDrafters(drafters, control.drop)
@@ -64,7 +63,7 @@ class Rollout:
         self.record = Record(strategy, queue.requests, self.drafters.names, rows.tokens.device)
         self._pipeline, self._stopping = pipeline, stopping
         self._do_sample, self._rejection = do_sample, rejection and do_sample
-        self._on_tokens, self._kv_room = on_tokens, room
+        self._on_tokens, self._memory = on_tokens, memory
         self._vocabulary = target.network.config.get_text_config(decoder=True).vocab_size
         self._noise = NoiseAhead(rows, self._vocabulary)
         self._delay = AdmissionDelay(rows.capacity)
@@ -74,7 +73,7 @@ class Rollout:
         queue gave the request to another rank."""
         self.begin()
         while self.admit():
-            self._make_room()
+            self._preempt()
             self.decode_round(self._plan())
             self.queue.after_round(self)
         self.control.finish()
@@ -125,14 +124,14 @@ class Rollout:
 
     def _take(self) -> list[Request]:
         """Requests that get rows now, as the admission delay and memory allow."""
-        queue, rows, room, keys = self.queue, self.rows, self._kv_room, self.record.prompt_keys
-        free = 0 if room is not None and room.is_full else rows.capacity - rows.active
+        queue, rows, memory, keys = self.queue, self.rows, self._memory, self.record.prompt_keys
+        free = 0 if memory is not None and memory.is_full else rows.capacity - rows.active
         next_key = None if (upcoming := queue.upcoming) is None else keys[upcoming.index]
         if not free or self._delay.waits(free, {keys[index] for index in rows.indices}, next_key):
             return []
         taken = queue.take(free, rows.active) if queue.waiting or not rows.active else []
-        if taken and room is not None:
-            fitting = room.fitting(taken)
+        if taken and memory is not None:
+            fitting = memory.fitting(taken)
             queue.put_back(taken[fitting:])
             taken = taken[:fitting]
         return taken
@@ -149,14 +148,14 @@ class Rollout:
         noise = RoundNoise(rows.noise_keys(1)[row], logits.shape[-1]) if self._do_sample else None
         drawn = self._pipeline.draw(logits, noise, want_logprobs=self.want_logprobs, rows=[*begun])
         drawn = drawn.spread(row, rows.active)
-        return Outcome.of([Proposal(drawn.tokens[:, :0])], [drawn], [], 0, rows.room)
+        return Outcome.of([Proposal(drawn.tokens[:, :0])], [drawn], [], 0, rows.remaining)
 
     # ---- a round ----------------------------------------------------------------------------------------------------
 
     def _plan(self) -> list[Chain]:
-        """The chains that the control wants, no longer than the row with most room could use."""
+        """The chains that the control wants, no longer than the row with most tokens left could use."""
         rows = self.rows
-        most = int(rows.room.max()) - 1
+        most = int(rows.remaining.max()) - 1
         with self.record.phase("control"):
             plan = self.control.plan(list(rows.indices), rows.mean_length, self.queue.waiting)
         plan = [chain for chain in plan if chain.draft_length > 0 and chain.which in self.drafters.in_use]
@@ -188,7 +187,7 @@ class Rollout:
         with phase("accept"):
             proposals = lanes.proposals
             draws = [self._draw(lane, lanes.logits(n, logits), noise) for n, lane in enumerate(proposals)]
-            outcome = Outcome.of(proposals, draws, lanes.owners, lanes.width, rows.room)
+            outcome = Outcome.of(proposals, draws, lanes.owners, lanes.width, rows.remaining)
             if lanes.layout is not None:  # the K/V and hidden states of the winners stay
                 winner = sent(torch.from_numpy(outcome.winner), logits.device)  # [B]
                 target.keep_chains(lanes.layout.slots_of(winner))
@@ -208,9 +207,9 @@ class Rollout:
         if proposal is None:
             # Its K/V in the columns it drafted may be broken: verifying as many tokens overwrites it.
             return Proposal(rows.window(-1, 1).expand(-1, draft_length), torch.zeros_like(rows.lengths))
-        # What follows may have to know on the device how many drafts there are; the bonus token needs room too.
-        room = rows.limits - rows.lengths - 1 if self._rejection or self._pipeline.may_refuse else None  # [B]
-        return proposal.to(rows.tokens.device).within(self._vocabulary, room)
+        # What follows may have to know on the device how many drafts there are; the bonus token counts too.
+        drafts_left = rows.limits - rows.lengths - 1 if self._rejection or self._pipeline.may_refuse else None  # [B]
+        return proposal.to(rows.tokens.device).within(self._vocabulary, drafts_left)
 
     def _forward(self, lanes: Lanes) -> Tensor:
         """Feeds each row's last committed token and its drafts to the target; returns logits `[B, W, V]`."""
@@ -241,7 +240,7 @@ class Rollout:
         """Takes the verified tokens into the output; returns the rows that ended, and how many tokens there were."""
         rows, drawn = self.rows, outcome.drawn
         rows.write(0, drawn.tokens)
-        counts, ends = self._stopping.first_stop(outcome.tokens, outcome.counts, rows.room)  # [B] each
+        counts, ends = self._stopping.first_stop(outcome.tokens, outcome.counts, rows.remaining)  # [B] each
         if (outcome.sound < counts).any():
             done = sum(past.tokens > 0 for past in self.record.rounds)
             raise broken_logits(self.target, rows, outcome.sound, counts, outcome.width, done)
@@ -251,7 +250,9 @@ class Rollout:
             drafted = np.where(ends, np.minimum(outcome.drafted, counts), outcome.drafted)  # [N, B]
             accepted = np.minimum(outcome.accepted, counts)  # [N, B]
             chains = outcome.owners, drafted, accepted, counts, outcome.winner
-            self.record.rounds[-1].chains = DraftedChains(rows.host_generated, *chains)
+            # A long rollout has thousands of rounds: 14 bytes for each row of one.
+            small = (np.asarray(values, np.int16) for values in chains)
+            self.record.rounds[-1].chains = DraftedChains(rows.host_generated.astype(np.int32), *small)
         rows.commit(rows.host_lengths + counts, drawn.logprobs)
         self.target.cache.commit(counts.tolist())
         if outcome.width:
@@ -289,9 +290,9 @@ class Rollout:
         self.record.end([self.rows.indices[row] for row in leaving], {})
         self._free(list(leaving))
 
-    def _make_room(self) -> None:
+    def _preempt(self) -> None:
         """Sends rows back into the queue where memory ends; their K/V is computed again when they come back."""
-        leaving = [] if self._kv_room is None else self._kv_room.leaving(int(self.rows.host_lengths.sum()))
+        leaving = [] if self._memory is None else self._memory.leaving(int(self.rows.host_lengths.sum()))
         if leaving:
             self.queue.put_back(self.hand_over(leaving, head_share=1.0))
             self.record.preemptions += len(leaving)

@@ -188,7 +188,7 @@ class Rows:
         return float(self.host_lengths.mean())
 
     @property
-    def room(self) -> Integers:
+    def remaining(self) -> Integers:
         """`[active]`, on the host: tokens that each row may yet generate."""
         return self.host_limits - self.host_lengths
 

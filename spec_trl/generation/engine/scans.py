@@ -135,7 +135,7 @@ _CONVOLUTION = "causal_conv1d_fn"
 
 
 @functools.cache
-def _forward_of(kind: Any) -> FunctionType | None:
+def forward_of(kind: Any) -> FunctionType | None:
     """The forward of a mixer's class in transformers, below the classes that a shadow puts before it."""
     kinds = [base for base in kind.__mro__ if "forward" in vars(base) and base.__module__.startswith("transformers.")]
     forward = inspect.unwrap(kinds[0].forward) if kinds else None
@@ -143,7 +143,7 @@ def _forward_of(kind: Any) -> FunctionType | None:
 
 
 def _names_in(kind: Any) -> tuple[str, ...]:
-    forward = _forward_of(kind)
+    forward = forward_of(kind)
     return () if forward is None else forward.__code__.co_names
 
 
@@ -215,7 +215,7 @@ class _Mixer(nn.Module):
 @functools.cache
 def _twin_of(kind: Any) -> FunctionType:
     """The forward of a class of mixers with our functions in place of its scan and its convolution."""
-    forward, name = _forward_of(kind), _scan_in(kind)
+    forward, name = forward_of(kind), _scan_in(kind)
     assert forward is not None
     known = dict(forward.__globals__)
     if name is not None:

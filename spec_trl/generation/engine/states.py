@@ -15,24 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from . import cpu_states
 from .attention import keeps_states
 from .cache import RaggedCache
 from .cpu_states import Replay
-from .family_hooks import cache_name
-from .scans import convolves, keeps_windows
-
-
-def is_filled(cache: Cache) -> bool:
-    """Whether a cache of transformers holds K/V or a state."""
-    return any(
-        layer.get_seq_length() > 0
-        if isinstance(layer, CacheLayerMixin)
-        else any(getattr(layer, "has_previous_state", {}).values())
-        for layer in cache.layers
-    )
+from .family_hooks import CACHE_NAMES
+from .scans import convolves, forward_of, keeps_windows
 
 
 def cache_for(network: PreTrainedModel, rows: int, columns: int) -> RaggedCache:
@@ -48,14 +37,15 @@ def state_bytes(network: PreTrainedModel) -> int:
     by_kind: dict[type, int] = {}
     total = 0
     for mixer in network.modules():
-        kind = type(mixer)
-        if not keeps_windows(kind):
+        kind: Any = type(mixer)
+        forward = forward_of(kind)
+        if forward is None or not keeps_windows(kind):
             continue
         if kind not in by_kind:
             cache = States.for_network(network, 1, 1)
             cache.point_at(torch.zeros(1, 1, dtype=torch.int64, device=network.device), 1, 0)
             cache.feeds([1])
-            mixer(hidden, **{cache_name(kind): cache})
+            mixer(hidden, **{name: cache for name in CACHE_NAMES if name in forward.__code__.co_varnames})
             by_kind[kind] = cache.state_bytes
         total += by_kind[kind]
     return total
@@ -76,7 +66,7 @@ class States(RaggedCache):
         super().__init__(layers, rows, columns)
         self._windows: dict[tuple[int, int], Tensor] = {}  # [rows, channels, kernel] by layer and index
         self._recurrent: dict[int, Tensor] = {}  # [rows, ...] by layer
-        self._held: dict[object, Replay] = {}  # of the last forward, by key of a window or layer
+        self.held: dict[object, Replay] = {}  # of the last forward, by key of a window or layer
         self._fed: tuple[int, int] | None = None  # key of the window that a convolution in C++ is to read now
 
     def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
@@ -89,20 +79,21 @@ class States(RaggedCache):
         """A cache with the same K/V, and states that follow drafts."""
         draft = object.__new__(DraftStates)
         states: dict[str, Any] = {"_windows": {}, "_recurrent": {}, "committed": self}
-        draft.__dict__ = self.__dict__ | states | {"prompt": None, "is_step": True, "_held": {}, "_fed": None}
+        draft.__dict__ = self.__dict__ | states | {"prompt": None, "is_step": True, "held": {}, "_fed": None}
         return draft
 
     def commit(self, lengths: Sequence[int]) -> None:
         """Takes the first `lengths[b]` tokens of each row, of those that the last forward held, into the states."""
-        if self._held:
-            counts = torch.tensor(lengths)  # [B]
-            for replay in self._held.values():
+        held, self.held = self.held, {}  # a captured forward keeps the dictionary
+        if held:
+            free = self._span.stop - self._span.start - len(lengths)
+            counts = torch.tensor([*lengths, *[0] * free])  # [B], with rows that pad a captured forward
+            for replay in held.values():
                 replay(counts)
-            self._held.clear()
 
     def hold(self, key: object, replay: Replay) -> None:
         """Holds what the present forward feeds into a window or a scan."""
-        self._held[key] = replay
+        self.held[key] = replay
 
     def recurrent_state(self, layer: int) -> Tensor | None:
         """`[B, ...]` of the rows of the present forward."""
@@ -117,12 +108,14 @@ class States(RaggedCache):
     @property
     def holds(self) -> bool:
         """Whether the last forward held what it fed."""
-        return bool(self._held)
+        return bool(self.held)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of all rows."""
+    def state_bytes(self) -> int:  # type: ignore[override]
         return sum(state.nbytes for state in self.states)
+
+    def bytes_of(self, lengths: Sequence[int]) -> int:
+        return super().bytes_of(lengths) + self.state_bytes
 
     # ---- What mixers call -------------------------------------------------------------------------------------------
 
@@ -139,12 +132,14 @@ class States(RaggedCache):
         if self._compiles(key) and conv_states.dtype == self._windows[key].dtype:
             self._fed = key
             return conv_states
-        window = torch.cat([self._windows[key][self._span], conv_states], dim=-1)  # [B, channels, kernel + q]
-        if self.prompt is None and not self.is_step:
-            self.hold(key, partial(self._write_window, key, window))
+        state = self._windows[key][self._span]
+        window = torch.cat([state, conv_states], dim=-1)  # [B, channels, kernel + q]
+        if self.prompt is not None:
+            _write_window(state, window, torch.tensor(self.prompt))
+        elif self.is_step:  # nothing comes from the host, where a draft is captured
+            state.copy_(window[..., -state.shape[-1] :])
         else:
-            counts = torch.tensor(self.prompt or [conv_states.shape[-1]] * len(window))  # [B]
-            self._write_window(key, window, counts)
+            self.hold(key, partial(_write_window, state, window))
         return window
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -198,16 +193,18 @@ class States(RaggedCache):
         key, self._fed = self._fed, None
         return None if key is None else (key, self._windows[key][self._span])
 
-    def _write_window(self, key: tuple[int, int], window: Tensor, lengths: Tensor) -> None:
-        state = self._windows[key][self._span]  # [B, channels, kernel]
-        columns = lengths[:, None] + torch.arange(state.shape[-1])  # [B, kernel], up to the last token
-        state.copy_(window.gather(-1, columns.to(window.device)[:, None].expand(-1, state.shape[1], -1)))
+
+def _write_window(state: Tensor, window: Tensor, lengths: Tensor) -> None:
+    """Takes the first `lengths[b]` new columns of each row of `window` [B, channels, kernel + q] into `state`."""
+    columns = lengths[:, None] + torch.arange(state.shape[-1])  # [B, kernel], up to the last token
+    state.copy_(window.gather(-1, columns.to(window.device)[:, None].expand(-1, state.shape[1], -1)))
 
 
 class DraftStates(States):
     """The target's K/V, and states that begin at the committed ones in each round, and follow what is drafted."""
 
     committed: States
+    is_repeatable = False  # a draft is, from its first step on
 
     def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
         """Every forward of a draft is a step."""

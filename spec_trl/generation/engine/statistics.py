@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
+from ...scheduling.control import Tally
+
 
 DEPTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Lower edges of the output-depth bins in tokens; from 512 on those of ER Tab. 7."""
 MOST_CHANGES = 32
-"""Changes in the timeline of one request; :func:`thin` merges more."""
+"""Changes in the timeline of one request; more are merged."""
 MOST_PLANS = 128
 """Changes of the plan of a rollout: about as many as a figure can show."""
 
@@ -160,19 +162,6 @@ def slowest(timelines: Sequence[RequestTimeline], count: int) -> list[RequestTim
     return sorted(timelines, key=lambda timeline: timeline.ended)[-count:]
 
 
-def thin(changes: list[Any], most: int, when: int) -> None:
-    """Merges the two shortest neighbouring spans until `most` of `changes` remain. The open span is never merged. The
-    field `when` of a change is its round; the fields after it are what changed."""
-    while len(changes) > most:
-        at = min(range(1, len(changes) - 1), key=lambda at: changes[at + 1][when] - changes[at - 1][when])
-        one, other, ended = changes[at - 1 : at + 2]
-        longer = one if 2 * other[when] >= one[when] + ended[when] else other
-        changes[at - 1 : at + 1] = [(*one[: when + 1], *longer[when + 1 :])]
-        for place in (at, at - 1):
-            if place and changes[place][when + 1 :] == changes[place - 1][when + 1 :]:
-                del changes[place]
-
-
 @dataclass
 class SpeculationStatistics:
     """Statistics of one `generate` call.
@@ -214,6 +203,7 @@ class SpeculationStatistics:
             weights and caches.
         copied_bytes: of 16-bit copies of the target's wider weights, under autocast.
         learning: None: no drafter learns while it drafts.
+        tallies: rounds of each drafter, with their seconds and predictions, by strategy.
         drafter_failure: why the drafter was dropped, or None.
     """
 
@@ -246,6 +236,7 @@ class SpeculationStatistics:
     graph_bytes: int = 0
     copied_bytes: int = 0
     learning: LearningStatistics | None = None
+    tallies: dict[str, Tally] = field(default_factory=dict)
     drafter_failure: str | None = None
 
     @property

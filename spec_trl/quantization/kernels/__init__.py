@@ -43,7 +43,8 @@ def check_kernel_name(name: str) -> None:
 
 
 def fitting_kernels(name: str, layer: LayerSpec) -> list[type[PackedWeight]] | str:
-    """The kernels called `name` that can hold `layer`, under "auto" all fast ones; or why there is none."""
+    """Returns the kernels called `name` that can hold `layer`, under "auto" all fast ones; or the reason why there is
+    none."""
     named = FAST_KERNELS if name == "auto" else [kernel for kernel in KERNELS if kernel.name == name]
     codes = layer.bits, layer.normal_float
     kernels = [k for k in named if (k.bits, k.normal_float) == codes and k.device_type in (None, layer.device.type)]
@@ -55,11 +56,11 @@ def fitting_kernels(name: str, layer: LayerSpec) -> list[type[PackedWeight]] | s
 
 
 def find_kernel(name: str, layer: LayerSpec) -> type[PackedWeight] | str:
-    """The kernel for `layer`, or the reason why there is none.
+    """Returns the kernel for `layer`, or the reason why there is none.
 
-    "auto" takes the fastest kernel that can hold the layer: on a CPU by a rule, on a GPU the one that measured
-    fastest, and none where the dense layer is faster still. Siblings get the one that is fastest for all of them,
-    where one can hold all. It never takes "reference".
+    "auto" takes the fastest kernel that can hold the layer, on a CPU by a rule, on a GPU by measured times, and none
+    if the dense layer is faster. Siblings get the kernel that is fastest for all, if one can hold all. It never takes
+    "reference".
     """
     choice = _choose(name, layer)
     return choice if isinstance(choice, str) else choice[0]
@@ -80,7 +81,7 @@ def make_packed(name: str, layer: LayerSpec) -> PackedWeight | str:
 
 
 def _choose(name: str, layer: LayerSpec) -> tuple[type[PackedWeight], int | None] | str:
-    """The kernel, and its measured max_rows where it was measured."""
+    """Returns the kernel, and its max_rows if measured."""
     fitting = fitting_kernels(name, layer)
     if isinstance(fitting, str):
         return fitting

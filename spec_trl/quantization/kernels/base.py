@@ -23,16 +23,16 @@ al. 2023, §3 and App. E)."""
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One weight matrix [out_features, in_features], as a kernel must know it before it stores it.
+    """Spec of a weight matrix [out_features, in_features], which a kernel needs before it stores the weight.
 
     Attributes:
         bits: 4 (asymmetric, integer zero points; or NF4) or 8 (symmetric).
         group: number of weights of a row that share a scale; divides in_features.
         policy_dtype: dtype in which the policy computes with this weight.
-        activation_dtype: dtype the caller wants activations and scales in; None = the kernel's choice.
+        activation_dtype: wanted dtype of activations and scales; None = the kernel's choice.
         normal_float: whether 4 bits are NF4.
-        siblings: output features of all projections of the same input, this one among them, where one product may
-            serve them; empty: none. Siblings get one kernel.
+        siblings: output features of all projections of the same input, this one included, if one product may serve
+            them; else empty. Siblings get one kernel.
     """
 
     out_features: int
@@ -52,7 +52,7 @@ class LayerSpec:
 
     @property
     def shape(self) -> str:
-        """In words, as "512x256", or "512+128+128x256" of siblings."""
+        """Text such as "512x256", for siblings "512+128+128x256"."""
         return f"{'+'.join(str(part.out_features) for part in self.parts)}x{self.in_features}"
 
     @property
@@ -94,13 +94,13 @@ class PackedWeight(nn.Module, ABC):
     Attributes:
         name: the kernel's name; kernels for different devices may share one.
         bits: the width of the codes it stores.
-        normal_float: whether they stand for NF4's values.
+        normal_float: whether the codes are NF4's values.
         device_type: the only kind of device it runs on; None = any.
-        package: the package that it comes from; None = torch alone.
-        activation_dtypes: those it can compute in, the best first; empty = any, the policy's first.
+        package: the package that provides it; None = torch.
+        activation_dtypes: dtypes in which it can compute, the best first; empty = any, the policy's first.
         multiples: numbers that must divide out_features and in_features.
-        row_block: `pack_` takes rows from a multiple of this on, and (but for the last rows) a multiple of them.
-        rows_along: the dimension of each buffer along which rows lie, where a slice of the buffers is a weight too.
+        row_block: `pack_` takes blocks that begin at a multiple of this and (except the last) have a multiple of it.
+        rows_along: the row dimension of every buffer, if a slice of the buffers is a weight.
         max_rows: above this many rows of x the policy's dense weight is faster.
         activation_dtype: the dtype of x, y and the scales.
     """
@@ -118,18 +118,18 @@ class PackedWeight(nn.Module, ABC):
     activation_dtype: torch.dtype
 
     def __init__(self, layer: LayerSpec) -> None:
-        """Allocates the buffers for `layer`, which `unsupported` has let pass."""
+        """Allocates the buffers for `layer`, for which `unsupported` returned None."""
         super().__init__()
         self.layer = layer
         self.activation_dtype = layer.activation_dtype or (*self.activation_dtypes, layer.policy_dtype)[0]
 
     def allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Zeros that become a buffer when they are assigned to an attribute of this module."""
+        """Zeros that become a buffer when assigned to an attribute of this module."""
         return nn.Buffer(torch.zeros(shape, dtype=dtype, device=self.layer.device), persistent=False)
 
     @classmethod
     def unsupported(cls, layer: LayerSpec) -> str | None:
-        """Why this kernel cannot hold `layer`, of its codes and on its kind of device; None when it can."""
+        """Returns the reason why this kernel cannot hold `layer`, which has its codes and kind of device, or None."""
         if cls.activation_dtypes and layer.activation_dtype not in (None, *cls.activation_dtypes):
             known = " or ".join(map(str, cls.activation_dtypes))
             return f"activation_dtype={layer.activation_dtype}, and it computes in {known}"
@@ -156,8 +156,8 @@ class PackedWeight(nn.Module, ABC):
 
 
 def join_rows(parts: Sequence[PackedWeight]) -> PackedWeight | None:
-    """An empty weight with the rows of `parts`, whose buffers become slices of it: what is packed into them is packed
-    into it. None where they differ in more than their rows, or their kernel has no such slices."""
+    """Makes an empty weight with the rows of `parts`, whose buffers become slices of it: packing a part packs its rows
+    here. None if parts differ in more than their rows, or the kernel has no slices."""
     first, rows = parts[0], [part.layer.out_features for part in parts]
     if not first.rows_along or any(count % first.row_block for count in rows):
         return None
@@ -175,13 +175,14 @@ def join_rows(parts: Sequence[PackedWeight]) -> PackedWeight | None:
 
 @functools.lru_cache(maxsize=16)
 def normal_floats(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """NF4's values, [16]. Kept: copying them to a GPU waits for it."""
+    """NF4's values, [16]. Cached, since copying them to a GPU synchronizes."""
     with torch.inference_mode(False):
         return torch.tensor(NORMAL_FLOATS, dtype=dtype, device=device)
 
 
 def join_nibbles(nibbles: Sequence[Tensor]) -> Tensor:
-    """Words of which bits 4i … 4i + 3 are nibbles[i]: int32 tensors of one shape with values 0..15; 8 at most."""
+    """Packs nibbles into words: bits 4i … 4i + 3 are nibbles[i], int32 tensors of one shape with values 0..15; at most
+    8."""
     words = nibbles[0].clone()
     for i, nibble in enumerate(nibbles[1:], start=1):
         words |= nibble << (4 * i)
@@ -189,7 +190,7 @@ def join_nibbles(nibbles: Sequence[Tensor]) -> Tensor:
 
 
 def pad_rows(rows: QuantizedRows, multiple: int) -> QuantizedRows:
-    """The same rows, and rows of zeros after them up to a multiple of `multiple`."""
+    """Appends rows of zeros up to a multiple of `multiple`."""
     padding = (0, 0, 0, -len(rows.codes) % multiple)
     if not any(padding):
         return rows
@@ -197,8 +198,8 @@ def pad_rows(rows: QuantizedRows, multiple: int) -> QuantizedRows:
 
 
 def gpu_unsupported(layer: LayerSpec, capability: tuple[int, int] = (8, 0)) -> str | None:
-    """Why the GPU that holds `layer` cannot run a kernel for NVIDIA GPUs from `capability` (Ampere) on; None when it
-    can."""
+    """Returns the reason why the GPU of `layer` cannot run a kernel for NVIDIA GPUs of at least `capability` (Ampere),
+    or None."""
     if torch.version.hip is not None:
         return "the GPU is not NVIDIA's"
     if torch.cuda.get_device_capability(layer.device) < capability:

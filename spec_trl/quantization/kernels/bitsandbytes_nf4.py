@@ -1,6 +1,6 @@
-"""NF4 by bitsandbytes, an optional extra: its products alone, on buffers that a refresh writes in place.
+"""NF4 by bitsandbytes, an optional extra: only its products, on buffers that a refresh writes in place.
 
-On a CPU 32 rows lie together. Each pair of columns of theirs has 32 bytes:
+On a CPU 32 rows are stored together. A pair of their columns has 32 bytes:
 
     byte i of column pair j  =  row i // 2, column 2j + i % 2  |  row 16 + i // 2, same column << 4      i = 0 … 31
 """

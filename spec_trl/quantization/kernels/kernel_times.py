@@ -1,4 +1,4 @@
-"""Times the kernels that can hold a layer, on its device, and keeps the table: the choice of "auto" on a GPU."""
+"""Times the kernels that can hold a layer, on its device, and caches the table: the choice of "auto" on a GPU."""
 
 import copy
 import dataclasses
@@ -22,11 +22,11 @@ from .base import LayerSpec, PackedWeight, QuantizedRows, join_rows, normal_floa
 
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of x at which kernels are timed
-SMALL_ROWS = (1, 2, 4, 8)  # those that count in the choice: drafting has few
-REPLAYS = 20  # of which the median counts
-MIN_CALLS, MAX_CALLS = 8, 128  # in one replay
+SMALL_ROWS = (1, 2, 4, 8)  # rows that count in the choice: drafting has few
+REPLAYS = 20  # calls, of which the median counts
+MIN_CALLS, MAX_CALLS = 8, 128  # calls in a replay
 FILL = 1 << 24  # weights made at once
-UNMEASURED_ROWS = 16  # the limit of a kernel where memory is too short for measuring
+UNMEASURED_ROWS = 16  # max_rows of a kernel if memory is too short to measure
 TOLERANCE = 0.05  # of an output's standard deviation: bfloat16 rounding of the largest outputs stays within half of it
 
 Times = dict[int, float]  # rows of x → seconds
@@ -47,14 +47,14 @@ class TableKey:
 
     @property
     def path(self) -> Path:
-        """The table's file, under a readable name that no other key has."""
+        """Path of the table's file, with a readable name that is unique to the key."""
         text = "_".join(dataclasses.astuple(self))
         return cache_directory() / file_name(f"{self.device}_{self.layer}", text)
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A kernel's name, and the rows of x up to which it is faster than the dense layer."""
+    """A kernel's name, and the most rows of x for which it is faster than the dense layer."""
 
     kernel: str
     max_rows: int
@@ -68,7 +68,7 @@ class KernelTable:
         key: what the table is valid for.
         dense: times of the policy's layer.
         kernels: times of each kernel, by its name.
-        version: raise it when a kernel of ours changes; older tables are then measured again.
+        version: to be raised when a kernel of ours changes; older tables are then measured again.
     """
 
     key: TableKey
@@ -93,7 +93,7 @@ class KernelTable:
     def choose(self) -> KernelChoice | None:
         """The kernel that is fastest at SMALL_ROWS, in geometric mean; None where the dense layer wins at one row.
 
-        Beyond its `max_rows` a kernel counts with the time of the dense layer, which runs there.
+        Beyond its `max_rows` a kernel counts with the time of the dense layer, which then runs.
         """
 
         def small(kernel: str) -> float:
@@ -108,13 +108,13 @@ class KernelTable:
         return KernelChoice(best, self.max_rows(best))
 
     def save(self) -> None:
-        """Writes the table to its file; raises OSError where it cannot."""
+        """Writes the table to its file; raises OSError if that fails."""
         write_json(self.key.path, self)
 
     @classmethod
     def load(cls, key: TableKey) -> "KernelTable":
-        """Reads the table for `key`; raises FileNotFoundError where there is none, and ValueError where its file is
-        damaged, of another version, or for another key."""
+        """Reads the table for `key`; raises FileNotFoundError if there is none, and ValueError if its file is damaged,
+        of another version, or for another key."""
         table = read_json(key.path, cls, "table of kernels", "it is measured again")
         if table.key != key:
             raise ValueError(f"{key.path} is for something else; it is measured again.")
@@ -122,9 +122,9 @@ class KernelTable:
 
 
 tables: dict[TableKey, KernelTable] = {}
-"""What this process has measured or read."""
+"""Tables that this process has measured or read."""
 failed_kernels: set[str] = set()
-"""Names of kernels that failed in this process, which does not try them again."""
+"""Names of kernels that failed in this process and are not tried again."""
 
 
 def time_replays(name: str, rows: int, calls: Sequence[Callable[[], Tensor]]) -> float:
@@ -150,7 +150,7 @@ def time_replays(name: str, rows: int, calls: Sequence[Callable[[], Tensor]]) ->
 
 
 def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> KernelChoice | None:
-    """The choice among `kernels` for `layer`; None where the dense layer is faster than each of them."""
+    """Returns the fastest of `kernels` for `layer`; None if the dense layer is faster than all."""
     try:
         return kernel_table(layer, kernels).choose()
     except torch.OutOfMemoryError as error:
@@ -164,8 +164,8 @@ def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> 
 
 def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer = time_replays) -> KernelTable:
     """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights: measured once,
-    and saved in memory and in the user's cache. Of a layer with siblings: of all of them, as they run, which is one
-    product where a kernel can join their rows, and one after the other elsewhere.
+    and saved in memory and in the user's cache. For a layer with siblings all are timed as they run: in one product if
+    the kernel can join their rows, else one after the other.
 
     A kernel that fails, or whose product differs from that of the codes by more than bfloat16 rounding, is not in
     the table. One warning names it, and such a table is not saved.
@@ -175,7 +175,7 @@ def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer:
         try:
             tables[key] = KernelTable.load(key)
         except (ValueError, OSError) as error:
-            if not isinstance(error, FileNotFoundError):  # nobody named this file: it is no reason to stop
+            if not isinstance(error, FileNotFoundError):  # a cache file that the user did not name: no reason to stop
                 warnings.warn(f"the kernels are measured again: {error}", stacklevel=2)
             table = tables[key] = measure(layer, kernels, timer)
             if len(table.kernels) == len(kernels):
@@ -184,7 +184,7 @@ def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer:
 
 
 def measure(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer) -> KernelTable:
-    """Measures a :func:`kernel_table` anew, and saves it nowhere."""
+    """Measures a :func:`kernel_table` without saving it."""
     key, dense_dtype = _key(layer, kernels), _dense_dtype(layer)  # under the caller's autocast
     times: dict[str, Times] = {}
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
@@ -218,7 +218,7 @@ def measure(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Time
                 times[kernel.name] = clock(kernel.name, packed[0].activation_dtype, products)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # a compiler that is missing, a driver too old, a bug: others remain
+            except Exception as error:  # a missing compiler, an old driver, a bug: use other kernels
                 failed_kernels.add(kernel.name)
                 warnings.warn(
                     f"kernel {kernel.name!r} is left out of the choice, because it failed on a layer of "
@@ -259,7 +259,7 @@ def random_rows(packed: PackedWeight) -> Iterator[tuple[int, QuantizedRows]]:
 
 
 def _check(packed: PackedWeight, inputs: dict[int, Tensor]) -> None:
-    """Raises ArithmeticError where `packed` does not multiply with the codes of `random_rows`."""
+    """Raises ArithmeticError if the product of `packed` is not that of the codes of `random_rows`."""
     layer = packed.layer
     rounded = {rows: x.to(packed.activation_dtype) for rows, x in inputs.items()}  # [m, in] each
     products = {rows: packed.linear(x) for rows, x in rounded.items()}  # [m, out] each
@@ -286,7 +286,7 @@ def _copies(nbytes: int, device: torch.device) -> int:
 
 
 def _dense_dtype(layer: LayerSpec) -> torch.dtype:
-    """The dtype that the policy's layer computes in."""
+    """Dtype in which the policy's layer computes."""
     device = layer.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.policy_dtype
 

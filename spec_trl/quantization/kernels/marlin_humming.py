@@ -1,4 +1,4 @@
-"""Marlin and Humming: two optional extras whose 4-bit weights lie as the lanes of a tensor-core fragment load them.
+"""Marlin and Humming: two optional extras whose 4-bit weights are in the order of tensor-core fragments.
 
     codes   int32 [in / 16, 2 * stored_rows], for each kernel in another order
     scales  bfloat16 [groups, stored_rows]: of 64 rows, those with the same row % 8 lie together
@@ -11,9 +11,9 @@ safetensors, triton and transformers, so it is never imported. Its CUDA files ar
 by their own generator, and compiled with torch's extension builder (some minutes, once).
 
 Humming (`humming-kernels`, Apache) compiles its kernels at first use. Its `transform_humming_weight` lays out the
-codes. It permutes words of 8 neighbouring columns on the GPU, and rows r … r + n of a weight become columns
-2r … 2(r + n) of the result, so blocks of rows can be stored in place. Its functions for scales and zero points send a
-permutation to the GPU at each call and wait for it: ours do not.
+codes. It permutes words of 8 neighbouring columns on the GPU, and rows r … r + n of a weight become columns 2r … 2(r +
+n) of the result, so blocks of rows can be stored in place. Its functions for scales and zero points copy a permutation
+to the GPU in every call and synchronize: ours do not.
 """
 
 import functools
@@ -38,17 +38,16 @@ from .base import LayerSpec, Package, PackedWeight, QuantizedRows, gpu_unsupport
 UINT4 = 1125899906843648  # the kernel's number for unsigned 4-bit codes with zero points
 SOURCES = ("marlin_torch_bf16.cpp", "gptq_marlin_bf16.cu", "gptq_marlin_repack.cu", "awq_marlin_repack.cu")
 FEW_ROWS = 64
-"""A call with at most this many rows compiles, at first use, only the kernels for such calls: 6 to 8 instead of
-dozens."""
+"""A call with at most this many rows compiles only kernels for such calls: 6 to 8 instead of dozens."""
 
 
 class FragmentInt4(PackedWeight):
-    """Stores scales and zero points; the subclass brings the order of the codes, and the product.
+    """Stores scales and zero points; the subclass defines the order of the codes, and the product.
 
     Args:
-        layer: what to hold.
+        layer: spec of the weight.
         stored_rows: rows with padding; a multiple of 64.
-        locks: number of counters that the kernel's programs need to find out which of them comes last.
+        locks: number of counters by which the kernel's programs find out which one is last.
 
     Attributes:
         zero_order: which of 8 neighbouring zero points fills each nibble of a word, from the lowest on.
@@ -185,9 +184,9 @@ class HummingInt4(FragmentInt4):
 
 @functools.cache
 def load_marlin() -> None:
-    """Makes `torch.ops.gptqmodel_marlin_bf16` exist, and compiles it first where no earlier process has; raises
-    RuntimeError where its sources cannot be completed or compiled."""
-    if hasattr(torch.ops.gptqmodel_marlin_bf16, "gptq_marlin_gemm_bf16"):  # gptqmodel itself has made it
+    """Registers `torch.ops.gptqmodel_marlin_bf16`, compiled now or by an earlier process; raises RuntimeError if its
+    sources cannot be completed or compiled."""
+    if hasattr(torch.ops.gptqmodel_marlin_bf16, "gptq_marlin_gemm_bf16"):  # gptqmodel has registered it
         return
     from torch.utils import cpp_extension
 
@@ -215,8 +214,8 @@ def load_marlin() -> None:
 
 
 def copy_sources(installed: Path, to: Path) -> Path:
-    """Copies the folder `installed` to `to`, unless it is there (newer files would be compiled again), and completes
-    the copy; returns `to`. Raises RuntimeError where the generator of the missing files fails."""
+    """Copies the folder `installed` to `to`, unless it exists (newer files would be compiled again), and completes the
+    copy; returns `to`. Raises RuntimeError if the generator of the missing files fails."""
     if to.exists():
         return to
     to.parent.mkdir(parents=True, exist_ok=True)

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from ...cpu_products import CODE_BLOCK, MOST_ROWS, Matrix, library, multiply
+from ...cpu_products import CODE_BLOCK, MOST_ROWS, Matrix, library, multiply_matrix
 from .base import LayerSpec, PackedWeight, QuantizedRows
 from .reference import ReferenceInt8
 
 
 class Native(PackedWeight):
-    """What both widths share."""
+    """Base of both widths."""
 
     name = "native"
     device_type = "cpu"
@@ -24,13 +24,13 @@ class Native(PackedWeight):
         return super().unsupported(layer) or (None if library() is not None else "no C++ compiler")
 
     def matrix(self, bias: Tensor | None) -> Matrix:
-        """What the C++ takes; the buffers never move. `bias`: float32 [out]."""
+        """Arguments of the C++; the buffers never move. `bias`: float32 [out]."""
         tensors = self.codes, self.scales, self._buffers.get("zeros"), bias
         pointers = (None if each is None else each.data_ptr() for each in tensors)
         return Matrix(*pointers, self.layer.out_features, self.layer.in_features, self.bits, self.layer.group, 0)
 
     def linear(self, x: Tensor) -> Tensor:
-        return multiply(self.matrix(None), x)  # [m, out]
+        return multiply_matrix(self.matrix(None), x)  # [m, out]
 
 
 class NativeInt4(Native):

@@ -1,7 +1,7 @@
 """onnxruntime's 4-bit product with int8 activations, `com.microsoft.MatMulNBits`, on a CPU: an optional extra.
 
-A session rearranges the weights as it is made, so `pack_` makes a new one after the last rows, in 0.3 to 0.6 ms per
-million weights. The buffers here stay what the quantizer wrote, the session holds the rearranged second copy.
+A session rearranges the weights when it is made, so `pack_` makes a new session after the last rows, in 0.3 to 0.6 ms
+per million weights. The buffers here hold the codes of the quantizer, the session a rearranged second copy.
 
 The ONNX model of one node that a session loads is written byte by byte: the `onnx` package is not needed. A model is
 a Protocol Buffers message. A field is its number and kind in one integer, then its content: an integer (kind 0), or a
@@ -17,8 +17,8 @@ from .base import LayerSpec, Package, PackedWeight, QuantizedRows
 
 
 WEIGHTS_PER_THREAD = 1 << 22
-"""With fewer, a second thread saves no more than waking it takes. Threads that spin instead of sleeping would take the
-cores from torch's: those of onnxruntime's shared pool spin for 33 ms after each product."""
+"""With fewer weights, waking a second thread costs what it saves. Threads must not spin, which would take cores from
+torch: those of onnxruntime's shared pool spin for 33 ms after a product."""
 
 MAX_ROWS = {torch.float32: 64, torch.float64: 64}
 """Rows of x up to which the kernel beats the dense layer of a policy in this dtype, of those measured (1 to 64), with
@@ -29,14 +29,15 @@ INT8_ACTIVATIONS = 4  # accuracy level of MatMulNBits: x is rounded to int8, blo
 
 
 def is_fastest(layer: LayerSpec) -> bool:
-    """Whether the kernel is faster than torch's: without AVX-512 always, with it where it takes several threads. It is
-    a rule: what a busy machine measures might be wrong."""
+    """Whether the kernel is faster than torch's: without AVX-512 always, with it if it uses several threads. A rule,
+    since a busy machine might measure wrongly."""
     is_large = layer.out_features * layer.in_features >= 2 * WEIGHTS_PER_THREAD and torch.get_num_threads() > 1
     return is_large or torch.backends.cpu.get_cpu_capability() != "AVX512"
 
 
 class _Session(list[Any]):
-    """None or one session. Shadows that share a packed weight's attributes share it; a copy makes another."""
+    """None or one session. Shadows that share a packed weight's attributes share the session; a copy makes a new
+    one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Session, ()
@@ -117,7 +118,7 @@ def matmul_nbits_model(out_features: int, in_features: int, group: int) -> bytes
 
 
 def _weight(name: str, kind: int, *shape: int) -> bytes:
-    """A TensorProto whose content lies elsewhere; the location is a name that nobody opens."""
+    """A TensorProto with external content; no file of that name is opened."""
     dims = b"".join(_field(1, size) for size in shape)
     location = _field(1, "location") + _field(2, "memory")
     return dims + _field(2, kind) + _field(8, name) + _field(13, location) + _field(14, 1)

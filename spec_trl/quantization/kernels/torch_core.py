@@ -18,7 +18,7 @@ INT8_MAX_ROWS = {torch.float16: 4, torch.bfloat16: 4, torch.float32: 16, torch.f
 
 
 class _TorchInt4(PackedWeight):
-    """What the two layouts share: scale and offset next to each other, as [groups, stored_rows, 2]."""
+    """Base of the two layouts: scale and offset interleaved, as [groups, stored_rows, 2]."""
 
     name = "torch_int4"
     bits = 4

@@ -116,11 +116,11 @@ def _int4_mm(
 
 
 def splits_for(tiles: int, spans: int, multiprocessors: int, most: int) -> int:
-    """Into how many parts to divide the spans of each tile, for the least time of the busiest multiprocessor.
+    """Number of parts into which the spans of a tile are divided, for the least time of the busiest multiprocessor.
 
-    A program unpacks and multiplies by turns, so that alone it keeps a multiprocessor about as long as two do that run
-    side by side: two to `most`, which must fit, are aimed at. More would wait, so tiles that are more by themselves
-    are not divided.
+    A program alternates between unpacking and multiplying, so one program occupies a multiprocessor about as long as
+    two side by side: the aim is two to `most` programs, which must fit. More would wait, so if there are enough tiles
+    they are not divided.
     """
 
     def programs(splits: int) -> int:
@@ -134,7 +134,7 @@ def splits_for(tiles: int, spans: int, multiprocessors: int, most: int) -> int:
 
 
 def stages_for(block_m: int, memory: int) -> int:
-    """As many as leave room for two programs in a multiprocessor's `memory` bytes of shared memory."""
+    """Number of stages with which two programs fit into a multiprocessor's `memory` bytes of shared memory."""
     return NUM_STAGES if block_m < MAX_BLOCK_M and memory >= STAGES_MEMORY else NUM_STAGES - 1
 
 

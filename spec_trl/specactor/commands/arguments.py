@@ -1,4 +1,4 @@
-"""What `spec-trl simulate` takes, and what its --help says. This imports neither torch nor matplotlib."""
+"""Arguments of `spec-trl simulate`, and its --help. This imports neither torch nor matplotlib."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How fast which acceptance makes which method (SA Fig. 10a)."""
+"""Speedup of drafting methods over acceptance (SA Fig. 10a)."""
 
 from matplotlib.lines import Line2D
 
@@ -11,11 +11,10 @@ _STEPS = 100  # of acceptance, from 0 to 1
 
 
 def draft_ladder(ladder: Ladder) -> Drawing:
-    """One panel per profiled batch: each method's speedup at its best γ over acceptance p, and its rungs as points.
+    """One panel per profiled batch: a method's speedup at its best γ over acceptance p, and its rungs as points.
 
-    A rung is drawn at the speedup that its own γ and p have by its own times, so those of a worse γ lie below the
-    line. The text says for each batch from which p on a method is faster than plain decoding, and who is the fastest
-    at equal p.
+    A rung is drawn at the speedup of its γ, p and times, so rungs of a worse γ are below the line. The text says for
+    every batch from which p a method is faster than plain decoding, and which method is fastest at equal p.
     """
     labels = [("acceptance p", "speedup over plain decoding (×)")] * len(ladder.batches)
     figure, panels = canvas(*labels, per_row=3, width=3.8, height=3.4)

@@ -1,4 +1,4 @@
-"""``spec-trl simulate``: what each way of rolling out would take on a described cluster (SA §5, Fig. 14)."""
+"""``spec-trl simulate``: seconds of a rollout on a described cluster, by method (SA §5, Fig. 14)."""
 
 import argparse
 import itertools
@@ -27,8 +27,8 @@ _MOST_LEVELS = 20
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-2 as a number, as YAML 1.2 does; to YAML 1.1, which PyYAML reads, only 1.0e-2 is one. Raises ValueError
-    at aliases, of which a few lines can stand for gigabytes, and where parts lie deep in each other."""
+    """Reads 1e-2 as a number, as YAML 1.2 does; for YAML 1.1, which PyYAML reads, only 1.0e-2 is a number. Raises
+    ValueError at aliases, a few lines of which can expand to gigabytes, and at deep nesting."""
 
     levels = 0
 
@@ -78,8 +78,8 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def methods_for(cluster: Cluster) -> list[Method]:
-    """The methods of SA §5, and a shared pool. Each drafter has a coupled baseline; the other methods with one drafter
-    take the first. Where one worker takes all GPUs, no method has drafters on GPUs of their own."""
+    """The methods of SA §5, and a shared pool. Every drafter has a coupled baseline; other methods with one drafter
+    take the first. If one worker takes all GPUs, no method has separate GPUs for drafters."""
     names = tuple(drafter.name for drafter in cluster.drafters)
     first = names[:1]
     methods = [
@@ -98,7 +98,7 @@ def methods_for(cluster: Cluster) -> list[Method]:
 
 
 def as_table(outcomes: Mapping[str, Outcome]) -> str:
-    """One line per method, with its plan and its times next to the first one's."""
+    """One line per method, with its plan, and its times next to those of the first method."""
     base = next(iter(outcomes.values()))
     rows = []
     for name, outcome in outcomes.items():

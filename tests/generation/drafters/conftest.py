@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from spec_trl.generation.drafters.canvas import TrainableDrafter
+from spec_trl.generation.drafters.trainable_drafter import TrainableDrafter
 
 
 @pytest.fixture

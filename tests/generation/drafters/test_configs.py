@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
-from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
-from spec_trl.generation.drafters.dflash.network import DFlashConfig
-from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
-from spec_trl.generation.drafters.eagle3.network import Eagle3Config
+from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
+from spec_trl.generation.drafters.dflash.dflash_network import DFlashConfig
+from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
+from spec_trl.generation.drafters.eagle3.eagle3_network import Eagle3Config
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.dflash.reference import PRUNED, SIZES, WINDOWED, make_checkpoint, speculators, zlab
 from tests.generation.drafters.eagle3.reference import IDS_KEY, make_tensors, safeai

@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.initialization import no_init_weights
 
 from spec_trl import release
-from spec_trl.generation import decoding
+from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
 from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
@@ -209,7 +209,7 @@ def test_rows_that_outgrow_scaled_positions(kind: str, tiny, tmp_path, monkeypat
     assert generate(tiny, PROMPTS, kind, assistant_model=plain, max_new_tokens=8).statistics.total.drafted > 0
     scaling = eagle3.LLAMA3 | {"original_max_position_embeddings": 8}
     scaled = make_checkpoint(tmp_path / "scaled", kind, max_position_embeddings=16, rope_scaling=scaling)
-    monkeypatch.setattr(decoding, "runner_for", lambda *_: pytest.fail("work was begun"))
+    monkeypatch.setattr(one_call, "runner_for", lambda *_: pytest.fail("work was begun"))
     with pytest.raises(ValueError, match=r"rows can reach \d+ tokens.*positions reach 16.*Lower max_new_tokens"):
         generate(tiny, PROMPTS, kind, assistant_model=scaled)
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter, distillation_loss
+from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
+from spec_trl.generation.drafters.tts.distillation import distillation_loss
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
 from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.noise import RoundNoise
 from tests.generation.calls import generate, pad_left, random_rows
@@ -89,9 +90,9 @@ def test_an_update_during_later_rounds_sees_its_own_round(kind: str, student, ti
                 begun.append(expected[0])
             logits.copy_(torch.randn_like(logits) + logits)  # as a captured forward would
 
-        def _take_over(self) -> None:
+        def _finish_update(self) -> None:
             gate.set()
-            super()._take_over()
+            super()._finish_update()
             gate.clear()
 
         def _learn_aside(self, learner, canvas, logits, drafted, dispatched) -> float:

@@ -95,13 +95,40 @@ def test_refreshed_once_when_weights_change(change: str, fresh: LlamaForCausalLM
     assert addresses == [buffer.data_ptr() for buffer in layer.packed.buffers()], "captured graphs read the old ones"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("write", ["fused", "data", "flat buffer"])
+def test_refreshed_when_no_version_counter_moves(write: str, dtype: torch.dtype, fresh: LlamaForCausalLM) -> None:
+    policy = fresh.to(dtype)
+    parameters = list(policy.parameters())
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+    for parameter, part in zip(parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True):
+        parameter.data = part.view_as(parameter)  # as DeepSpeed lays them
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    drafter, refreshed = drafter_of(policy), []
+    before(drafter, "refresh", lambda *_: refreshed.append(1))
+    counters = [parameter._version for parameter in parameters]
+    for count in range(1, 3):
+        if write == "fused":
+            optimizer.step()
+        elif write == "data":
+            parameters[3].data.mul_(1.01)
+        else:
+            flat.mul_(1.01)
+        for _ in range(2):
+            assert drafter_of(policy) is drafter and len(refreshed) == count
+    assert counters == [parameter._version for parameter in parameters]
+
+
 def test_a_change_that_nobody_sees_costs_acceptance_alone(fresh: LlamaForCausalLM, prompts: Prompts) -> None:
     drafter = drafter_of(fresh)
     packed = packed_of(drafter)
-    for layer in fresh.model.layers:
-        layer.mlp.down_proj.weight.data.neg_()  # does not count as a new version
+    with torch.no_grad():
+        fresh.model.layers[0].mlp.down_proj.weight.data[1, 1] = 50.0
     assert outputs(generate(fresh, prompts, "self")) == outputs(generate(fresh, prompts))
     assert drafter_of(fresh) is drafter and equal(packed, packed_of(drafter))
+    spec_trl.refresh(torch.nn.Sequential(fresh))
+    assert drafter_of(fresh) is drafter and not equal(packed, packed_of(drafter))
 
 
 def test_kept_by_calls_and_rebuilt_when_the_structure_changes(fresh: LlamaForCausalLM, prompts: Prompts) -> None:

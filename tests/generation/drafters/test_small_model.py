@@ -15,20 +15,37 @@ from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_ass
 from spec_trl.generation.drafters.vocabulary import check_sizes
 from spec_trl.generation.engine.accept import Proposal
 from spec_trl.scheduling.control import Chain
-from tests.conftest import tiny_llama
+from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.watching import before, untouched
 from tests.generation.races import Knowing, Plans
+from tests.tiny_families import make
 
 
 EOS = dict(eos_token_id=[7, 11, 12])
 
 
-@pytest.mark.parametrize(("draft_length", "max_batch_size"), [(1, None), (2, 3), (5, 2), (3, 1)])
-def test_the_target_as_its_own_assistant(draft_length: int, max_batch_size: int | None, tiny: PreTrainedModel) -> None:
+with_states = pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="such families are refused")
+FAMILIES = ["llama", pytest.param("qwen3_5_text", marks=with_states)]
+FAMILIES += [pytest.param(name, marks=(with_states, pytest.mark.slow)) for name in ("lfm2", "jamba", "mamba2")]
+
+
+@pytest.fixture(params=FAMILIES)
+def target(request: pytest.FixtureRequest, tiny: PreTrainedModel) -> PreTrainedModel:
+    """Of a family whose layers attend, or keep states."""
+    return tiny if request.param == "llama" else make(request.param)
+
+
+@pytest.mark.parametrize(
+    ("draft_length", "max_batch_size", "lengths"),
+    [(1, None, [5, 9, 1, 12]), (2, 3, [5, 9, 1, 12]), (5, 2, [5, 9, 1, 12]), (3, 1, [1, 1, 1])],
+)
+def test_the_target_as_its_own_assistant(
+    draft_length: int, max_batch_size: int | None, lengths: list[int], target: PreTrainedModel
+) -> None:
     """Everything is accepted exactly when the drafter's cache holds what the target's does, after every compaction
-    and refill. One stale column would show."""
-    rows = random_rows([5, 9, 1, 12])
+    and refill. One stale column, or state, would show."""
+    tiny, rows = target, random_rows(lengths)
     prompts = pad_left([*rows, rows[1]])
     config = {"draft_length": draft_length, "max_batch_size": max_batch_size}
     result = generate(tiny, prompts, "model", config, assistant_model=tiny, **EOS)
@@ -53,10 +70,12 @@ def test_the_drafter_applies_the_targets_processors(options: dict[str, Any], tin
 
 
 @pytest.mark.parametrize("raced", [False, True])
-def test_drafts_are_those_of_a_plain_forward(raced: bool, tiny, tiny_assistant) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_are_those_of_a_plain_forward(family: str, raced: bool, tiny, tiny_assistant) -> None:
     """Greedy: each draft token is the assistant's own continuation of the row and the drafts before it, also after
     rounds in which the row took another drafter's tokens."""
-    drafter = SmallModelDrafter(tiny_assistant, tiny)
+    assistant = tiny_assistant if family == "llama" else make(family)
+    drafter = SmallModelDrafter(assistant, tiny)
     propose, seen = drafter.propose, []
 
     def watched(*arguments: Any) -> Proposal:
@@ -66,14 +85,16 @@ def test_drafts_are_those_of_a_plain_forward(raced: bool, tiny, tiny_assistant) 
         return proposal
 
     drafter.propose = watched
-    prompts, config = pad_left(random_rows([5, 9, 1, 3])), {"draft_length": 3, "max_batch_size": 2}
+    rows = random_rows([5, 9, 1, 3])
+    # A copy of a prompt comes in while a row that began with it is in flight.
+    prompts, config = pad_left([*rows, rows[3], rows[3]]), {"draft_length": 3, "max_batch_size": 2}
     answers = outputs(generate(tiny, prompts, config=config, do_sample=False, **EOS))
     drafters = [drafter, Knowing(answers, None)][: 1 + raced]
     control = Plans(len(drafters), [[Chain(which, 5) for which in range(len(drafters))]])
     generate(tiny, prompts, "model", config, drafter=drafters, control=control, do_sample=False, **EOS)
     assert len(seen) > 8
     for length, text in seen:
-        logits = tiny_assistant(text[None]).logits[0]  # [n, V]
+        logits = assistant(text[None]).logits[0]  # [n, V]
         assert logits[length - 1 : -1].argmax(-1).tolist() == text[length:].tolist()
 
 
@@ -104,9 +125,9 @@ def test_loading(tiny, tmp_path) -> None:
     assert load_assistant(tiny, tiny) is tiny
 
 
-def test_forwards_are_counted(tiny, tiny_assistant) -> None:
+def test_forwards_are_counted(target: PreTrainedModel, tiny: PreTrainedModel) -> None:
     prompts, config = pad_left(random_rows([3, 5])), {"draft_length": 3}
-    result = generate(tiny, prompts, "model", config, assistant_model=tiny_assistant, max_new_tokens=16)
+    result = generate(tiny, prompts, "model", config, assistant_model=target, max_new_tokens=16)
     statistics = result.statistics
     # One prefill of both prompts, and γ forwards in each round.
     fed = sum(point.rounds * point.draft_length for point in statistics.points)
@@ -114,21 +135,55 @@ def test_forwards_are_counted(tiny, tiny_assistant) -> None:
     assert statistics.target_forwards == 1 + statistics.rounds
 
 
-def test_catching_up_after_rounds_without_it_goes_in_pieces(tiny: PreTrainedModel) -> None:
+class OneEach(Plans):
+    """Rounds of one chain for each row."""
+
+    races = False
+
+
+def test_catching_up_after_rounds_without_it_goes_in_pieces(target: PreTrainedModel) -> None:
     """Forty rounds autoregressively, then drafts: the cache is filled by forwards of bounded width, and holds what it
     should, so the target as its own assistant is accepted throughout."""
+    tiny = target
     drafter, away = SmallModelDrafter(tiny, tiny), int(2.5 * CATCH_UP)
     widths: list[int] = []
     drafter.network.register_forward_pre_hook(
         lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     prompts, options = pad_left(random_rows([5, 9, 3])), dict(max_new_tokens=60)
-    control = Plans(1, [[]] * away + [[Chain(0, 3)]] * 60)
+    control = OneEach(1, [[]] * away + [[Chain(0, 15)]] + [[Chain(0, 3)]] * 60)
     result = generate(tiny, prompts, "model", drafter=drafter, control=control, **options)
     assert outputs(result) == outputs(generate(tiny, prompts, **options))
     assert result.statistics.acceptance_rate == 1
     drafted = widths[widths.index(CATCH_UP) :]
     assert drafted[:3] == [CATCH_UP, CATCH_UP, away + 2 - 2 * CATCH_UP] and max(drafted) == CATCH_UP
+
+
+# ---- States -----------------------------------------------------------------------------------------------------
+
+
+@with_states
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "seeded"])
+def test_both_keep_states(do_sample: bool) -> None:
+    """Of different kinds, and the drafts are right now and then."""
+    target, assistant = make("falcon_h1"), make("qwen3_5_text")
+    rows, options = random_rows([5, 9, 1, 12]), {"do_sample": do_sample, **EOS}
+    prompts = pad_left([*rows, rows[1]])
+    plain = outputs(generate(target, prompts, config={"max_batch_size": 2}, **options))
+    members = [SmallModelDrafter(assistant, target), Knowing(plain, 0)]
+    control = OneEach(2, [[Chain(0, 4)], [], [Chain(1, 3)], [Chain(0, 2, (0,)), Chain(1, 4, (1,))]])
+    result = generate(target, prompts, drafter=members, control=control, config={"max_batch_size": 2}, **options)
+    assert outputs(result) == plain and result.statistics.drafter_failure is None
+    assert result.statistics.per_drafter["model"].drafted > 0 < result.statistics.per_drafter["custom"].accepted
+
+
+@with_states
+@pytest.mark.parametrize("strategy", ["tts", "model"])
+def test_what_a_drafter_with_states_does_not_serve_is_refused(strategy: str, tiny: PreTrainedModel) -> None:
+    config = {"tts_drafter": "model"} if strategy == "tts" else {"decoupled_execution": "always"}
+    words = {"tts": "'qwen3_5_text' keeps states.*assistant_strategy=\"model\"", "model": "cannot go back"}[strategy]
+    with pytest.raises(ValueError, match=words):
+        generate(tiny, pad_left(random_rows([5])), strategy, config, assistant_model=make("qwen3_5_text"))
 
 
 def test_nothing_of_a_generation_outlives_it(tiny: PreTrainedModel) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from spec_trl.generation.drafters.checkpoints import read_checkpoint
-from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
-from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
+from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
 from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter, DraftSession

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import spec_trl
-from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.worker import Kind
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.rollout import Rollout
@@ -85,7 +85,7 @@ class Audit(TorchDispatchMode):
 
     def _wait(self) -> None:
         place = _place()
-        if self.is_round and "engine/captured" not in place and "engine/cuda_graphs" not in place:
+        if self.is_round and "engine/graph_" not in place:
             self.waits[-1].append(place)  # not where a replay is compared, when it is captured
         for late, source in self._late:
             late.copy_(source)

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_trl.generation import decoding
-from spec_trl.generation.engine import cache, kept_runner, pages, room
+from spec_trl.generation import generate as one_call
+from spec_trl.generation.engine import cache, pages, row_memory, runner_choice
 from spec_trl.generation.engine.pages import PagedCache
-from spec_trl.generation.engine.room import RowNeeds
+from spec_trl.generation.engine.row_memory import RowNeeds
 
 
 def install_pool(monkeypatch: pytest.MonkeyPatch, columns: int = 4, most: int | None = None) -> list[PagedCache]:
     """Generations from now on keep K/V in pages of so many columns, `most` of them; returns their caches."""
     caches: list[PagedCache] = []
-    for module in (cache, pages, room, decoding):
+    for module in (cache, pages, row_memory, one_call):
         monkeypatch.setattr(module, "PAGE_COLUMNS", columns)
-    for module in (kept_runner, decoding):
-        monkeypatch.setattr(module, "takes_pool", lambda config, device: True)
+    for module in (runner_choice, one_call):
+        monkeypatch.setattr(module, "takes_pool", lambda *_: True)
     if most is not None:
         monkeypatch.setattr(RowNeeds, "pages_that_fit", lambda self, rows, free: most)
     make = PagedCache.__init__

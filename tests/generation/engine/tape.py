@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spec_trl import cpu_products
-from spec_trl.generation.engine import captured, kept_runner
-from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
+from spec_trl.generation.engine import cpu_states, runner_choice
+from spec_trl.generation.engine.graph_capture import Outputs, Recording
 
 
 _WAITS_FOR_DEVICE = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
@@ -70,8 +70,9 @@ def install_tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     compiler itself is not ours to test, and takes half a minute."""
     tape, compile_ = Tape(), torch.compile
     monkeypatch.setattr(cpu_products, "library", lambda: None)  # a tape hears torch alone
-    monkeypatch.setattr(kept_runner, "recorder_for", lambda device: tape)
-    monkeypatch.setattr(captured.torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
+    monkeypatch.setattr(cpu_states, "serves", lambda state: False)
+    monkeypatch.setattr(runner_choice, "recorder_for", lambda device: tape)
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
     return tape
 
 

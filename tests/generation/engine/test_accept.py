@@ -1,5 +1,7 @@
-"""Verification: by hand, and by the distribution of what comes out of the engine."""
+"""Verification, by hand and by the distribution of what comes out of the engine; and races of several drafters."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,14 +10,19 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from spec_trl.generation.configuration import Distillation
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.accept import Proposal, judge, verify_rejection
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.noise import Draw, RoundNoise, draw
+from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
-from tests.generation.calls import generate, pad_left, random_rows
+from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.generation.races import PROMPTS, Knowing, Plans, random_plans
 
 
 TOKENS = st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), min_size=1, max_size=5)
@@ -29,12 +36,12 @@ def test_exact_accepts_the_leading_agreement(target: list[list[int]], data: st.D
     logits = torch.nn.functional.one_hot(torch.tensor(target), 3).double() * 5  # [B, 4, 3]
     proposal = Proposal(torch.tensor(drafts), torch.tensor(lengths))
     drawn = draw(logits, None, want_logprobs=True)
-    room = [data.draw(st.integers(1, 5)) for _ in target]
+    remaining = [data.draw(st.integers(1, 5)) for _ in target]
     most = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=len(target), max_size=len(target)))
     limit = None if most is None else torch.tensor(most)
-    (judged,) = judge([proposal], [replace(drawn, most=limit)], np.array(room))
+    (judged,) = judge([proposal], [replace(drawn, most=limit)], np.array(remaining))
     for row, (drafted, length) in enumerate(zip(drafts, lengths, strict=True)):
-        assert judged.drafted[row] == min(length, room[row] - 1)
+        assert judged.drafted[row] == min(length, remaining[row] - 1)
         equal = next((n for n in range(3) if drafted[n] != target[row][n]), 3)
         assert judged.accepted[row] == min(equal, judged.drafted[row], 3 if most is None else most[row])
     assert judged.tokens.tolist() == target and (judged.sound == 4).all() and not judged.is_broken.any()
@@ -190,3 +197,114 @@ def test_acceptance_is_what_theory_says() -> None:
     assert not torch.equal(rejection.sequences, exact.sequences)
     greedy = [call(verification, do_sample=False).sequences for verification in ("exact", "rejection")]
     assert torch.equal(*greedy)
+
+
+def test_the_longest_accepted_chain_wins(tiny) -> None:
+    """How chains are counted, `test_statistics.py` says; how far a round gets, `test_token_identity.py`."""
+    expected = outputs(generate(tiny, PROMPTS, max_new_tokens=40))
+    members = [Knowing(expected, seed, f"k{seed}") for seed in range(4)]
+    control = random_plans(4, 2)
+    statistics = generate(tiny, PROMPTS, drafter=members, control=control, max_new_tokens=40).statistics
+    asked = [iter(member.right) for member in members]
+    wins: list[Counter[str]] = [Counter() for _ in expected]
+    done = [1] * 7  # first tokens
+    for each in control.rounds:
+        right = {which: next(asked[which]) for which in each["accepted"]}
+        for row, request in enumerate(each["requests"]):
+            found = {}
+            for chain in each["plan"]:
+                if chain.which in right and (chain.rows is None or row in chain.rows):
+                    length = min(chain.draft_length, 40 - done[request] - 1)
+                    own = each["accepted"][chain.which][row], each["drafted"][chain.which][row]
+                    assert own == (min(right[chain.which][request], length), length), "its own chain, and no other's"
+                    found[chain.which] = own[0]
+            assert {which for which in right if each["accepted"][which][row] >= 0} == found.keys()
+            if len(found) > 1:
+                wins[request][f"k{max(found, key=found.__getitem__)}"] += 1  # the first of the longest
+            done[request] += 1 + max(found.values(), default=0)
+    assert list(map(Counter, statistics.racing.winners)) == wins
+    assert all(statistics.racing.wins[name] > 0 < statistics.racing.losses[name] for name in statistics.per_drafter)
+
+
+def test_rejection_verification_is_not_raced(tiny, drafters, monkeypatch) -> None:
+    monkeypatch.setattr(SelfDrafter, "begin", lambda *_: pytest.fail("work was begun"))
+    options = dict(config={"verification": "rejection"}, drafter=drafters("self", "model"), control=random_plans(2))
+    with pytest.raises(ValueError, match='verification="rejection" cannot be raced'):
+        generate(tiny, PROMPTS, **options)
+
+
+def test_rejection_verification_of_rows_with_different_drafters(tiny, drafters) -> None:
+    """One chain per row is no race: each row's coins are tossed for the drafter that it had."""
+    control = Plans(2, [(Chain(0, 4, (0, 2, 4, 6)), Chain(1, 2, (1, 3, 5)))])
+    control.races = False
+    config = {"verification": "rejection"}
+    result = generate(tiny, PROMPTS, config=config, drafter=drafters("self", "model"), control=control)
+    assert result.statistics.drafter_failure is None and result.lengths.tolist() == [24] * 7
+    counts = result.statistics.per_drafter
+    assert counts["self"].acceptance_rate > 0.3 < counts["model"].acceptance_rate
+    assert result.statistics.racing is None
+    assert {point.drafter for point in result.statistics.points if point.batch == 7} == {"self+model"}
+
+
+# ---- what they leave to drafters ------------------------------------------------------------------------------------
+
+
+def watched(drafter: Drafter, found: dict[tuple[int, ...], list[int]], drafts: bool) -> Drafter:
+    """`drafter`, of which is written down what it proposes by request and text; unless it `drafts`, it stays there."""
+    propose = drafter.propose
+
+    def watch(draft_length: int, noise: RoundNoise | None) -> Proposal:
+        proposal, rows = propose(draft_length, noise), drafter.session.rows
+        for row, length in enumerate(rows.lengths.tolist()):
+            text = (rows.indices[row], *rows.tokens[row, :length].tolist())
+            found[text] = proposal.tokens[row, : int(proposal.drafted()[row])].tolist()
+        return proposal if drafts else replace(proposal, lengths=torch.zeros_like(proposal.drafted()))
+
+    drafter.propose = watch  # type: ignore[method-assign]
+    return drafter
+
+
+@pytest.mark.parametrize("kind", ["self", "model", "eagle3", "dflash"])
+def test_drafts_depend_on_the_committed_text_alone(kind: str, tiny, drafters: Callable[..., list[Drafter]]) -> None:
+    """In races over rows that come and go, a drafter says what it says where each round commits a single token."""
+    alone: dict[tuple[int, ...], list[int]] = {}
+    among: dict[tuple[int, ...], list[int]] = {}
+    plain = generate(tiny, PROMPTS, drafter=watched(*drafters(kind), alone, False), control=Plans(1, [[Chain(0, 4)]]))
+    expected = outputs(plain)
+    members = [watched(*drafters(kind), among, True), Knowing(expected, 0), Knowing(expected, 1)]
+    result = generate(tiny, PROMPTS, config={"max_batch_size": 3}, drafter=members, control=random_plans(3, 1))
+    assert outputs(result) == expected and result.statistics.drafter_failure is None
+    shared = among.keys() & alone.keys()  # nobody drafts where one token is left unless other rows have more
+    assert len(shared) > 15 and len(shared) > 0.8 * len(among)
+    for text in shared:
+        count = min(len(among[text]), len(alone[text]))
+        assert among[text][:count] == alone[text][:count]
+
+
+@torch.no_grad()
+def test_a_learner_hears_of_its_own_chain(tiny, drafters) -> None:
+    """What the target would say to the committed text and its own drafts, whatever else was drafted."""
+    checked = []
+
+    class Comparing(DistilledDrafter):
+        def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+            self.proposal = super().propose(draft_length, noise)
+            return self.proposal
+
+        def learn(self, logits: Tensor, verified: Tensor) -> None:
+            rows = self.session.rows
+            for row in verified.nonzero().flatten().tolist():
+                text = rows.tokens[row, : int(rows.lengths[row])]
+                drafts = self.proposal.tokens[row, : logits.shape[1] - 1]
+                said = tiny(torch.cat([text, drafts])[None]).logits[0, len(text) - 1 :]  # [γ + 1, V]
+                torch.testing.assert_close(logits[row], said, rtol=0, atol=1e-9)
+                canvas = self.student.canvas(logits.shape[1] - 1, snapshot=False)
+                assert canvas.tokens_after(0, len(drafts))[row].tolist() == drafts.tolist()
+                checked.append(len(verified) - int(verified.sum()))
+
+    learner = Comparing(*drafters("eagle3"), Distillation(1e-3, scope="rollout", stride=1))
+    expected = outputs(generate(tiny, PROMPTS, max_new_tokens=20))
+    members = [learner, Knowing(expected, 0), Knowing(expected, 1)]
+    result = generate(tiny, PROMPTS, drafter=members, control=random_plans(3, 3), max_new_tokens=20)
+    assert outputs(result) == expected and result.statistics.drafter_failure is None
+    assert len(checked) > 10 and max(checked) > 0

@@ -6,10 +6,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel, Qwen2Config
 
-from spec_trl.generation.drafters.tts.learners import RowAdapters
-from spec_trl.generation.engine import captured
+from spec_trl.generation.drafters.tts.trained_weights import RowAdapters
+from spec_trl.generation.engine import graph_runner
 from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.captured import compiled_twin
+from spec_trl.generation.engine.graph_runner import compiled_twin
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.quantization import quantize_projections
@@ -27,7 +27,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compile_ = torch.compile
-    monkeypatch.setattr(captured.torch, "compile", lambda f, **options: compile_(f, backend=counter, **options))
+    monkeypatch.setattr(graph_runner.torch, "compile", lambda f, **options: compile_(f, backend=counter, **options))
     return counter
 
 

@@ -17,9 +17,9 @@ from transformers import (
 
 from spec_trl import native_code
 from spec_trl.generation.engine import cpu_layers
+from spec_trl.generation.engine.accept import ChainLayout
 from spec_trl.generation.engine.attention import MaskPlan, ragged_attention
 from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.chains import ChainLayout
 from spec_trl.generation.engine.cpu_layers import attend
 from spec_trl.generation.engine.runner import CompiledRunner, EagerRunner, cpu_runner
 from spec_trl.generation.engine.shadow import make_shadow

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spec_trl.generation.engine import attention, captured, fused_layers, kept_runner, shadow
+from spec_trl.generation.engine import attention, fused_layers, graph_runner, runner_choice, shadow
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.linear_layers import ExactConv1D, ExactLinear, NarrowProduct, make_copies
 from spec_trl.generation.engine.pages import PagedCache
@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (attention, fused_layers, shadow):
         monkeypatch.setattr(module, "run_on", lambda device: True)
-    monkeypatch.setattr(kept_runner, "inexact_parts", lambda *_: [])  # which tries what a CPU runs
+    monkeypatch.setattr(runner_choice, "inexact_parts", lambda *_: [])  # which tries what a CPU runs
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
@@ -129,10 +129,10 @@ def test_drafts_change_no_bit_of_a_log_probability(strategy: str, on_a_gpu) -> N
 def test_auto_compiles_nothing(on_a_gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled layers would round otherwise than those they replace in the middle of a row."""
     install_tape(monkeypatch)
-    monkeypatch.setattr(captured, "COMPILE_AFTER", 1)
+    monkeypatch.setattr(graph_runner, "COMPILE_AFTER", 1)
     compiled: list[object] = []
-    twin: Callable[..., PreTrainedModel] = captured.compiled_twin
-    monkeypatch.setattr(captured, "compiled_twin", lambda *given: compiled.append(given) or twin(*given))
+    twin: Callable[..., PreTrainedModel] = graph_runner.compiled_twin
+    monkeypatch.setattr(graph_runner, "compiled_twin", lambda *given: compiled.append(given) or twin(*given))
     model = model_of("llama")
     found = generate(model, pad_left(random_rows([3])), "none", {"exact": True}, max_new_tokens=7)
     assert found.statistics.graphs == 1 and not compiled and found.statistics.exact is True
@@ -143,7 +143,7 @@ def test_kept_shadows_are_told_apart(on_a_gpu) -> None:
     with Session.lend(model) as session:
         pass
     for exact in (True, False, True):
-        network = kept_runner.shadow_for(session, model, exact)
+        network = runner_choice.shadow_for(session, model, exact)
         assert any(isinstance(module, ExactLinear | ExactConv1D) for module in network.modules()) == exact
         session.check_shadow()
-        assert kept_runner.shadow_for(session, model, exact) is network
+        assert runner_choice.shadow_for(session, model, exact) is network

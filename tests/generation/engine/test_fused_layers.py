@@ -26,9 +26,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from benchmarks.gpu.kernels_per_layer import per_layer
 from spec_trl import cpu_products
 from spec_trl.generation.drafters.decoupled.tail import TailCache
-from spec_trl.generation.engine import captured, cpu_layers, fused_layers
+from spec_trl.generation.engine import cpu_layers, fused_layers, graph_runner
 from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.captured import compiled_twin
+from spec_trl.generation.engine.graph_runner import compiled_twin
 from spec_trl.generation.engine.linear_layers import make_copies
 from spec_trl.generation.engine.runner import CompiledRunner, EagerRunner
 from spec_trl.generation.engine.shadow import keep_states, make_shadow
@@ -215,7 +215,7 @@ def test_one_compilation_serves_all_layers(fused) -> None:
     expected = run(network, cache)
     with pytest.MonkeyPatch.context() as patch:
         compile_ = torch.compile
-        patch.setattr(captured.torch, "compile", lambda f, **options: compile_(f, backend=counter, **options))
+        patch.setattr(graph_runner.torch, "compile", lambda f, **options: compile_(f, backend=counter, **options))
         twin = compiled_twin(network, cache)
     assert names_of(twin) == names_of(network)
     compare(run(twin, cache), expected)

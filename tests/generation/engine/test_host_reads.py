@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import LlamaForCausalLM
 
 from spec_trl.generation.engine import processors
-from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
+from spec_trl.generation.engine.graph_capture import Outputs, Recording
 from spec_trl.generation.engine.noise import NoiseAhead, RoundNoise
 from spec_trl.generation.engine.pages import PagedCache
 from spec_trl.generation.engine.rollout import Rollout

@@ -20,7 +20,7 @@ from spec_trl.generation.drafters.small_model import load_assistant
 from spec_trl.generation.engine import linear_layers
 from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.linear_layers import NarrowProduct, bytes_of_copies, copied_bytes, make_copies
-from spec_trl.generation.engine.room import RowNeeds
+from spec_trl.generation.engine.row_memory import RowNeeds
 from spec_trl.generation.engine.shadow import make_shadow, share_weights
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
@@ -95,7 +95,7 @@ def test_they_are_what_autocast_casts_bit_for_bit(
     shadow, expected = make_shadow(model), model(tokens, use_cache=False).logits
     with autocast(dtype):
         cast = model(tokens, use_cache=False).logits
-        needed = bytes_of_copies(model)
+        needed = bytes_of_copies(model, dtype)
         make_copies(shadow)
         assert torch.equal(shadow(tokens, use_cache=False).logits, cast)
         layers = [module for module in shadow.modules() if isinstance(module, NarrowProduct)]

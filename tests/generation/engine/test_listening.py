@@ -6,8 +6,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.captured import GraphRunner
-from spec_trl.generation.engine.cuda_graphs import GraphBudget
+from spec_trl.generation.engine.graph_capture import GraphBudget
+from spec_trl.generation.engine.graph_runner import GraphRunner
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from tests.generation.engine.tape import Tape

@@ -134,7 +134,7 @@ def test_rows_know_the_keys_of_their_positions() -> None:
         assert torch.equal(rows.noise_keys(4), position_keys(rows.streams, steps))
     rows.drop([0])
     assert torch.equal(rows.noise_keys(1), position_keys(rows.streams, rows.generated[:, None]))
-    assert rows.room.tolist() == (rows.limits - rows.lengths).tolist()
+    assert rows.remaining.tolist() == (rows.limits - rows.lengths).tolist()
     assert rows.host_generated.tolist() == rows.generated.tolist()
 
 

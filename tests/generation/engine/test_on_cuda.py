@@ -8,8 +8,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import spec_trl
-from spec_trl.generation import decoding
-from spec_trl.generation.engine import kept_runner
+from spec_trl.generation import generate as one_call
+from spec_trl.generation.engine import runner_choice
 from spec_trl.generation.session import Session
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
@@ -56,8 +56,8 @@ def test_captured_forwards_change_no_token(model, prompts, runner, strategy, opt
 @pytest.mark.parametrize("model", [torch.float32, torch.bfloat16], indirect=True)
 def test_exact_log_probabilities_are_those_of_none_bit_for_bit(model, prompts, monkeypatch) -> None:
     """Captured and eager, with drafts and without, together and one row after the other."""
-    runner_for = kept_runner.runner_for
-    monkeypatch.setattr(decoding, "runner_for", lambda *given, **more: runner_for(*given, **more | {"exact": True}))
+    runner_for = runner_choice.runner_for
+    monkeypatch.setattr(one_call, "runner_for", lambda *given, **more: runner_for(*given, **more | {"exact": True}))
     expected = run(model, prompts, "none", "graph").logprobs
     for strategy, runner in (("self", "graph"), ("ngram", "graph"), ("none", "eager"), ("self", "eager")):
         assert torch.equal(run(model, prompts, strategy, runner).logprobs, expected), (strategy, runner)

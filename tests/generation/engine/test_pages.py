@@ -12,16 +12,16 @@ import torch
 from transformers import LlamaForCausalLM
 
 from spec_trl import release
-from spec_trl.generation import decoding
+from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
-from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import pages
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.pages import Change, PagedCache, Pages
-from spec_trl.generation.engine.room import PoolRoom, RowNeeds
+from spec_trl.generation.engine.row_memory import PagedRowMemory, RowNeeds
 from spec_trl.generation.engine.rows import Request, Rows
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
@@ -297,7 +297,7 @@ def test_without_a_number_rows_are_as_many_as_a_pool_holds_at_a_quarter_of_their
     tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caches = install_pool(monkeypatch, columns=4)
-    column, row = 2 * 2 * 2 * 16 * 8, 3 * 6 * 64 * 4  # bytes, as in test_room.py
+    column, row = 2 * 2 * 2 * 16 * 8, 3 * 6 * 64 * 4  # bytes, as in test_row_memory.py
     columns = 9 + 120 + 5
     row += columns * column // 2  # pages are gathered, one layer at a time
     fixed = 16 * 8 * (9 + 120) * 64 * 8  # 8 prompts of 9 tokens and 120 new ones
@@ -308,11 +308,11 @@ def test_without_a_number_rows_are_as_many_as_a_pool_holds_at_a_quarter_of_their
         return Rows(capacity, *options, **more)
 
     plain = outputs(generate(tiny, PROMPTS, **ENDS))
-    monkeypatch.setattr(decoding, "Rows", watched)
+    monkeypatch.setattr(one_call, "Rows", watched)
     caches.clear()
     two = fixed * 2 // 8 + 2 * row + 50 * 4 * column
     for config, free in (({}, fixed + 3 * (columns // 4 * column + row)), ({"max_batch_size": 2}, two)):
-        monkeypatch.setattr(decoding, "free_for_cache", lambda *_, free=free: free)
+        monkeypatch.setattr(one_call, "free_for_cache", lambda *_, free=free: free)
         found = generate(tiny, PROMPTS, config={"draft_length": 5, "runner": "eager"} | config, **ENDS)
         assert outputs(found) == plain
     assert capacities == [3, 2], "who names a number gets it"
@@ -328,13 +328,13 @@ def test_what_a_row_needs_beside_pages(tiny: LlamaForCausalLM, drafters) -> None
     assert RowNeeds(column=2, row=30, fixed=7).pages_that_fit(3, 7 + 3 * 30 + 64 * 2 * 5 + 127) == 5
 
 
-def room(lengths: list[int], pages: int, drafted: int = 3) -> PoolRoom:
+def memory_of(lengths: list[int], pages: int, drafted: int = 3) -> PagedRowMemory:
     rows = Rows(8, 1000, CPU)
     rows.admit([Request(index, torch.ones(1).long(), 500, 0) for index in range(len(lengths))])
     rows.commit(np.array(lengths), None)
     cache = PagedCache(1, 8, 1000, pages)
     cache.reserve(lengths)
-    return PoolRoom(rows, cache, drafted)
+    return PagedRowMemory(rows, cache, drafted)
 
 
 def test_rows_are_admitted_while_pages_last() -> None:
@@ -343,21 +343,21 @@ def test_rows_are_admitted_while_pages_last() -> None:
     # Rows of 101 and 21 columns have 2 pages and 1; with 100 and 64 more, and 3 drafts, they have 4 and 2. A new one
     # has 5 pages for 200 + 64 + 3 columns, of which the next ones share 3.
     for free, count in ((3 + 5 + 2 + 2, 3), (3 + 5 + 2 + 1, 2), (3 + 4, 0)):
-        own = room([101, 21], pages=3 + free)
+        own = memory_of([101, 21], pages=3 + free)
         assert own.fitting(waiting[:3]) == count and own.is_full == (count == 0)
     again = [Request(index, prompt, 500, 0, torch.arange(10), head=209) for index in range(2)]
-    assert room([101, 21], pages=3 + 3 + 5 + 5).fitting(again) == 2
-    assert room([101, 21], pages=3 + 3 + 5 + 4).fitting(again) == 1, "their prompts are computed again, each its own"
-    assert room([], pages=3).fitting(waiting) == 1, "else nobody would ever decode"
+    assert memory_of([101, 21], pages=3 + 3 + 5 + 5).fitting(again) == 2
+    assert memory_of([101, 21], pages=3 + 3 + 5 + 4).fitting(again) == 1, "both prompts are computed again"
+    assert memory_of([], pages=3).fitting(waiting) == 1, "else nobody would ever decode"
 
 
 def test_the_shortest_rows_leave_a_pool() -> None:
     lengths = [126, 62, 190]  # with 3 drafts each needs a page
-    assert room(lengths, pages=6 + 3).leaving(0) == []
-    assert room(lengths, pages=6 + 2).leaving(0) == [1]
-    own = room(lengths, pages=6)
+    assert memory_of(lengths, pages=6 + 3).leaving(0) == []
+    assert memory_of(lengths, pages=6 + 2).leaving(0) == [1]
+    own = memory_of(lengths, pages=6)
     assert own.leaving(0) == [0, 1] and own.is_full, "the second gives back one page, and two are needed"
-    assert room([125, 61, 189], pages=6).leaving(0) == []
+    assert memory_of([125, 61, 189], pages=6).leaving(0) == []
 
 
 def test_shared_pages_are_free_when_the_last_row_leaves() -> None:
@@ -367,7 +367,8 @@ def test_shared_pages_are_free_when_the_last_row_leaves() -> None:
     cache.copy_rows([0, 0], [1, 2], [128, 128])  # two pages, of all
     cache.reserve([129, 129, 129])
     rows.commit(np.array([190, 190, 190]), None)
-    assert cache.pages.free == 1 and PoolRoom(rows, cache, 3).leaving(0) == [0], "its page and the free one serve two"
+    assert cache.pages.free == 1
+    assert PagedRowMemory(rows, cache, 3).leaving(0) == [0], "its page and the free one serve two"
 
 
 # ---- what a forward reads -------------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def test_lengths() -> None:
 
 
 def test_a_cache_that_does_not_fit(tiny: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory is taken at once; else one row has to fit (`test_room.py`)."""
+    """Where memory is taken at once; else one row has to fit (`test_row_memory.py`)."""
     monkeypatch.setattr(cache, "takes_memory_late", lambda device: False)
     monkeypatch.setattr(memory, "LITTLE", 0)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=30_000))

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.accept import Proposal
@@ -169,8 +169,8 @@ def test_time_that_is_over_ends_rows_that_get_a_token() -> None:
     rows = Rows(2, 9, CPU)
     rows.admit([Request(index, torch.tensor([3]), 9, index) for index in range(2)])
     over = StoppingCriteriaList([MaxTimeCriteria(1.0, initial_timestamp=0.0)])
-    tokens, counts, room = np.array([[0], [5]]), np.array([0, 1]), np.array([8, 8])
-    keep, ends = Stopping(over, PrefixView(rows, torch.ones(2, 1).long())).first_stop(tokens, counts, room)
+    tokens, counts, remaining = np.array([[0], [5]]), np.array([0, 1]), np.array([8, 8])
+    keep, ends = Stopping(over, PrefixView(rows, torch.ones(2, 1).long())).first_stop(tokens, counts, remaining)
     assert keep.tolist() == [0, 1] and ends.tolist() == [False, True]
 
 

@@ -12,19 +12,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spec_trl import release
-from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import cpu_states
+from spec_trl.generation.engine import cpu_states, memory
 from spec_trl.generation.engine.cpu_states import Replay
+from spec_trl.generation.engine.model_costs import kv_bytes
 from spec_trl.generation.engine.requirements import check_model
-from spec_trl.generation.engine.room import KVRoom, kv_bytes
+from spec_trl.generation.engine.row_memory import RowMemory, RowNeeds
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.engine.states import States, cache_for, state_bytes
 from spec_trl.scheduling.control import Chain
 from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows, reference_outputs
+from tests.generation.engine.tape import Tape
 from tests.generation.races import Knowing, Plans
 from tests.tiny_families import make
 
@@ -34,6 +36,7 @@ if TRANSFORMERS < (5, 21):
 
 # One of each kind of scan and convolution, and of each way in. The first one's scan takes seconds in transformers.
 FAMILIES = ["kimi_linear", "qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h", "zamba2", "jamba", "mamba", "mamba2"]
+CAPTURED = [pytest.param(family, marks=pytest.mark.slow) for family in ("lfm2", "falcon_h1", "mamba2")]
 ROWS = random_rows([5, 9, 1, 12, 7, 3])
 PROMPTS = pad_left([*ROWS, ROWS[3]])  # a prompt of one token, and two copies
 NEW = 16
@@ -83,12 +86,14 @@ def test_tokens(family: str, do_sample: bool) -> None:
     assert all(0 < counts.accepted < counts.drafted for counts in statistics.per_drafter.values())
 
 
-@pytest.mark.parametrize("strategy", ["self", "ngram", "history", "auto", "model"])
+@pytest.mark.parametrize("strategy", ["self", "ngram", "history", "auto", "model", "best_of_n"])
 def test_strategies(strategy: str, model: PreTrainedModel) -> None:
     expected = outputs(generate(model, PROMPTS, max_new_tokens=NEW))
     options: dict[str, Any] = {"assistant_model": tiny_llama(vocab_size=64)} if strategy == "model" else {}
+    config = {"draft_length": 3, "max_batch_size": 3}
+    if strategy == "best_of_n":
+        config["best_of_n_race"] = False
     for _ in range(2):  # the second call finds what the first one left
-        config = {"draft_length": 3, "max_batch_size": 3}
         result = generate(model, PROMPTS, strategy, config, max_new_tokens=NEW, **options)
         assert outputs(result) == expected and result.statistics.drafter_failure is None
     assert result.statistics.total.drafted > 0
@@ -120,10 +125,25 @@ def test_preempted_rows_are_read_again(family: str, monkeypatch: pytest.MonkeyPa
     network = make(family)
     plain = generate(network, PROMPTS, max_new_tokens=NEW)
     calls = iter([False] * 4 + [True] * 3)
-    monkeypatch.setattr(KVRoom, "leaving", lambda *_: [1] if next(calls, False) else [])
+    monkeypatch.setattr(RowMemory, "leaving", lambda *_: [1] if next(calls, False) else [])
     result = generate(network, PROMPTS, max_new_tokens=NEW)
     assert outputs(result) == outputs(plain) and result.statistics.preemptions
     torch.testing.assert_close(result.logprobs, plain.logprobs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", *CAPTURED])
+@pytest.mark.parametrize("strategy", ["none", "self"])
+def test_captured_forwards(family: str, strategy: str, tape: Tape) -> None:
+    """A replay holds what it feeds anew; a draft captured whole begins at the committed states each time."""
+    network, config = make(family), {"draft_length": 3}
+    expected = generate(network, PROMPTS, strategy, config | {"runner": "eager"}, max_new_tokens=NEW)
+    assert not tape.recorded
+    for _ in range(2):  # captured, then kept
+        result = generate(network, PROMPTS, strategy, config | {"runner": "graph"}, max_new_tokens=NEW)
+        assert outputs(result) == outputs(expected) and result.statistics.total == expected.statistics.total
+    assert tape.recorded == (1 if strategy == "none" else 2) and tape.replayed > 20
+    assert strategy == "none" or expected.statistics.total.accepted > 20
+    release(network)
 
 
 # ---- states -------------------------------------------------------------------------------------------------------
@@ -232,7 +252,49 @@ def test_memory_counts_states(family: str) -> None:
     assert isinstance(cache, States)
     cache.feeds([4])
     EagerRunner(shadow, cache).prefill(torch.tensor([[5, 6, 7, 8]]), torch.arange(4)[None], 4)
-    assert state_bytes(network) == cache.state_bytes > 0
+    assert state_bytes(network) == state_bytes(shadow) == cache.state_bytes > 0
+
+
+@pytest.mark.parametrize(("strategy", "sets"), [("none", 1), ("ngram", 1), ("self", 2), ("model", 3)])
+def test_what_a_call_takes_is_what_it_counts_with(strategy: str, sets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set of states for the text, one for the copy's drafts, and a small model's two. Mamba has no K/V."""
+    network, counted = make("mamba"), []
+    of = RowNeeds.of
+
+    def watched(*arguments: Any, **options: Any) -> RowNeeds:
+        counted.append(of(*arguments, **options))
+        return counted[-1]
+
+    monkeypatch.setattr(RowNeeds, "of", watched)
+    options: dict[str, Any] = {"assistant_model": make("mamba")} if strategy == "model" else {}
+    statistics = generate(network, PROMPTS, strategy, {"max_batch_size": 3}, **options).statistics
+    assert counted[0].states == sets * state_bytes(network) and counted[0].column == 0
+    assert statistics.cache_bytes == 3 * counted[0].states and (strategy == "none" or statistics.total.drafted > 0)
+
+
+def test_states_that_do_not_fit_are_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row must fit where memory is taken as rows come, and all where it is taken at once."""
+    monkeypatch.setattr(memory, "LITTLE", 0)
+    monkeypatch.setattr(memory, "free_memory", lambda _: state_bytes(model) - 1)
+    with pytest.raises(ValueError, match="states of 1 of 7 rows would not fit.*max_batch_size"):
+        generate(model, PROMPTS)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 3 * state_bytes(model) - 1)
+    monkeypatch.setattr(one_call, "takes_memory_late", lambda _: False)
+    with pytest.raises(ValueError, match="states of 3 of 3 rows would not fit"):
+        generate(model, PROMPTS, config={"max_batch_size": 3})
+
+
+def test_copies_of_a_prompt_are_read_once(model: PreTrainedModel) -> None:
+    """Those that come together: the states of one that is in flight have gone on from the prompt."""
+    network = make("qwen3_5_text")
+    rows = [row for row in random_rows([9, 20]) for _ in range(4)]
+    widths: list[tuple[int, ...]] = []
+    layer = network.model.layers[0]
+    layer.register_forward_pre_hook(lambda _, inputs: widths.append(tuple(inputs[0].shape[:2])))
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW}
+    found = outputs(generate(network, pad_left(rows), **options))
+    assert [shape for shape in widths if shape[1] > 1] == [(1, 9), (1, 20)]
+    assert found == reference_outputs(network, pad_left(rows), max_new_tokens=NEW)
 
 
 def test_nothing_of_a_call_outlives_it() -> None:
@@ -251,10 +313,9 @@ def test_nothing_of_a_call_outlives_it() -> None:
 @pytest.mark.parametrize(
     "strategy, config, words",
     [
-        ("best_of_n", {}, "several chains of a row"),
+        ("best_of_n", {}, "several chains of a row.*best_of_n_race=False"),
         ("tts", {}, "cannot learn through states"),
         ("self", {"decoupled_execution": "always"}, 'decoupled_execution="never"'),
-        ("self", {"runner": "graph"}, 'runner="auto"'),
     ],
 )
 def test_what_states_do_not_serve_is_refused_by_name(
@@ -264,17 +325,11 @@ def test_what_states_do_not_serve_is_refused_by_name(
         generate(model, PROMPTS, strategy, config)
 
 
-def test_a_small_model_with_states_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="assistant_model of model type 'qwen3_5_text' keeps states"):
-        generate(tiny_llama(vocab_size=64), PROMPTS, "model", assistant_model=model)
-
-
 def test_drafters_and_controls_that_states_do_not_serve_are_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="'qwen3_5_text' keeps states.*races"):
         generate(model, PROMPTS, drafter=Knowing([], 0), control=Plans(1, [[Chain(0, 2)]]))
-    with pytest.raises(ValueError, match="'qwen3_5_text' keeps states.*runs ahead"):
-        ahead = DecoupledDrafter(DraftThread(SelfDrafter(model, kernel="reference")))
-        generate(model, PROMPTS, drafter=ahead, control=OneChain())
+    with pytest.raises(ValueError, match="SelfDrafter cannot be decoupled.*states, which cannot go back"):
+        DraftThread(SelfDrafter(model, kernel="reference"))
 
 
 @pytest.mark.parametrize("family", ["zamba", "minimax", "recurrent_gemma", "zaya"])

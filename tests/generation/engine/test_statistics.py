@@ -38,8 +38,8 @@ from spec_trl.generation.engine.statistics import (
     added,
     slowest,
 )
+from spec_trl.scheduling.admission import PlainRounds
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, Chain
-from spec_trl.scheduling.plain_decoding import PlainRounds
 from tests.generation.calls import generate, pad_left, random_rows
 
 

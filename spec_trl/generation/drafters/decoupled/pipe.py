@@ -16,49 +16,49 @@ from .worker import DraftWorker, Kind, work
 
 
 DRAFT_TIMEOUT = 60.0
-"""Seconds that a window may take. The first one waits until prompts are read and a copy is requantized, which takes
-seconds for billions of weights; what is slower hangs. A hanging drafter is waited for once, and as long again for its
-end: then it is dropped."""
+"""Most seconds of a window. The first window includes reading prompts and requantizing a copy, which takes seconds for
+billions of weights; a slower drafter hangs. A hanging drafter is waited for once, and as long again for its end, and
+then dropped."""
 NOTHING = torch.zeros(0, dtype=torch.int64)
 
 
 class DraftPipe(ABC):
-    """Moves messages (:class:`Kind`) to a drafter on a thread or rank, and answers back. Any failure raises; no call
-    takes longer than the pipe's timeout."""
+    """Sends messages (:class:`Kind`) to a drafter on a thread or rank, and receives answers. Any failure raises; no
+    call takes longer than the pipe's timeout."""
 
     strategy: str
     max_rows: int
     cost: DraftCost | None
     drafter: Drafter | None = None
-    """The drafter, where it is in this process."""
+    """The drafter if it is in this process, else None."""
 
     @abstractmethod
     def begin(self, session: DraftSession, vocabulary: int) -> None:
-        """Has the drafter begin a generation like `session`, over mirrored rows."""
+        """Makes the drafter begin a generation like `session`, over mirrored rows."""
 
     @abstractmethod
     def send(self, kind: Kind, values: Tensor) -> None:
-        """Sends a message; does not wait until it is carried out."""
+        """Sends a message without waiting for it to be carried out."""
 
     @abstractmethod
     def receive(self) -> Tensor:
-        """Waits for the answer to the newest DRAFT or END: a WINDOW's content. Raises what the drafter raised."""
+        """Waits for the answer to the newest DRAFT or END: a WINDOW's content. Raises the drafter's error."""
 
     @abstractmethod
     def end(self) -> None:
-        """Has the drafter let go of the generation. Raises what it raised after its last window."""
+        """Ends the drafter's generation. Raises an error of the drafter after its last window."""
 
 
 class DraftThread(DraftPipe):
-    """Runs `drafter` on a thread, with the cores that the target leaves, but at least one. The drafter has its K/V
-    cache; the policy's copy reads the target's, and writes the K/V of its drafts alone (SA §4.1).
+    """Runs `drafter` on a thread, with the cores that the target leaves free, but at least one. The drafter has a K/V
+    cache; the policy's copy reads that of the target, and writes only the K/V of its drafts (SA §4.1).
 
-    Transformers' processors act on drafts as on the target; users' processors may not be called by two threads, and
-    cost acceptance.
+    Transformers' processors act on drafts as on the target; users' processors may not be called by two threads, so
+    drafts ignore them, at the cost of acceptance.
 
     Args:
         drafter: must be able to draft ahead (`Drafter.drafts_ahead`).
-        timeout: seconds that a window may take.
+        timeout: most seconds of a window.
 
     Raises:
         ValueError: it cannot draft ahead.
@@ -68,8 +68,8 @@ class DraftThread(DraftPipe):
         if not drafter.drafts_ahead:
             raise ValueError(
                 f"{type(drafter).__name__} cannot be decoupled: it drafts from what the target has verified, hidden "
-                'states or completions, and not from its own drafts. Use the strategies "self", "model" or "ngram", '
-                'or decoupled_execution="never".'
+                "states or completions, and not from its own drafts, or its layers keep states, which cannot go back. "
+                'Use the strategies "self", "model" or "ngram", or decoupled_execution="never".'
             )
         self.strategy, self.max_rows, self.cost = drafter.strategy, drafter.max_rows, drafter.cost
         self.drafter: Drafter = drafter
@@ -78,20 +78,20 @@ class DraftThread(DraftPipe):
     def begin(self, session: DraftSession, vocabulary: int) -> None:
         self._thread: Thread | None = None  # until the drafter has begun
         self._messages, self._answers = SimpleQueue[tuple[Kind, Tensor]](), SimpleQueue[Tensor | Exception]()
-        # Rows end, move and come in when `observe` has taken the window: while the thread reads a row, only columns
-        # that are verified are written.
+        # Rows end, move and enter after `observe` has received the window: while the thread reads a row, only columns
+        # under verification are written.
         assert session.target is not None
         worker = DraftWorker(self.drafter, mirrored(session), vocabulary, session.target.cache)
-        # Settings that a thread does not inherit. torch keeps the number of threads per thread once it was asked for.
+        # Settings that a thread does not inherit. torch fixes the number of threads per thread at its first query.
         autocast = autocast_dtype(session.rows.tokens.device)
-        cores = max(len(os.sched_getaffinity(0)) - torch.get_num_threads(), 1)
+        cores = max(idle_cores(), 1)
 
         def run() -> None:
             with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
                 torch.set_num_threads(cores)
                 work(self.drafter, lambda _: worker, self._messages.get, self._answers.put)
 
-        self._thread = Thread(target=run, name="spec_trl drafter", daemon=True)  # one that hangs keeps no process
+        self._thread = Thread(target=run, name="spec_trl drafter", daemon=True)  # may hang at exit
         self._thread.start()
         self.send(Kind.BEGIN, NOTHING)
 
@@ -108,7 +108,7 @@ class DraftThread(DraftPipe):
                 raise answer
             return answer
         finally:
-            # An error that holds this frame, which holds it, would keep the caches until they are collected.
+            # Breaks the cycle of error and frame, which would hold the caches until garbage collection.
             del answer
 
     def end(self) -> None:
@@ -121,13 +121,20 @@ class DraftThread(DraftPipe):
         if self._thread.is_alive():
             self.drafter.made_for, self.drafter.hangs_in = None, self._thread
             raise TimeoutError(f"the drafter's thread did not end within {self._timeout:g} s")
-        torch.set_num_threads(torch.get_num_threads())  # threads that come later have the newest number
+        torch.set_num_threads(torch.get_num_threads())  # later threads use the newest number
         while not self._answers.empty():
-            self.receive()  # raises what the drafter raised after the last window
+            self.receive()  # raises an error after the last window
+
+
+def idle_cores() -> int:
+    """Cores that this process may use beside torch's threads; negative where these are more."""
+    # Linux alone says to which cores a process is bound.
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return bound - torch.get_num_threads()
 
 
 def mirrored(session: DraftSession) -> DraftSession:
-    """Like `session`, over mirrored rows and without target. A row's drafts end at its limit, but rows that draft less
-    than others write one token more than verification."""
+    """Makes a session like `session`, over mirrored rows and without target. A row's drafts end at its limit, but rows
+    that draft less than others write one token more than verification."""
     rows = Rows(session.rows.capacity, session.rows.columns + 1, session.rows.tokens.device)
     return replace(session, rows=rows, pipeline=session.pipeline.over(rows), target=None, keep_logits=False)

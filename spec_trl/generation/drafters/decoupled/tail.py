@@ -10,18 +10,18 @@ from ...engine.cache import RaggedCache, RaggedLayer, Window
 
 class TailCache(RaggedCache):
     """K/V of a drafter that runs ahead of the target whose copy it is (SA §4.1). It reads the target's columns of
-    committed text, which nobody writes while it drafts, and keeps the K/V of what follows in a tail:
+    committed text, which are not written while it drafts, and writes the K/V of later tokens into a tail:
 
         target's columns        t t t t t x x x .     row of L = 6 committed tokens; x: verification may write them
         tail, size 4                      d d d d     position t is column t % 4
                                           ^ L - 1, which the target has not computed
 
-    Nothing moves when tokens are committed: their positions are read in the target's columns from then on. The target
-    never reads the tail, so a drafter that fails, or hangs and goes on later, changes no token.
+    Committing moves no K/V: committed positions are read from the target's columns from then on. The target never
+    reads the tail, so a drafter that fails, or hangs and resumes later, changes no token.
 
     Args:
         target: the target's cache; it must not be written in columns below L - 1 while a forward runs.
-        committed: `[rows]` int64, L of each row; the caller's, who keeps it up to date.
+        committed: `[rows]` int64, L by row; the caller updates it in place.
         size: columns of the tail. A row's positions after them share the last one.
     """
 
@@ -33,7 +33,7 @@ class TailCache(RaggedCache):
 
     def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
         heads = self._committed[first_row : first_row + len(positions), None] - 1  # [B, 1]
-        visible = columns if heads.any() else 0  # where all texts have one token, the target may have no K/V yet
+        visible = columns if heads.any() else 0  # if all texts have one token, the target may have no K/V yet
         column = torch.arange(visible, device=heads.device)  # [visible]
         tail = torch.arange(self._size, device=heads.device)  # [size]
         unseen = torch.iinfo(torch.int64).max  # later than any query

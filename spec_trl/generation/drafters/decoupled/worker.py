@@ -1,4 +1,4 @@
-"""The drafter's side of decoupled execution: it drafts on from its drafts, and goes back where the target differs.
+"""The drafter's side of decoupled execution: continues its drafts, and drops those that differ from the target.
 
 Verifier and worker exchange messages: a kind and a flat int64 tensor in host memory, a few hundred bytes per round.
 """
@@ -20,19 +20,18 @@ from .tail import TailCache
 
 
 class Kind(IntEnum):
-    """The messages of a generation: BEGIN, then ADMIT, DRAFT, COMMIT and MOVE again and again, END. B: rows in
-    flight."""
+    """Messages of a generation: BEGIN; ADMIT, DRAFT, COMMIT and MOVE repeatedly; END. B: rows in flight."""
 
     BEGIN = 1
-    """A generation begins; each pipe has its content."""
+    """A generation begins; the content depends on the pipe."""
     ADMIT = 2
-    """Requests came in, in the order of their rows; of each: index, limit, noise key, tokens of the prompt, tokens
-    that another rank has generated, and all these tokens."""
+    """Requests entered, in the order of their rows. Per request: index, limit, noise key, number of prompt tokens,
+    number of tokens that another rank has generated, and all these tokens."""
     DRAFT = 3
-    """`[B]`: how many more tokens to draft for each row, after those it has drafted already. Answered by WINDOW."""
+    """`[B]`: number of further tokens to draft by row. Answered by WINDOW."""
     COMMIT = 4
-    """`[B]` tokens k that a round committed, or that follow prompts, `[B]` how many of the row's drafts are the first
-    of them, and the tokens `[B, max k]`. Where all k are, the drafts after them stay; else the row's drafts are
+    """`[B]` number k of tokens that a round committed, or that follow prompts; `[B]` number of the row's drafts that
+    equal the first of them; the tokens `[B, max k]`. If all k are equal, later drafts stay; else the row's drafts are
     dropped."""
     MOVE = 5
     """Rows that ended, as of :meth:`Rows.drop`."""
@@ -47,17 +46,17 @@ class Kind(IntEnum):
 
 
 class DraftWorker:
-    """Carries out messages with a drafter, over rows that mirror the verifier's:
+    """Carries out messages with a drafter, over rows that mirror those of the verifier:
 
         verifier's row   prompt . . . output . . . |
         mirrored row     prompt . . . output . . . p1 p2 ... | n1 n2 ... nw |
                                                    pending     next window
 
-    The mirror counts drafts as text. So the drafter knows nothing of decoupling: it drafts `w` tokens after the text,
-    and sometimes rows become shorter.
+    The mirror counts drafts as text, so the drafter needs no decoupled mode: it drafts `w` tokens after the text, and
+    sometimes rows become shorter.
 
     Args:
-        drafter: drafts in the thread or process of the worker alone.
+        drafter: used only in the thread or process of the worker.
         session: of the mirrored rows, without target.
         vocabulary: number of tokens.
         target: the target's cache, where a copy of the target may read it: from DRAFT to its answer a row's columns
@@ -110,7 +109,7 @@ class DraftWorker:
             requests.append(Request(index, text[:first], limit, stream, generated, head=length - 1))
             at += 5 + length
         _require(0 < len(requests) <= rows.capacity - rows.active, "ADMIT", "number of requests")
-        admission = rows.admit(requests)  # they come in the verifier's order, in which nothing is left to sort
+        admission = rows.admit(requests)  # already sorted, by the verifier
         self._committed[admission.first : rows.active] = rows.lengths[admission.first :]
         self._drafter.admit(admission)
 
@@ -148,8 +147,8 @@ class DraftWorker:
         columns = self._committed[:batch, None] + step  # [B, K]
         text = rows.tokens[:batch].gather(1, columns)  # [B, K]
         rows.tokens[:batch].scatter_(1, columns, tokens.where(step < counts[:, None], text))
-        # Dropped drafts end at the first that was wrong: the drafter computed nothing that holds from there on, even
-        # where another one's chain has gone further.
+        # Drafts are dropped from the first wrong one on: the drafter's K/V is invalid from there, even if the chain of
+        # another drafter was accepted further.
         stays = right == counts  # [B]
         rows.commit(rows.lengths.where(stays, torch.minimum(ends - counts + right + 1, ends)).cpu().numpy(), None)
         self._drafter.observe(tokens[:, :0].cpu().numpy(), np.zeros(batch, np.int64))  # rows have become shorter
@@ -173,7 +172,8 @@ def work(
     receive: Callable[[], tuple[Kind, Tensor]],
     answer: Callable[[Tensor | Exception], None],
 ) -> None:
-    """Carries out messages until CLOSE. What the drafter raises is the answer until the next generation.
+    """Carries out messages until CLOSE. After an error of the drafter, the error is the answer until the next
+    generation.
 
     Args:
         drafter: of the worker.
@@ -197,7 +197,7 @@ def work(
                 drafter.end()
         if kind in (Kind.DRAFT, Kind.END):
             answer(values if failure is None else failure)
-    del failure  # its traceback holds this frame, which holds the caches
+    del failure  # its traceback references this frame, which references the caches
 
 
 def _require(is_right: bool, message: str, what: str) -> None:

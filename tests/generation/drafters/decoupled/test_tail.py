@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
-from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftPipe, DraftThread
 from spec_trl.generation.drafters.decoupled.worker import Kind
 from spec_trl.generation.drafters.self_copy import SelfDrafter
@@ -21,7 +21,7 @@ from spec_trl.generation.engine.statistics import DraftCounts
 from spec_trl.scheduling.control import Chain
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.decoupled.scripted import InTurn
-from tests.generation.drafters.decoupled.test_drafter import Assigned
+from tests.generation.drafters.decoupled.test_decoupled_drafter import Assigned
 from tests.generation.engine.test_families import build
 from tests.generation.races import EOS, PROMPTS, Knowing, Plans
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
-from spec_trl.generation.drafters.dflash.network import DFlashConfig, DFlashNetwork
+from spec_trl.generation.drafters.dflash.dflash_network import DFlashConfig, DFlashNetwork
 from tests.generation.drafters.straight_line import StraightLine, draw_vocabulary
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
-from spec_trl.generation.drafters.eagle3.network import Eagle3Config, Eagle3Network
+from spec_trl.generation.drafters.eagle3.eagle3_network import Eagle3Config, Eagle3Network
 from tests.generation.drafters.straight_line import StraightLine, draw_vocabulary
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.tts import price
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
+from spec_trl.generation.drafters.tts import update_stride
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
 
 
 @pytest.fixture
@@ -16,5 +16,5 @@ def make(student):
 @pytest.fixture
 def cheap(monkeypatch) -> None:
     """An update is expected to gain much, and trials may take all the time."""
-    monkeypatch.setattr(price, "UPDATES", 1)
-    monkeypatch.setattr(price, "TRIAL", 100.0)
+    monkeypatch.setattr(update_stride, "UPDATES", 1)
+    monkeypatch.setattr(update_stride, "TRIAL", 100.0)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
 from tests.generation.calls import pad_left, random_rows
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.tts import price
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter, expected_tokens
+from spec_trl.generation.drafters.tts import update_stride
+from spec_trl.generation.drafters.tts.distillation import expected_tokens
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
 from spec_trl.scheduling.control import AlwaysSpeculate
 from tests.generation.calls import generate
 from tests.generation.drafters.tts.learning import ALONE, BATCH, equal, weights_of
@@ -76,9 +77,9 @@ def test_the_seconds_of_learning_are_not_the_round_s(make, tiny, monkeypatch) ->
 def test_what_was_better_before_it_learned_starts_anew(make, tiny, cheap, monkeypatch) -> None:
     drafter = make("model", scope="run", stride=None)
     first = weights_of(drafter)
-    monkeypatch.setattr(price.LearningPrice, "is_harmful", True)
+    monkeypatch.setattr(update_stride.AdaptiveStride, "is_harmful", True)
     statistics = generate(tiny, ALONE, "tts", drafter=drafter, max_new_tokens=12).statistics
-    assert statistics.learning.updates > 0 and equal(first, weights_of(drafter)) and drafter.price.level == 0
+    assert statistics.learning.updates > 0 and equal(first, weights_of(drafter)) and drafter.adaptive_stride.level == 0
 
 
 def test_an_adaptive_stride_goes_on_from_a_checkpoint(make, tiny, cheap) -> None:
@@ -87,7 +88,7 @@ def test_an_adaptive_stride_goes_on_from_a_checkpoint(make, tiny, cheap) -> None
     untaught = drafter.state_dict()
     generate(tiny, ALONE, "tts", drafter=drafter, max_new_tokens=24)
     starts: list[Any] = []
-    before(other.student, "admit", lambda *_: starts.append((weights_of(other), other.price.rounds)))
+    before(other.student, "admit", lambda *_: starts.append((weights_of(other), other.adaptive_stride.rounds)))
     for state, expected in ((drafter.state_dict(), weights_of(drafter)), (untaught, weights_of(third))):
         other.load_state_dict(copy.deepcopy(state))
         generate(tiny, ALONE, "tts", drafter=other, max_new_tokens=2)
