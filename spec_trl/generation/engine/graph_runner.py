@@ -164,7 +164,8 @@ class GraphRunner(EagerRunner):
         recording.replay()
         self.forwards += 1
         graph.replays += 1
-        self._tell(None if recording.features is None else recording.features[:rows], positions, first_row)
+        if recording.features is not None:
+            self._tell(recording.features[:rows], positions, first_row)
         return recording.logits[:rows]
 
     def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
@@ -212,7 +213,8 @@ class GraphRunner(EagerRunner):
             warn_of_masks(self.network, error)
             return self.forward(tokens, positions, columns)
         self.forwards += 1
-        self._tell(None if features is None else features[:rows], positions, 0)
+        if features is not None:
+            self._tell(features[:rows], positions, 0)
         return logits[:rows]
 
     def listen(self, layers: Sequence[int], heard: Heard) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spec_trl import release
-from spec_trl.generation import decoding
+from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import memory
@@ -243,7 +243,7 @@ def test_states_that_do_not_fit_are_refused(model: PreTrainedModel, monkeypatch:
     with pytest.raises(ValueError, match="states of 1 of 7 rows would not fit.*max_batch_size"):
         generate(model, PROMPTS)
     monkeypatch.setattr(memory, "free_memory", lambda _: 3 * state_bytes(model) - 1)
-    monkeypatch.setattr(decoding, "takes_memory_late", lambda _: False)
+    monkeypatch.setattr(one_call, "takes_memory_late", lambda _: False)
     with pytest.raises(ValueError, match="states of 3 of 3 rows would not fit"):
         generate(model, PROMPTS, config={"max_batch_size": 3})
 
