@@ -141,7 +141,6 @@ def speculative_decoding(
         requirements.check_model(model, snapshot)
         if has_states := snapshot.find("has states", partial(keeps_states, model.config)):
             check_states(model, assistant_strategy, config)
-            config = config if device.type == "cpu" else replace(config, runner="eager")
         runner_mode(config, device)
         requirements.check_generation_config(generation_config, model.generation_config)
         requirements.check_keywords(model, model_kwargs)
@@ -191,7 +190,7 @@ def speculative_decoding(
         columns = longest + most_drafted
 
         # ---- for how many rows there is memory
-        in_pool = takes_pool(config, device)
+        in_pool = takes_pool(config, device, has_states)
         # One row shares memory with no other.
         free = free_for_cache(session, device) if in_pool or capacity > 1 else 0
         states = snapshot.find("states", partial(state_bytes, model)) if has_states else 0

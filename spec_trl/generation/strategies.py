@@ -86,7 +86,6 @@ def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfi
         (learns, 'tts_drafter="self"', "the copy cannot learn through states yet", 'assistant_strategy="self"'),
         (decouples, 'decoupled_execution="always"', ahead, 'decoupled_execution="never"'),
         (copies and draft_ranks > 0, f"draft_ranks={draft_ranks}", ahead, "draft_ranks=0"),
-        (config.runner == "graph", 'runner="graph"', "captured forwards do not keep states yet", 'runner="auto"'),
     ):
         if is_asked:
             raise ValueError(f"{_of_states(model)}: {asked} is not served, since {why}. Use {remedy}.")

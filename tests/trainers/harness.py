@@ -12,7 +12,15 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PrinterCallback, TrainerCallback
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PrinterCallback,
+    TrainerCallback,
+)
 from trl import GRPOTrainer
 
 from examples.demo.task import build_tokenizer
@@ -24,6 +32,8 @@ from spec_trl.quantization.awq import ActivationStatistics
 from spec_trl.scheduling.control import Control
 from spec_trl.scheduling.planner import Planner
 from spec_trl.trainers.run_log import LOG_FILE, read_run
+from tests.conftest import TRANSFORMERS
+from tests.tiny_families import tiny_settings
 
 
 PROMPTS = ["a3+b8=", "c5+d9+e1=", "f2+g2=", "1+2+3+4=", "k=", "p7+q6+r5=", "z9=", "a1+b1+c1+d1="]
@@ -39,6 +49,19 @@ def tiny_policy(seed: int = 0, **config: Any) -> LlamaForCausalLM:
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**(sizes | config))).double()
+
+
+def hybrid_policy() -> PreTrainedModel:
+    """One with layers of a gated delta rule, and one that attends."""
+    if TRANSFORMERS < (5, 21):
+        pytest.skip("such families are refused")
+    settings = tiny_settings(CONFIG_MAPPING["qwen3_5_text"]) | dict(vocab_size=48, eos_token_id=2)
+    torch.manual_seed(0)
+    policy = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3_5_text"](**settings), dtype=torch.float64)
+    for parameter in policy.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0, 0.2)
+    return policy
 
 
 def tiny_dataset(rows: int = 64) -> Dataset:

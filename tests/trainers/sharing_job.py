@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.trainers.harness import Run, tiny_dataset, train
+from tests.trainers.harness import Run, hybrid_policy, tiny_dataset, train
 from tests.trainers.tool_task import add, conversations, make_chat_tokenizer
 
 
@@ -61,6 +61,14 @@ def train_with_tools(folder: Path, ranks: int, **options: Any) -> Run:
     )  # fmt: skip
 
 
+STATES: dict[str, dict[str, Any]] = {
+    "states": {"rollout_batch_size": 4},
+    "states, none": {"strategy": "none"},
+    "states, own": {"rollout_sharing": "own"},
+}
+"""Of a policy whose layers keep states: all sample the same."""
+
+
 def kept(run: Run) -> dict[str, Any]:
     """What the tests look at."""
     return {
@@ -73,6 +81,10 @@ def all_cases(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
     """What each case left."""
     done = {name: kept(train_case(folder / name, ranks, **options)) for name, options in CASES.items()}
     done |= {name: kept(train_with_tools(folder / name, ranks, **options)) for name, options in TOOLS.items()}
+    done |= {
+        name: kept(train_case(folder / name, ranks, policy=hybrid_policy(), **options))
+        for name, options in STATES.items()
+    }
     twenty = train_case(folder / "twenty", ranks, steps=20, trainer={}, rollout_batch_size=4)
     return done | {"twenty steps": kept(twenty)}
 

@@ -23,7 +23,7 @@ from spec_trl import SpecGRPOConfig, SpecGRPOTrainer, SpeculativeConfig
 from spec_trl.generation.configuration import OPTIONS
 from spec_trl.trainers.checkpoint import DraftLengthState
 from tests.generation.drafters.watching import make_checkpoint
-from tests.trainers.harness import make_run, tiny_dataset, tiny_policy, train
+from tests.trainers.harness import hybrid_policy, make_run, tiny_dataset, tiny_policy, train
 
 
 def make_config(**options: Any) -> SpecGRPOConfig:
@@ -281,6 +281,13 @@ def test_assistants_that_are_no_models(tmp_path: Path, strategy: str) -> None:
     options = {"assistant_model": nn.Linear(2, 2)} | ({"tts_drafter": "model"} if strategy == "tts" else {})
     with pytest.raises(ValueError, match="^assistant_model=Linear (is neither a transformers|with a drafter of)"):
         make_run(tmp_path, strategy, **options)
+
+
+@pytest.mark.parametrize("strategy", ["self", "model"])
+def test_ranks_cannot_draft_ahead_with_states(tmp_path: Path, strategy: str) -> None:
+    options = {"policy" if strategy == "self" else "assistant_model": hybrid_policy()}
+    with pytest.raises(ValueError, match="'qwen3_5_text' keeps states.*draft_ranks=1 .*draft_ranks=0"):
+        make_run(tmp_path, strategy, draft_ranks=1, **options)
 
 
 LONG = "a+" * 30

@@ -9,25 +9,25 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import spec_trl
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOTrainer
-from spec_trl.generation.drafters.tts import drafter
+from spec_trl.generation.drafters.tts import distilled_drafter
 from spec_trl.generation.engine import runner_choice
 from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.generation.engine.shadow import unwrapped
 from spec_trl.generation.session import Session
-from tests.conftest import STORY_MODEL, TRANSFORMERS
+from tests.conftest import STORY_MODEL
 from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.tape import Tape, install_tape
-from tests.tiny_families import tiny_settings
 from tests.trainers.conftest import Asked
 from tests.trainers.harness import (
     Run,
     assert_same_training,
+    hybrid_policy,
     make_run,
     roll_out,
     tiny_dataset,
@@ -82,19 +82,6 @@ def dropping(dropout: float = 0.3) -> Options:
     return dict(policy=GPT2LMHeadModel(config).double(), gradient_checkpointing=True, disable_dropout=False)
 
 
-def hybrid(**options: Any) -> Options:
-    """Layers of a gated delta rule, and one that attends."""
-    if TRANSFORMERS < (5, 21):
-        pytest.skip("such families are refused")
-    settings = tiny_settings(CONFIG_MAPPING["qwen3_5_text"]) | dict(vocab_size=48, eos_token_id=2)
-    torch.manual_seed(0)
-    policy = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3_5_text"](**settings), dtype=torch.float64)
-    for parameter in policy.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, 0, 0.2)
-    return dict(policy=policy) | options
-
-
 def plain(**options: Any) -> Callable[[], Options]:
     return lambda: options
 
@@ -118,8 +105,8 @@ CASES: list[tuple[str, Options, Callable[[], Options]]] = [
     ("self", {}, stories),
     ("self", {}, dropping),
     ("self", {}, lambda: lora(num_iterations=2, max_steps=4)),
-    ("self", {}, lambda: hybrid(max_steps=50)),
-    ("self", {}, lambda: hybrid() | lora()),
+    ("self", {}, lambda: dict(policy=hybrid_policy(), max_steps=50)),
+    ("self", {}, lambda: lora(policy=hybrid_policy(), max_steps=50)),
     ("model", {}, plain(max_steps=10)),
     ("eagle3", {}, plain(**TWICE)),
     ("eagle3", {}, lora),
@@ -290,6 +277,20 @@ def test_resumed_run_goes_on_bit_for_bit(kind: str, how: Options, tmp_path: Path
 
 
 @slow
+@pytest.mark.parametrize("more", [dict, lora], ids=["whole", "LoRA"])
+def test_a_policy_with_states_goes_on_bit_for_bit(more: Callable[[], Options], tmp_path: Path) -> None:
+    def run(folder: str, **options: Any) -> Run:
+        return train(tmp_path / folder, policy=hybrid_policy(), max_steps=4, **more(), **options)
+
+    whole = run("whole", save_strategy="steps", save_steps=2)
+    rest = run("rest", resume=tmp_path / "whole" / "checkpoint-2")
+    assert whole.completions[2:] == rest.completions and whole.losses[2:] == rest.losses
+    assert all(torch.equal(weight, rest.weights[name]) for name, weight in whole.weights.items())
+    accepted = [of.metric("rollout/acceptance_rate") for of in (whole, rest)]
+    assert accepted[0][2:] == accepted[1] and min(accepted[1]) > 0.25
+
+
+@slow
 def test_a_resumed_run_takes_its_own_learning_rate(tmp_path: Path, named: Named) -> None:
     """A tenth of the old one: a few updates of Adam do not move a weight as far as one with the old one did."""
     options = FAST | dict(tts_stride="4") | named("eagle3")
@@ -304,7 +305,7 @@ def test_a_resumed_run_takes_its_own_learning_rate(tmp_path: Path, named: Named)
 @slow
 def test_a_failure_ends_no_training(tmp_path: Path, named: Named, monkeypatch: pytest.MonkeyPatch) -> None:
     none = train_plainly()
-    monkeypatch.setattr(drafter, "distillation_loss", lambda *_: 1 / 0)
+    monkeypatch.setattr(distilled_drafter, "distillation_loss", lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match="ZeroDivisionError"):
         run = train(tmp_path, "tts", save_strategy="steps", save_steps=3, **FAST, **named("dflash"))
     assert_same_training(none, run)

@@ -113,7 +113,6 @@ class NetworkDrafter(TrainableDrafter):
         session, rows = self.session, self.session.rows
         if self._owns_cache:
             self.cache.reserve((rows.host_lengths + draft_length).tolist())
-        self.cache.begin_drafts(rows.active)
         has_states = self._drafting is not self._runner
         known = 1 if has_states else self._catch_up()
         columns = rows.columns_after(-known, known + draft_length).clamp(min=0)  # [B, known + γ]

@@ -31,7 +31,7 @@ STATE_LAYERS = frozenset({"conv", "linear_attention", "hybrid"})
 """Layer types whose layers keep a state of convolutions or scans (`states.py`); "hybrid" attends too."""
 STATELESS = {FULL, *_NO_ATTENTION}
 """Layer types of hybrid families whose layers keep nothing but K/V."""
-# How GPT-Neo names them.
+# Names in GPT-Neo.
 GPT_NEO_LAYERS = {"global": FULL, "local": SLIDING}
 
 
@@ -61,7 +61,7 @@ class MaskPlan:
         `attention_chunk_size`: chunked; else full.
 
         Raises:
-            ValueError: a layer type keeps state that a rejected token cannot be taken out of.
+            ValueError: a layer type is not known.
         """
         settings = vars(config)  # families leave out different keys
         window, chunk = settings.get("sliding_window"), settings.get("attention_chunk_size")
@@ -73,9 +73,9 @@ class MaskPlan:
             unknown = [layer_type for layer_type in layer_types if layer_type not in (FULL, SLIDING, CHUNKED)]
             if unknown:
                 raise ValueError(
-                    f"model type '{config.model_type}' has layers of type {unknown}, which keep a recurrent or "
-                    "compressed state that rejected tokens cannot be removed from. spec_trl serves full, sliding and "
-                    "chunked attention; generate without `assistant_strategy`."
+                    f"model type '{config.model_type}' has layers of type {unknown}, whose caches and masks are not "
+                    "known here. spec_trl serves full, sliding and chunked attention, and states of convolutions and "
+                    "scans; generate without `assistant_strategy`."
                 )
             return cls(layer_types, True, window or 0, chunk or 0)
         layer_type = SLIDING if window is not None else CHUNKED if chunk is not None else FULL
@@ -83,7 +83,7 @@ class MaskPlan:
 
     @classmethod
     def for_network(cls, network: PreTrainedModel) -> "MaskPlan":
-        """The same for a network. A window counts only where one of its masks has it (Moshi's masks are full)."""
+        """Makes the plan of a network. A window counts only if one of its masks has it (Moshi's masks are full)."""
         plan = cls.from_config(network.config.get_text_config(decoder=True))
         if plan.layer_types == (SLIDING,):
             forwards = [inspect.unwrap(type(module).forward) for module in network.modules()]
@@ -100,16 +100,16 @@ class MaskPlan:
     def spans(
         self, positions: Tensor, table: Tensor | None = None, places: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
-        """Masks as spans: the first and the last column that each query sees, `[B, 1, q, 2]` int64, or one such
-        tensor per layer type. They are as long as the queries, so a captured forward serves rows of every length.
+        """Masks as spans: the first and the last column that a query sees, `[B, 1, q, 2]` int64, or one such tensor
+        per layer type. Their size depends only on the queries, so a captured forward serves rows of every length.
 
         Args:
             positions: `[B, q]` int64, the queries' columns.
-            table: of pages (`PagedCache.table_to_read`), `[B, pages]` int32, an even number; two pages take the place
-                of one query's columns: `[B, 1, q + pages / 2, 2]`. It is a part of the mask, since the mask is the
+            table: of pages (`PagedCache.table_to_read`), `[B, pages]` int32, an even number; two pages are stored like
+                the span of one query: `[B, 1, q + pages / 2, 2]`. The table is part of the mask, since the mask is the
                 only argument that every family passes on to attention.
-            places: of :meth:`build`, make `[B, 1, q, 4]`: the first and the last position that each query sees, and
-                from which column on, and by how much, a position's column lies further than its number.
+            places: as of :meth:`build`; then spans are `[B, 1, q, 4]`: the first and the last position that a query
+                sees, the column from which columns differ from positions, and the difference.
         """
         spans: dict[str, Tensor] = {}
         for layer_type in self.layer_types:
@@ -137,9 +137,9 @@ class MaskPlan:
         Args:
             positions: `[B, q]` int64.
             dtype: floating dtype of the queries.
-            places: `[B, q]` int64, the cache column of every query where several chains of a row follow its last
-                committed token, the first query (`ChainLayout`); None: its position.
-            keys: `[B, columns]` int64, position of every key where that is not its column (`TailCache`).
+            places: `[B, q]` int64, the cache column of every query, if several chains of a row follow its last
+                committed token, the first query (`ChainLayout`); None: the position.
+            keys: `[B, columns]` int64, position of every key (`TailCache`); None: its column.
 
         Returns:
             `[B, 1, q, columns]` of 0 and the dtype's minimum, or one such tensor per layer type.
@@ -182,18 +182,18 @@ def as_spans(first: Tensor, last: Tensor, table: Tensor | None) -> Tensor:
 
 
 def takes_spans(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether :func:`ragged_attention` takes spans for masks there: the CUDA kernel does, in 16 bits and float32."""
+    """Whether :func:`ragged_attention` takes spans as masks: the CUDA kernel does, in 16 bits and float32."""
     return run_on(device) and dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def reads_spans(network: PreTrainedModel) -> bool:
-    """Whether attention in `network` takes spans for masks; families with other attention code need masks."""
+    """Whether attention in `network` takes spans; families with other attention code need masks."""
     return takes_spans(network.device, network.dtype) and calls_attention(network)
 
 
 def calls_attention(network: PreTrainedModel) -> bool:
-    """Whether all attention of a network's shadow is :func:`ragged_attention`; many families do not declare that they
-    call the attention that their config names."""
+    """Whether all attention of a network's shadow is :func:`ragged_attention`. Many families call the attention that
+    their config names without declaring it."""
     if network._supports_attention_backend:
         return True
     kinds: set[tuple[Any, bool]] = {(type(module), hasattr(module, "is_causal")) for module in network.modules()}
@@ -203,7 +203,7 @@ def calls_attention(network: PreTrainedModel) -> bool:
 
 @functools.cache
 def _calls_attention(kind: Any, is_attention: bool) -> bool | None:
-    """None: `kind` attends to nothing. Some attention, of text beside a vision tower's, has no `is_causal`."""
+    """None: `kind` does not attend. Some text attention, beside that of a vision tower, has no `is_causal`."""
     forward = inspect.unwrap(kind.forward)
     code = forward.__code__ if inspect.isfunction(forward) else None
     names, variables = ((), ()) if code is None else (code.co_names, code.co_varnames)
@@ -214,8 +214,8 @@ def _calls_attention(kind: Any, is_attention: bool) -> bool | None:
 
 @functools.cache
 def attention_class(kind: Any) -> Any:
-    """The class of a shadow's module in the place of class `kind`: `kind`, or one that calls :func:`ragged_attention`
-    where transformers has other code."""
+    """The class of a shadow's module of class `kind`: `kind`, or a subclass that calls :func:`ragged_attention`
+    instead of the family's code."""
     mixin: Any = _REWRITTEN.get(kind.__name__)
     if mixin is None or not kind.__module__.startswith("transformers."):
         return kind
@@ -228,10 +228,10 @@ def attends_exactly(network: PreTrainedModel) -> bool:
 
 
 class _WithoutCudnn:
-    """Within it torch does not choose cuDNN's attention, which it prefers from Hopper on: that plans a new shape for
-    tenths of a second, and rounds have new shapes all the time.
+    """Inside, torch does not choose cuDNN's attention, its default from Hopper on: planning a new shape takes tenths
+    of a second, and rounds often have new shapes.
 
-    The setting is the process's, and drafters may learn in another thread: the last to leave restores it.
+    The setting is global to the process, and drafters may learn in another thread: the last exit restores it.
     """
 
     def __init__(self) -> None:
@@ -276,8 +276,9 @@ def ragged_attention(
         heads (h = kv_head * groups + g):  [B, kv * groups, q, d]  ->  [B, kv, groups * q, d]
 
     `softcap` (Gemma 2) and attention sinks `s_aux` (GPT-OSS) take the same fold through plain matmuls. `query_scales`
-    (Llama 4, `[B, 1, q, 1]` float32) are factors of the queries. `exact`: on CUDA under spans a query's bits depend on
-    itself and on the keys and values it sees, not on other queries, other rows, or the size of the cache.
+    (Llama 4, `[B, 1, q, 1]` float32) are factors of the queries. `exact`: on CUDA under spans the bits of a query's
+    output depend on the query and on the keys and values it sees, not on other queries, other rows, or the size of the
+    cache.
     """
     if query_scales is not None:
         query = (query * query_scales).to(query.dtype)
@@ -339,16 +340,16 @@ ATTENTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
 }  # fmt: skip
 for _name, _function in ATTENTIONS.items():
     AttentionInterface.register(_name, _function)
-    # Masks arrive ready made. Without this entry transformers would drop the sliding window of an unknown backend.
+    # Passes masks on unchanged. Without this entry transformers would drop the sliding window of an unknown backend.
     AttentionMaskInterface.register(_name, eager_mask)
 
 
 class _RewrittenAttention(nn.Module):
-    """Attention of a family that does not call the function which its config names."""
+    """Attention of a family that ignores the attention function of its config."""
 
 
 class _Method(_RewrittenAttention):
-    """Its code is a method."""
+    """Base for families whose attention code is a method."""
 
     config: PreTrainedConfig
 
@@ -360,7 +361,7 @@ class _Method(_RewrittenAttention):
 
 
 class _Call(_RewrittenAttention):
-    """Its code calls torch's attention, where the config names that."""
+    """Base for families that call torch's attention if the config names it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with _RaggedCalls():
@@ -380,7 +381,7 @@ _REWRITTEN = {"GPTNeoSelfAttention": _Method, "GPTJAttention": _Method, "FalconA
 
 
 def warn_of_masks(network: nn.Module, error: Exception) -> None:
-    """Warns that the attention kernel failed with `error`, and that `network` attends under masks from now on."""
+    """Warns that the attention kernel failed with `error`, and that `network` uses masks from now on."""
     warnings.warn(
         f"the attention kernel failed under {type(network).__name__}, which goes on under masks, with the same tokens "
         f"but slower: {type(error).__name__}: {error}",

@@ -1,4 +1,4 @@
-"""The ragged K/V cache: every row has columns for itself, nothing is ever shifted or padded."""
+"""The ragged K/V cache: rows have separate columns, and are never shifted or padded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ from .memory import LateZeros, check_memory, takes_memory_late
 
 
 PAGE_COLUMNS = 64
-"""Columns of a page: a row's columns are counted, copied and shared a page at a time. A power of two, as the blocks of
-columns that a kernel reads: these do not cross pages."""
+"""Columns of a page: a row's columns are counted, copied and shared by pages. A power of two, like the blocks of
+columns that a kernel reads, so that no block crosses pages."""
 
 RowStates: TypeAlias = dict[int, tuple[Tensor, Tensor]]
 """Keys and values `[kv_heads, columns, head_dim]` of some columns of a row, by layer."""
 
 
 def pages_of(columns: int) -> int:
-    """Pages that hold `columns`."""
+    """Number of pages for `columns`."""
     return -(-columns // PAGE_COLUMNS)
 
 
 @dataclass
 class Window:
-    """The size of a cache, and what the present forward reads and writes. Layers hold the window: if they held their
-    cache, its memory would stay until the garbage collector finds the cycle."""
+    """The size of a cache, and the columns that the current forward reads and writes. Layers reference the window, not
+    the cache: a cycle would hold the memory until garbage collection."""
 
     layers: int
     rows: int  # rows of the buffers
@@ -43,22 +43,26 @@ class Window:
 class RaggedCache(Cache):
     """Preallocated K/V of `[rows, kv_heads, columns, head_dim]` per layer; row b's token at position t is column t.
 
-    A forward over q tokens writes each row's K/V at that row's own positions and attends under a mask
-    `column <= position` (:class:`~spec_trl.generation.engine.attention.MaskPlan`):
+    A forward over q tokens writes the K/V of a row at the row's positions and attends under a mask `column <=
+    position` (:class:`~spec_trl.generation.engine.attention.MaskPlan`):
 
         row 0   p p p p p o o o . . .      columns beyond a row's length are masked; what a rejected draft
         row 1   p p o o o o o o o o .      left there is overwritten by the next forward
         row 2   p p p o . . . . . . .
 
-    Buffers are made at the first write, in the dtypes and head counts that the layer really has, with `columns` for
-    all tokens that a row can hold, drafts included. Memory is taken as columns are written, and given back as rows
-    leave (:class:`~spec_trl.generation.engine.memory.LateZeros`); where the device cannot, all is taken at once.
+    Buffers are made at the first write, in the dtypes and head counts of that write, with `columns` for all tokens
+    that a row can hold, drafts included. Memory is taken as columns are written, and freed as rows leave
+    (:class:`~spec_trl.generation.engine.memory.LateZeros`), or all at once if the device cannot do that.
     """
 
     key_positions: Tensor | None = None
-    """`[B, columns]` int64, positions of the keys that the next forward reads, where these are not their columns."""
+    """`[B, columns]` int64, positions of the keys that the next forward reads; None: their columns."""
     has_states = False
     """Whether layers keep states beside K/V (:class:`~spec_trl.generation.engine.states.States`)."""
+    held: dict[Any, Any] = {}
+    """What the last forward held of what it fed into states; a replay of that forward holds it anew."""
+    is_repeatable = True
+    """Whether a forward that is not a prompt's may run twice."""
     state_bytes = 0
     """Bytes of the states of all rows."""
 
@@ -67,7 +71,7 @@ class RaggedCache(Cache):
         super().__init__(layers=[RaggedLayer(self._window) for _ in range(layers)])
         self.rows = rows
         self.columns = columns
-        self._used = 0  # rows that may hold something
+        self._used = 0  # rows that may hold K/V
 
     @classmethod
     def for_network(cls, network: PreTrainedModel, rows: int, columns: int) -> "RaggedCache":
@@ -75,40 +79,41 @@ class RaggedCache(Cache):
         return cls(network.config.get_text_config(decoder=True).num_hidden_layers, rows, columns)
 
     def for_drafts(self) -> "RaggedCache":
-        """The cache with which the policy's copy drafts: what it writes for drafts, a verification overwrites."""
+        """The cache in which the policy's copy drafts: a verification overwrites the K/V of its drafts."""
         return self
 
     def begin_drafts(self, rows: int) -> None:
-        """Has the drafts of `rows` rows begin at the committed states."""
+        """Makes the drafts of `rows` rows begin at the committed states."""
 
     def commit(self, lengths: Sequence[int]) -> None:
-        """Takes the first `lengths[b]` tokens that the last forward fed for row b into states. K/V need nothing."""
+        """Commits the first `lengths[b]` tokens that the last forward fed for row b to the states. K/V needs
+        nothing."""
 
     def forget(self, first: int, end: int) -> None:
-        """Rows `first..end` begin with new texts. K/V need nothing."""
+        """Resets the states of rows `first..end` for new texts. K/V needs nothing."""
 
     def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
-        """Says what the next forward feeds: `prompt[b]` tokens of row b's prompt, and padding; one token of text in
-        each row (`is_step`); else tokens of which :meth:`commit` says how many are text. K/V need nothing."""
+        """Announces the next forward's tokens: `prompt[b]` tokens of row b's prompt, then padding; or one text token
+        per row (`is_step`); or tokens of which :meth:`commit` commits some. K/V needs nothing."""
 
     def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
-        """Has the next forward write row `first_row + b` at columns `positions[b]` (`[B, q]` int64), and read columns
-        `0..columns`."""
+        """Makes the next forward write row `first_row + b` at columns `positions[b]` (`[B, q]` int64), and read
+        columns `0..columns`."""
         window = self._window
         window.first_row, window.visible = first_row, columns
         window.to_rows, window.to_columns = self._places(positions, first_row)
         self._used = max(self._used, first_row + positions.shape[0])
 
     def reserve(self, lengths: Sequence[int], first_row: int = 0) -> None:
-        """Takes memory for forwards that write the first `lengths[i]` columns of each row `first_row + i`. Here they
-        have it already."""
+        """Takes memory for forwards that write the first `lengths[i]` columns of rows `first_row + i`. Here it is
+        there already."""
 
     def like(self, network: PreTrainedModel) -> "RaggedCache":
-        """A cache for another `network`, of the same size and kind."""
+        """Makes a cache for another `network`, of the same size and kind."""
         return type(self).for_network(network, self.rows, self.columns)
 
     def beside(self, layers: int, more: int) -> "RaggedCache":
-        """A cache of the same kind for as many rows, of so many `layers` and with `more` columns for each row."""
+        """Makes a cache of the same kind and number of rows, with `layers` layers and `more` columns per row."""
         return RaggedCache(layers, self.rows, self.columns + more)
 
     def keys_at(self, index: int, columns: Tensor, first_row: int = 0) -> Tensor:
@@ -118,15 +123,15 @@ class RaggedCache(Cache):
         return keys
 
     def wipe(self) -> None:
-        """Forgets all rows, and sets all K/V to zeros: a drafter that broke may have left NaN."""
+        """Forgets all rows, and sets all K/V to zeros: a failed drafter may have left NaN."""
         self.clear()
         for layer in self._allocated:
             for buffer in layer.buffers:
                 buffer.clear()
 
     def table_to_read(self, rows: int) -> Tensor | None:
-        """Has the next forward, of `rows` rows, read pages where they lie. Returns `[rows, pages]` int32, the pages of
-        each row's columns. None: columns lie next to each other, and there is no table."""
+        """Makes the next forward, of `rows` rows, read pages by a table. Returns the table `[rows, pages]` int32,
+        pages in the order of columns. None: columns are contiguous, and there is no table."""
         return None
 
     def layer_at(self, index: int) -> Any:
@@ -139,9 +144,9 @@ class RaggedCache(Cache):
         return self._window.first_row
 
     def copy_rows(self, source: list[int], destination: list[int], columns: list[int], differing: int = 0) -> None:
-        """Copies the first `columns[i]` columns of each row `source[i]`, in whole pages, to row `destination[i]`; the
-        two do not overlap. The last `differing` of these columns will be written anew, by each row for itself."""
-        by_pages: dict[int, tuple[list[int], list[int]]] = {}  # rows of like length are copied at once
+        """Copies the first `columns[i]` columns of row `source[i]`, in whole pages, to row `destination[i]`; sources
+        and destinations are disjoint. Rows will write the last `differing` of these columns again."""
+        by_pages: dict[int, tuple[list[int], list[int]]] = {}  # rows of similar length are copied together
         for row, to, count in zip(source, destination, columns, strict=True):
             sources, destinations = by_pages.setdefault(pages_of(count), ([], []))
             sources.append(row)
@@ -154,8 +159,8 @@ class RaggedCache(Cache):
         self._used = max(self._used, max(destination, default=-1) + 1)
 
     def move_rows(self, source: list[int], destination: list[int], columns: list[int], active: int) -> None:
-        """Copies rows into gaps, as :meth:`copy_rows` does, so that `active` rows come first. Gives back the memory of
-        the others, and of what stood in the gaps."""
+        """Copies rows into gaps by :meth:`copy_rows`, so that `active` rows come first. Frees the memory of other rows
+        and of the overwritten ones."""
         for row in destination:
             self.give_back(row, row + 1)
         self.copy_rows(source, destination, columns)
@@ -168,27 +173,27 @@ class RaggedCache(Cache):
         self._used = 0
 
     def give_back(self, first: int, end: int, kept: int = 0) -> None:
-        """Gives back the memory of rows `first..end`, but for their first `kept` columns."""
+        """Frees the memory of rows `first..end`, except their first `kept` columns."""
         for layer in self._allocated:
             for buffer in layer.buffers:
                 buffer.give_back(first, end, kept)
 
     def trim(self, first: int, lengths: Sequence[int]) -> None:
-        """Gives back what padding has written: the rows from `first` on, written together, have `lengths` columns."""
+        """Frees columns that padding has written: the rows from `first` on have `lengths` columns."""
         for row, length in enumerate(lengths, first):
             if pages_of(length) * PAGE_COLUMNS < max(lengths):
                 self.give_back(row, row + 1, length)
 
     def move_columns(self, source: Tensor, destination: Tensor) -> None:
-        """Copies columns `source[b]` of row b to its columns `destination[b]` (`[B, n]` int64 each), which may overlap
-        but name no column twice."""
+        """Copies columns `source[b]` of row b to columns `destination[b]` (`[B, n]` int64 each); they may overlap,
+        without duplicates."""
         (rows, columns), (to_rows, to_columns) = (self._places(each, 0) for each in (source, destination))
-        for layer in self._allocated:  # what is read is gathered before anything is written
+        for layer in self._allocated:  # all reads are gathered before the first write
             layer.keys[to_rows, :, to_columns] = layer.keys[rows, :, columns]  # [B, n, kv, d]
             layer.values[to_rows, :, to_columns] = layer.values[rows, :, columns]
 
     def export_row(self, row: int, start: int, stop: int) -> RowStates:
-        """A copy of a row's columns `start..stop`; empty where these are none."""
+        """Copies a row's columns `start..stop`; empty if there are none."""
         states: RowStates = {}
         for index, layer in enumerate(self.layers):
             if layer.is_initialized and stop > start:
@@ -197,7 +202,7 @@ class RaggedCache(Cache):
         return states
 
     def import_row(self, row: int, start: int, states: RowStates) -> None:
-        """Writes what :meth:`export_row` returned to a row's columns from `start` on."""
+        """Writes the result of :meth:`export_row` to a row's columns from `start` on."""
         for index, (keys, values) in states.items():
             stop = start + keys.shape[1]
             self.reserve([stop], row)
@@ -206,7 +211,7 @@ class RaggedCache(Cache):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that it takes without any rows."""
+        """Bytes of the cache without rows."""
         return self.bytes_of([])
 
     @property
@@ -215,7 +220,7 @@ class RaggedCache(Cache):
         return sum(states[0, :, 0].nbytes for layer in self._allocated for states in (layer.keys, layer.values))
 
     def bytes_of(self, lengths: Sequence[int]) -> int:
-        """Bytes that the cache takes with rows of `lengths` columns; all of them where memory is taken at once."""
+        """Bytes of the cache with rows of `lengths` columns; of the whole cache if memory is taken at once."""
         in_pages = [pages_of(length) * PAGE_COLUMNS for length in lengths]
         by_kind: dict[Any, int] = {}  # most layers are alike
         total = 0
@@ -244,16 +249,16 @@ class RaggedLayer(CacheLayerMixin):
         super().__init__()
         self._window = window
 
-    @torch.inference_mode(False)  # what is made here is written to outside of inference mode too
+    @torch.inference_mode(False)  # these tensors are also written outside of inference mode
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         window, device = self._window, key_states.device
         (_, heads, _, size), (_, value_heads, _, value_size) = key_states.shape, value_states.shape
         if not window.is_allocated:
             column = heads * size * key_states.element_size() + value_heads * value_size * value_states.element_size()
-            rows = 1 if takes_memory_late(device) else window.rows  # one must fit, others wait for memory
+            rows = 1 if takes_memory_late(device) else window.rows  # one row must fit, others wait for memory
             what = f"the K/V cache (rows x columns x layers: {rows} x {window.columns} x {window.layers})"
             check_memory(what, rows * window.columns * column * window.layers, device)
-        # Zeros, not empty: a masked column still meets a weight of 0, and 0 * NaN is NaN.
+        # Zeros, not empty: masked columns are multiplied by 0, and 0 * NaN is NaN.
         self.buffers = (
             LateZeros((window.rows, heads, window.columns, size), key_states.dtype, device),
             LateZeros((window.rows, value_heads, window.columns, value_size), value_states.dtype, device),
@@ -262,8 +267,8 @@ class RaggedLayer(CacheLayerMixin):
         self.is_initialized = window.is_allocated = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        # Under autocast RoPE leaves K in float32 and attention casts it down anyway: stored in the cast dtype, the
-        # whole cache is not converted again in every step.
+        # Under autocast RoPE leaves K in float32 and attention casts it down. Stored in the cast dtype, the cache is
+        # not converted in every step.
         low_precision = autocast_dtype(key_states.device)
         if low_precision is not None and key_states.dtype == torch.float32:
             key_states, value_states = key_states.to(low_precision), value_states.to(low_precision)
@@ -281,20 +286,21 @@ class RaggedLayer(CacheLayerMixin):
 
     @property
     def places(self) -> tuple[Tensor, Tensor, int]:
-        """Rows and columns that the present forward writes, `[B, q]` int64 each, and its first row."""
+        """Rows and columns that the current forward writes, `[B, q]` int64 each, and its first row."""
         to_rows, to_columns = self._window.to_rows, self._window.to_columns
         assert to_rows is not None and to_columns is not None
         return to_rows, to_columns, self._window.first_row
 
     def _visible(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that the present forward, over `rows` rows, reads."""
+        """Keys and values that the current forward, over `rows` rows, reads."""
         return self.read(self._window.first_row, rows, self._window.visible)
 
     def rotate_and_update(
         self, write: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, norms: Sequence[Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`update` by the kernel `write`, for `[B, q, heads, d]` as projections return them. Queries and keys go
-        through `norms`, two or none, and are rotated. Returns queries `[B, heads, q, d]` and what `update` does."""
+        """Like :meth:`update`, by the kernel `write`, for `[B, q, heads, d]` as projections return them. Queries and
+        keys go through `norms`, two or none, and are rotated. Returns queries `[B, heads, q, d]` and the result of
+        `update`."""
         if not self.is_initialized:
             self.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
         window = self._window
@@ -303,7 +309,7 @@ class RaggedLayer(CacheLayerMixin):
         query = write(query, key, value, cos, sin, *cache, *weights, eps)
         return query, *self._visible(len(query))
 
-    # Models are given masks and positions, and use no lengths; layers that would are refused (`asks_for_length`).
+    # Models get masks and positions, and use no lengths; layers that would are refused (`asks_for_length`).
     def get_seq_length(self) -> int:
         return 0
 
@@ -317,8 +323,8 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class ReplayCache(Cache):
-    """K/V of a ragged cache, `[B, kv_heads, columns, d]` of each layer, to be written to with gradient: every write
-    makes new tensors, and every forward reads all columns."""
+    """K/V of a ragged cache, `[B, kv_heads, columns, d]` by layer, for writes with gradient: every write makes new
+    tensors, and every forward reads all columns."""
 
     def __init__(self, keys_values: list[tuple[Tensor, Tensor]], columns: int) -> None:
         self._window = Window(len(keys_values), 0, columns, visible=columns)
@@ -326,7 +332,7 @@ class ReplayCache(Cache):
         self.columns = columns
 
     def point_at(self, positions: Tensor) -> None:
-        """Has the next forward write to columns `[B, q]` int64 of each row."""
+        """Makes the next forward write to columns `[B, q]` int64."""
         self._window.to_columns = positions
 
 
@@ -348,5 +354,5 @@ class _ReplayLayer(RaggedLayer):
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes in on `device`; None: it is off."""
+    """Dtype of autocast on `device`; None: autocast is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

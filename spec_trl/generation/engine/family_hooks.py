@@ -1,7 +1,7 @@
 """Hooks for families whose forwards take no positions, or the same mask for all layers.
 
-Most families of transformers take `position_ids` and a mask for each type of layer. BART's kin and layers of Llama 4
-ask the cache for its length instead, as if all rows had one; GPT-Neo passes one mask to all layers.
+Most families of transformers take `position_ids` and a mask per type of layer. BART's relatives and layers of Llama 4
+read the cache's length instead, as if all rows had the same; GPT-Neo passes one mask to all layers.
 """
 
 import functools
@@ -16,7 +16,7 @@ from .attention import GPT_NEO_LAYERS, MaskPlan
 
 
 CACHE_NAMES = "cache", "past_key_values", "cache_params"
-"""What forwards call their K/V cache: since transformers 5.24, and before."""
+"""Names of the K/V cache among arguments of forwards: since transformers 5.24, and before."""
 
 
 def forward_parameters(kind: type) -> frozenset[str]:
@@ -30,7 +30,7 @@ def _parameters(kind: Any) -> frozenset[str]:
 
 
 def cache_name(kind: type) -> str:
-    """What the forward of a module class calls its K/V cache; empty: none of the known names."""
+    """Name of the K/V cache in the forward of a module class; "": none of the known names."""
     return next((name for name in CACHE_NAMES if name in forward_parameters(kind)), "")
 
 
@@ -45,8 +45,8 @@ def takes_positions(network: PreTrainedModel) -> bool:
 
 
 def position_tables(network: PreTrainedModel) -> list[nn.Module]:
-    """Modules that embed positions, counted from the cache's length unless they get `position_ids`; empty where one of
-    them takes none."""
+    """Modules that embed positions, counted from the cache's length unless they get `position_ids`; empty if one of
+    them takes no `position_ids`."""
     lengths = {f"{name}_length" for name in CACHE_NAMES}
     tables = [module for module in network.modules() if lengths & forward_parameters(type(module))]
     return tables if all("position_ids" in forward_parameters(type(table)) for table in tables) else []
@@ -54,7 +54,7 @@ def position_tables(network: PreTrainedModel) -> list[nn.Module]:
 
 @functools.cache
 def asks_for_length(kind: Any) -> bool:
-    """Whether the forward of a layer's class asks the cache how long it is, as if all rows were equally long."""
+    """Whether the forward of a layer's class reads the cache's length, as if all rows had the same."""
     forward = inspect.unwrap(kind.forward)
     names = forward.__code__.co_names if inspect.isfunction(forward) else ()
     asks = not issubclass(kind, PreTrainedModel) and not _LENGTHS.isdisjoint(names)  # a model gets position_ids
@@ -67,7 +67,7 @@ _LENGTH_UNUSED = "Llama4TextAttention", "BigBirdSelfAttention", "MllamaTextCross
 
 
 def adapt(shadow: PreTrainedModel) -> None:
-    """Has `shadow`, whatever its family, take `position_ids` and the masks of its plan, like any other."""
+    """Makes `shadow`, of any family, take `position_ids` and the masks of its plan."""
     if {_keep_positions, _keep_masks} & set(shadow._forward_pre_hooks.values()):
         return  # a shadow of a shadow
     if not takes_positions(shadow):
@@ -93,7 +93,7 @@ def adapt(shadow: PreTrainedModel) -> None:
 Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-# Positions and masks are passed as attributes of modules, of which the clones of a network have others.
+# Positions and masks are passed as attributes of modules, which are separate in clones of a network.
 def _keep_positions(network: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
     positions = kwargs.pop("position_ids", None)
     for name in network._spec_trl_tables:

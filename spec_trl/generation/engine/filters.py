@@ -1,4 +1,4 @@
-"""Top-p on a CPU without sorting the vocabulary: the likeliest tokens decide alone, wherever they hold the mass."""
+"""Top-p without sorting the vocabulary: on a CPU it reads only the likeliest tokens if they hold the mass."""
 
 
 import torch
@@ -6,22 +6,22 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 
-# Tokens looked at first, and how many times as many where these do not decide. At top_p = 0.95 few positions of a
-# trained model keep more; a sort of 152k logits costs sixty times the first look.
+# Number of tokens read first, and its factor if these do not decide. At top_p = 0.95 few positions of a trained model
+# keep more; sorting 152k logits costs sixty times as much.
 _FIRST, _MORE = 128, 16
 _BLOCK = 64  # tokens
 # Elements at a time: a chunk's scratch, 4 MiB in float32, stays in a CPU's cache.
 _CHUNK = 1 << 20
-# Of the mass. Where the cut is as close as that, transformers decides: its float32 sums were seen to err by 5e-7.
+# Share of the mass. If the cut is that close, the code of transformers decides: its float32 sums err by 5e-7.
 _CLOSE = 1e-6
 
 
 def keep_top_p(warper: hf.TopPLogitsWarper, scores: Tensor, count: int = _FIRST, out: Tensor | None = None) -> Tensor:
-    """What `warper` makes of scores `[n, vocabulary]`, from each row's `count` best where they decide.
+    """Applies `warper` to scores `[n, vocabulary]`, reading a row's `count` best scores if they decide.
 
-    They do where they hold the mass, and the cut lies neither between equal scores, of which transformers' unstable
-    sort keeps any, nor within rounding. Other rows look at more, and in the end are sorted. `out`: where to write,
-    which may be `scores` itself: new memory costs more than the arithmetic.
+    They decide if they hold the mass, and the cut is neither between equal scores, of which transformers' unstable
+    sort keeps any, nor within rounding. Else more scores are read, and finally sorted. `out`: output, may be `scores`:
+    new memory costs more than the arithmetic.
     """
     vocabulary = scores.shape[1]
     usual = 0 < warper.top_p < 1 and warper.min_tokens_to_keep == 1
@@ -29,7 +29,7 @@ def keep_top_p(warper: hf.TopPLogitsWarper, scores: Tensor, count: int = _FIRST,
         return warper(None, scores)
     parts = [_likeliest(part, count) for part in scores.split(max(1, _CHUNK // vocabulary))]
     values, tokens, p = map(torch.cat, zip(*parts, strict=True))  # [n, count] each
-    # transformers removes what has, with all that is less likely, 1 - top_p or less.
+    # transformers removes tokens that have, with all less likely ones, at most 1 - top_p.
     left = warper.top_p - (p.cumsum(1) - p)  # [n, count], of the mass, before each token
     kept = left > 0
     tied = kept[:, :-1] & ~kept[:, 1:] & (values[:, :-1] == values[:, 1:])

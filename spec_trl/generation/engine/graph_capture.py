@@ -1,4 +1,4 @@
-"""CUDA graphs: device work that is launched again as a whole, its memory, and the shapes it is captured for."""
+"""Captures CUDA graphs, checks them, limits their memory, and rounds shapes up to the buckets that are captured."""
 
 import functools
 import gc
@@ -15,16 +15,17 @@ from torch import Tensor
 
 
 CAPTURING = threading.Lock()
-"""Held while a forward is captured: other work that waits for the device meanwhile would fail, in any thread."""
+"""Held during a capture: work in any thread that waits for the device would fail."""
 _TIMED_REPLAYS = 20
 
 Outputs = tuple[Tensor, Tensor | None]
-"""Logits, and features of a listened runner; of a draft loop scores and tokens."""
+"""Logits, and features if the runner has listeners; of a draft loop scores and tokens."""
 T = TypeVar("T")
 
 
 class Recording(NamedTuple):
-    """A captured forward: `replay()` runs it again, into the same `logits` and `features` (of a listened runner)."""
+    """A captured forward: `replay()` runs it again, into the same `logits` and `features` (if the runner has
+    listeners)."""
 
     replay: Callable[[], None]
     logits: Tensor
@@ -32,7 +33,7 @@ class Recording(NamedTuple):
 
 
 class CudaRecorder:
-    """CUDA graphs of one device that share a memory pool, since they are replayed one after the other."""
+    """Captures CUDA graphs on one device. They share a memory pool, since they are replayed one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -43,21 +44,21 @@ class CudaRecorder:
         with CAPTURING, torch.cuda.device(self._device):
             stream, current = _capture_stream(self._device), torch.cuda.current_stream()
             stream.wait_stream(current)
-            with torch.cuda.stream(stream):  # where libraries now make their workspaces, and not in the pool
+            with torch.cuda.stream(stream):  # so that libraries allocate workspaces here, not in the pool
                 self._refuse_waiting(forward)
             current.wait_stream(stream)
             if self._pool is None:
-                # A pool must not lose its last graph while a library's workspace lies in it: this one stays.
+                # A pool must not lose its last graph while a library's workspace is in it: this graph stays.
                 self._pool = torch.cuda.graph_pool_handle()
                 self._anchor, _ = self._capture(lambda: torch.zeros(1, device=self._device))
             graph, (logits, features) = self._capture(forward)
         return Recording(graph.replay, logits, features)
 
     def _refuse_waiting(self, forward: Callable[[], Outputs]) -> None:
-        """Raises RuntimeError where `forward` waits for the device: a capture that fails could harm the process."""
+        """Raises RuntimeError if `forward` waits for the device: a failing capture could harm the process."""
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this mode is a prototype
+            warnings.simplefilter("ignore")  # the warning that this mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
             forward()
@@ -68,13 +69,13 @@ class CudaRecorder:
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         stream = _capture_stream(self._device)
         collects = gc.isenabled()
-        gc.disable()  # a dead graph that is collected now would be reset within the capture
+        gc.disable()  # garbage collection would reset a dead graph within the capture
         try:
             # Other threads (data loaders that pin memory) may call CUDA while this one captures.
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 result = work()
         except BaseException:
-            torch.cuda.set_stream(before)  # a capture that fails to end leaves its stream set
+            torch.cuda.set_stream(before)  # a failed capture leaves its stream set
             raise
         finally:
             if collects:
@@ -82,7 +83,7 @@ class CudaRecorder:
         return graph, result
 
     def seconds(self, replay: Callable[[], None], replays: int = _TIMED_REPLAYS) -> float:
-        """Seconds of the device that one of `replays` takes, after one that does not count."""
+        """Device seconds of a replay, the mean of `replays` after a warm-up."""
         with torch.cuda.device(self._device):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             replay()
@@ -94,14 +95,14 @@ class CudaRecorder:
         return start.elapsed_time(end) / 1e3 / replays
 
     def bytes(self) -> int:
-        """Bytes of device memory that the allocator holds for what was captured."""
+        """Bytes of device memory that the allocator holds for captures."""
         segments = [] if self._pool is None else torch.cuda.memory_snapshot(self._pool)
         return sum(segment["total_size"] for segment in segments)
 
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all captures on `device`: libraries keep a workspace for each stream that they have seen."""
+    """One stream for all captures on `device`: libraries hold a workspace per stream."""
     return torch.cuda.Stream(device)
 
 
@@ -115,12 +116,12 @@ class GraphBudget:
     bytes: int = 0
     graphs: int = 0
     preparations: int = 0
-    """Forwards that ran eagerly on their way to being captured, were captured, or were tried compiled."""
+    """Number of eager forwards before captures, captures, and tried compiled forwards."""
     _warned: bool = field(default=False, repr=False)
     _logits: Tensor | None = field(default=None, repr=False)  # [bytes] uint8
 
     def allows_more(self) -> bool:
-        """Whether one more may be captured; warns once when not."""
+        """Whether another forward may be captured; warns once if not."""
         if self.bytes < self.limit:
             return True
         if not self._warned:
@@ -134,7 +135,7 @@ class GraphBudget:
         return False
 
     def record(self, forward: Callable[[], Outputs]) -> tuple[Recording, int]:
-        """Captures `forward`; returns also the bytes that it took."""
+        """Captures `forward`; returns the recording and its bytes."""
         before = self.recorder.bytes()
         recording = self.recorder.record(forward)
         taken = max(self.recorder.bytes() - before, 0)
@@ -157,7 +158,7 @@ class GraphBudget:
         """
         recording, taken = self.record(work)
         try:
-            recording.logits.fill_(float("nan"))  # a replay that does nothing must not pass
+            recording.logits.fill_(float("nan"))  # so that a replay without effect fails the check
             recording.replay()
             if not _agree(*compared(recording), dtype):
                 raise RuntimeError(f"its logits differ from {whose}")
@@ -167,15 +168,15 @@ class GraphBudget:
         return recording, taken
 
     def give_back(self, taken: int) -> None:
-        """One captured forward is gone, which took `taken` bytes."""
+        """Subtracts a freed captured forward of `taken` bytes."""
         self.bytes -= taken
         self.graphs -= 1
         if self.graphs == 0:
             self.bytes, self._logits = 0, None
 
     def logits(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the logits of one more captured forward: all share it. Where it is too small a larger one takes
-        its place, in powers of two, and what was captured before keeps the smaller one."""
+        """Memory for the logits of a captured forward, shared by all. If it is too small, a larger one is made, in
+        powers of two, and older captures use the smaller one."""
         size = math.prod(shape) * dtype.itemsize
         if self._logits is None or self._logits.nbytes < size:
             self._logits = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device)
@@ -184,9 +185,8 @@ class GraphBudget:
 
 
 def _agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two forwards of a network in `dtype` are the same up to rounding, for at least half of the tokens: where
-    experts are routed, rounding alone may send a token elsewhere. It looks for a capture that computes something else,
-    not for precision."""
+    """Whether two forwards of a network in `dtype` agree up to rounding, for at least half of the tokens: rounding may
+    route a token to other experts. It detects wrong captures, not loss of precision."""
     narrowest = min(dtype, expected.dtype, key=lambda dtype: dtype.itemsize)
     tolerance = {2: 0.15, 4: 1e-2, 8: 1e-6}[narrowest.itemsize]
     wide = expected.double()
@@ -199,7 +199,7 @@ SMALLEST_COLUMNS = 256
 
 
 class ForwardKey(NamedTuple):
-    """What a forward is captured for: numbers of rows, tokens per row and columns that are read, and autocast."""
+    """Shape of a captured forward: numbers of rows, tokens per row and columns read, and autocast."""
 
     rows: int
     queries: int
@@ -207,7 +207,7 @@ class ForwardKey(NamedTuple):
     autocast: torch.dtype | None
 
     def serves(self, other: "ForwardKey") -> bool:
-        """Whether a call of `other` can run padded to this."""
+        """Whether a call of `other` can run padded to this shape."""
         fits = self.rows >= other.rows and self.columns >= other.columns
         return fits and (self.queries, self.autocast) == (other.queries, other.autocast)
 
@@ -223,9 +223,10 @@ class CapturedForward:
     bytes: int  # that it took
     filled: int  # rows of the buffers that a call has filled; the others have position 0
     replays: int = 0
+    held: dict[Any, Any] = field(default_factory=dict)  # as of the cache
 
     def fill(self, tokens: Tensor, positions: Tensor) -> None:
-        """Puts this call into the buffers: a replay writes its K/V, and no other."""
+        """Copies this call into the buffers: a replay writes only K/V of this call."""
         rows = len(tokens)
         self.tokens[:rows] = tokens
         self.positions[:rows] = positions
@@ -235,8 +236,8 @@ class CapturedForward:
 
 
 def uncached_autocast(device: torch.device, dtype: torch.dtype | None, work: Callable[[], T]) -> Callable[[], T]:
-    """`work` to be captured under autocast to `dtype`; None: without it. Autocast keeps the casts of fp32 weights that
-    have no copies until it ends; a graph must not read those."""
+    """`work` to be captured under autocast to `dtype`; None: without it. Autocast caches casts of fp32 weights until
+    it ends; a graph must not read those."""
 
     def run() -> T:
         with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
@@ -256,15 +257,15 @@ def cache_rows(rows: int) -> int:
 def row_bucket(rows: int, limit: int) -> int:
     """Rows that a batch of `rows` is padded to: 8, 16, 32, 64 or a multiple of 32, at most the `limit` of the cache.
 
-    There are few buckets, since a capture takes about four forwards, while a rollout's rows finish, and since padding
-    costs little: up to some hundred tokens a forward waits for its weights, and a free row reads one column of K/V.
+    Buckets are few, since a capture takes about four forwards and rows finish one by one, and since padding costs
+    little: up to some hundred tokens a forward waits for its weights, and a free row reads one column of K/V.
     """
     bucket = max(8, 1 << (rows - 1).bit_length()) if rows <= 64 else -(-rows // 32) * 32
     return min(bucket, limit)
 
 
 def column_bucket(columns: int, limit: int) -> int:
-    """Columns that `columns` are padded to where attention reads a mask: a power of two, at most `limit`."""
+    """Columns to which `columns` are padded if attention reads a mask: a power of two, at most `limit`."""
     return min(max(SMALLEST_COLUMNS, 1 << (columns - 1).bit_length()), limit)
 
 

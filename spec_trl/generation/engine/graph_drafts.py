@@ -1,6 +1,6 @@
-"""Captured draft loops: the γ forwards of a draft, and the draws between them, are launched at once.
+"""Captured draft loops: the γ forwards of a draft, and the draws between them, are launched as one CUDA graph.
 
-For a network that reads its target's hidden states, what it takes in of them is captured too.
+For a network that reads its target's hidden states, storing them is captured as well.
 """
 
 import warnings
@@ -34,7 +34,7 @@ from .runner import FeatureRunner, Over, TakeIn
 
 
 Record = Callable[[Callable[[], Outputs], Callable[[Recording], tuple[Tensor, Tensor]], str], tuple[Recording, int]]
-"""Captures work, whose scores are checked against expected ones; also returns the bytes that it took."""
+"""Captures work and checks its scores against expected ones; returns the recording and its bytes."""
 
 
 class _Key(NamedTuple):
@@ -51,10 +51,10 @@ class _Key(NamedTuple):
 
 @dataclass
 class CapturedLoop:
-    """A loop over static buffers, of a bucket of rows. It keeps nothing else of the draft it was captured with.
+    """A loop over static buffers, of a bucket of rows. It references nothing else of the captured draft.
 
-    Its results lie in the buffers too: other captured work is replayed before they are read, and writes to all other
-    memory that a capture took.
+    Its results are in the buffers as well: other captured work is replayed before they are read, and overwrites all
+        other memory of a capture.
     """
 
     tokens: Tensor  # [rows, known + γ]
@@ -67,8 +67,8 @@ class CapturedLoop:
 
     @classmethod
     def over(cls, draft: NetworkDraft, rows: int, scores: Tensor) -> "CapturedLoop":
-        """One that is not recorded yet, for `rows`, filled with `draft`, which gave `scores` `[B, γ]`: warming up
-        writes the K/V that it wrote."""
+        """Makes a loop for `rows`, not recorded yet, filled with `draft`, which gave `scores` `[B, γ]`: the warm-up
+        writes the same K/V."""
         keys = None if draft.noise is None else pad(draft.noise.keys[:, : draft.draft_length], rows)
         return cls(pad(draft.tokens, rows), pad(draft.columns, rows), keys, pad(scores, rows), len(draft.tokens))
 
@@ -80,7 +80,7 @@ class CapturedLoop:
         return self.scores.copy_(proposal.scores), self.tokens[:, draft.known :]
 
     def replay(self, draft: NetworkDraft) -> Proposal:
-        """The same as `draft.run`; its tensors hold until the next replay."""
+        """The same as `draft.run`; the result is valid until the next replay."""
         assert self.recording is not None
         rows, known = len(draft.tokens), draft.known
         self.tokens[:rows, :known] = draft.tokens[:, :known]
@@ -95,7 +95,7 @@ class CapturedLoop:
 
 
 class CapturedLoops:
-    """The captured loops of one network, for drafts that were asked for often enough."""
+    """The captured loops of one network, for shapes that were used often enough."""
 
     def __init__(self) -> None:
         self._loops: dict[_Key, CapturedLoop] = {}
@@ -105,16 +105,16 @@ class CapturedLoops:
         return len(self._loops)
 
     def get(self, draft: NetworkDraft, shape: ForwardKey) -> CapturedLoop | None:
-        """What replays `draft`, if it was captured."""
+        """Returns the captured loop of `draft`, or None."""
         return self._loops.get(_Key.of(draft, shape))
 
     def larger(self, draft: NetworkDraft, shape: ForwardKey) -> CapturedLoop | None:
-        """A captured loop into which `draft` fits."""
+        """Returns a larger captured loop into which `draft` fits, or None."""
         fitting = [key for key in self._loops if key.shape.serves(shape) and key == _Key.of(draft, key.shape)]
         return self._loops[min(fitting, key=lambda key: key.shape)] if fitting else None
 
     def ask(self, draft: NetworkDraft, shape: ForwardKey) -> int:
-        """How many times such a draft has been asked for, this time included."""
+        """Counts and returns the uses of this shape."""
         key = _Key.of(draft, shape)
         self._asked[key] += 1
         return self._asked[key]
@@ -122,8 +122,8 @@ class CapturedLoops:
     def capture(
         self, draft: NetworkDraft, shape: ForwardKey, expected: Proposal, forward: Forward, record: Record, name: str
     ) -> None:
-        """Captures the loop of `draft`, which has just drafted `expected`, with `forward` of the network `name`; goes
-        on without it, with a warning, where that fails."""
+        """Captures the loop of `draft`, which has just drafted `expected`, with `forward` of the network `name`; warns
+        if that fails."""
         assert expected.scores is not None
         try:
             loop = CapturedLoop.over(draft, shape.rows, expected.scores)
@@ -139,7 +139,7 @@ class CapturedLoops:
             self._loops[_Key.of(draft, shape)] = loop
 
     def drop(self) -> list[int]:
-        """Forgets all loops; returns the bytes that each of them took."""
+        """Forgets all loops; returns their bytes."""
         taken = [loop.bytes for loop in self._loops.values()]
         self._loops.clear()
         self._asked.clear()
@@ -147,27 +147,27 @@ class CapturedLoops:
 
 
 def _up_to_the_first_other(expected: Proposal, recording: Recording) -> tuple[Tensor, Tensor]:
-    """Scores `[B, γ]` of a replay, and those that were `expected`; the same from where the replay drew another token
-    on, which rounding may do: what follows is another text's."""
+    """Returns scores `[B, γ]` of a replay, and those `expected`. After a token that differs, as rounding may cause,
+    both are set equal: later scores belong to another text."""
     assert expected.scores is not None and recording.features is not None
     same = recording.features[: len(expected.tokens)] == expected.tokens  # [B, γ]
-    comparable = F.pad(same.long().cumprod(1), (1, -1), value=1).bool()  # [B, γ], the first other token included
+    comparable = F.pad(same.long().cumprod(1), (1, -1), value=1).bool()  # [B, γ], the first different token included
     return recording.logits[: len(same)].where(comparable, expected.scores), expected.scores
 
 
 class CapturedFeatures(FeatureRunner):
-    """A :class:`FeatureRunner` that replays its rounds. Each is two graphs: one takes in what verification has shown,
-    for a number of rows and tokens; one is the draft (:class:`CapturedLoops`).
+    """A :class:`FeatureRunner` that replays its rounds, as two graphs: one stores the features of a verification, for
+    a number of rows and tokens; the other is the draft (:class:`CapturedLoops`).
 
     Args:
-        network: of the drafter, on the device and in the dtype that it keeps.
+        network: of the drafter, on its final device and in its final dtype.
         cache: rows that pad a batch (:func:`row_bucket`) write into its free rows.
         budget: shared with the target.
-        capture_after: times that a shape is asked for before it is captured.
-        made_for: calls with the same are served by what it captured.
+        capture_after: number of uses after which a shape is captured.
+        made_for: calls with an equal tuple reuse its captured forwards.
 
     Attributes:
-        in_use: in this generation.
+        in_use: whether this generation uses it.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class CapturedFeatures(FeatureRunner):
         self._loops = CapturedLoops()
 
     def drop_graphs(self) -> None:
-        """Frees what was captured."""
+        """Frees all graphs."""
         for taken in (*(intake.bytes for intake in self._intakes.values()), *self._loops.drop()):
             self.budget.give_back(taken)
         self._intakes.clear()
@@ -211,7 +211,7 @@ class CapturedFeatures(FeatureRunner):
             self._capture_intake(key, features, positions, keep)
 
     def draft(self, draft: NetworkDraft, over: Over, columns: int) -> Proposal:
-        """As the eager runner's; where it was captured, its tensors hold until the same shape drafts again."""
+        """Like the eager runner's. Tensors of a captured loop are valid until the same shape drafts again."""
         if draft.drawn_by is None:
             return self._draft_eagerly(draft, over, columns)
         visible = self.cache.columns if self.uses_spans else column_bucket(columns, self.cache.columns)
@@ -237,8 +237,8 @@ class CapturedFeatures(FeatureRunner):
             return super().draft(draft, over, columns)
 
     def _capture_intake(self, key: ForwardKey, features: Tensor, positions: Tensor, keep: TakeIn) -> None:
-        """Captures what was just taken in; goes on without it, with a warning, where that fails."""
-        # Filled with this very call: warming up writes what it wrote.
+        """Captures storing of the features that were just stored; warns if that fails."""
+        # Filled with this call: the warm-up writes the same values.
         buffers = pad(features, key.rows), pad(positions, key.rows)  # [rows, q, F], [rows, q]
         expected = self._newest(positions)
 
@@ -262,11 +262,11 @@ class CapturedFeatures(FeatureRunner):
             self._intakes[key] = CapturedForward(key, *buffers, recording, taken, len(positions))
 
     def _newest(self, positions: Tensor) -> Tensor:
-        """`[B, q, n]`: what the last layer of the cache holds at `positions` `[B, q]`."""
+        """`[B, q, n]`: content of the last layer of the cache at `positions` `[B, q]`."""
         return self.cache.keys_at(-1, positions).flatten(2)
 
     def _is_due(self, asked: int) -> bool:
-        """Whether a shape that was asked for `asked` times is captured now."""
+        """Whether a shape is captured at its use number `asked`."""
         if asked > self._capture_after:  # that failed
             return False
         self.budget.preparations += 1

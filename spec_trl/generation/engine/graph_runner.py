@@ -1,8 +1,9 @@
-"""Captured forwards: on a GPU an eager forward of one token costs its kernel launches, not its memory traffic.
+"""The runner of captured forwards (CUDA graphs): on a GPU an eager forward of one token costs its kernel launches.
 
 A captured forward reads its tokens and positions from static buffers and writes its logits into one; replaying it
-launches all its kernels at once. It is captured for a number of rows, tokens per row and visible columns, so shapes go
-in buckets. Weights are read where they lie: an optimizer step, or a refresh of the drafter, leaves it valid.
+launches all its kernels at once. It is captured for a number of rows, tokens per row and visible columns, so shapes
+are rounded up to buckets. Weights are read at their addresses: an optimizer step, or a refresh of the drafter, leaves
+it valid.
 """
 
 import warnings
@@ -39,11 +40,12 @@ from .shadow import decoder_layers, make_shadow
 
 
 MOST_QUERIES = 65
-"""Tokens per row up to which a forward is captured: γ + 1 at most; longer ones are prefills."""
+"""Most tokens per row of a captured forward: γ + 1; longer forwards are prefills."""
 CAPTURE_AFTER = 3
-"""Times a shape is asked for before it is captured: a rollout's last rounds ask for many shapes once."""
+"""Number of uses after which a shape is captured: a rollout's last rounds use many shapes once."""
 COMPILE_AFTER = 10_000
-"""Replays after which "auto" tries a compiled forward of that shape: compiling takes seconds to tens of seconds."""
+"""Number of replays after which "auto" tries a compiled forward of that shape: compiling takes seconds to tens of
+seconds."""
 WARM_UPS = 2
 """Forwards of a compiled network before its first capture of a shape; others have run eagerly for `CAPTURE_AFTER`."""
 
@@ -51,18 +53,18 @@ WARM_UPS = 2
 class GraphRunner(EagerRunner):
     """An :class:`EagerRunner` that replays captured forwards for the few tokens per row of drafting and verifying.
 
-    Logits it returns lie in memory that all captured forwards of its budget share: clone what must outlive the next.
-    Races (`forward_chains`) run eagerly.
+    Returned logits are in memory that all captured forwards of its budget share: valid until the next forward. Races
+    (`forward_chains`) run eagerly.
 
     Args:
         network: as for the eager runner.
         cache: rows that pad a batch (:func:`row_bucket`) write into its free rows.
         budget: shared by a model and its drafters.
-        mode: "graph", "compiled", or "auto": after many replays of a shape whichever of the two measures faster.
-        made_for: calls with the same are served by what it captured.
+        mode: "graph", "compiled", or "auto": after many replays of a shape the faster of the two.
+        made_for: calls with an equal tuple reuse its captured forwards.
 
     Attributes:
-        in_use: by a drafter, in this generation.
+        in_use: whether a drafter of this generation uses it.
     """
 
     def __init__(
@@ -80,21 +82,21 @@ class GraphRunner(EagerRunner):
         self._graphs: dict[ForwardKey, CapturedForward] = {}
         self._loops = CapturedLoops()
         self._asked: Counter[ForwardKey] = Counter()
-        # A runner stays until another takes its place in a later call.
+        # A runner stays until a later call replaces it.
         self._of_drafters: list[GraphRunner | CapturedFeatures] = []
         self.in_use = False
         self._failed: set[ForwardKey] = set()
         self._gave_up = False
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
-        if keeps_states(network.config):
+        if keeps_states(network.config) and not shares_cache:
             return super().for_drafter(network, shares_cache, made_of)
-        # Hooks are captured too, with the tensors that they read: a learner's corrections.
+        # Hooks are part of a capture, with the tensors that they read: a learner's corrections.
         hooks = (id(hook) for module in network.modules() for hook in module._forward_hooks.values())
         made_for = (*made_of, *addresses(network), *hooks)
 
         def make() -> GraphRunner:
-            cache = self.cache if shares_cache else self.cache.like(network)
+            cache = self.cache.for_drafts() if shares_cache else self.cache.like(network)
             return GraphRunner(network, cache, self.budget, self._mode, made_for)
 
         runner: GraphRunner = self._of_drafter(made_for, shares_cache, make)
@@ -112,8 +114,9 @@ class GraphRunner(EagerRunner):
         return runner
 
     def _of_drafter(self, made_for: tuple[object, ...], shares_cache: bool, make: Callable[[], Any]) -> Any:
-        """The runner that was made for the same, or a new one."""
-        same_kind = [runner for runner in self._of_drafters if (runner.cache is self.cache) == shares_cache]
+        """Returns the runner with the same `made_for`, or a new one."""
+        layers = self.cache.layers
+        same_kind = [runner for runner in self._of_drafters if (runner.cache.layers is layers) == shares_cache]
         runner = next((runner for runner in same_kind if runner.made_for == made_for), None)
         if runner is None:
             for idle in [runner for runner in same_kind if not runner.in_use]:  # drafters come and go
@@ -127,7 +130,7 @@ class GraphRunner(EagerRunner):
         return runner
 
     def begin(self) -> None:
-        """A generation begins."""
+        """Begins a generation."""
         self.forwards = self.eager_forwards = 0
         self.cache.clear()  # a drafter that failed has left K/V and listeners
         self._listeners.clear()
@@ -144,7 +147,7 @@ class GraphRunner(EagerRunner):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of captured forwards, of the caches, its drafters' included, and of copies of weights."""
+        """Bytes of captured forwards, caches (those of drafters included), and copies of weights."""
         caches = {id(runner.cache): runner.cache for runner in (self, *self._of_drafters)}
         return self.budget.bytes + sum(cache.held_bytes for cache in caches.values()) + copied_bytes(self.network)
 
@@ -153,8 +156,10 @@ class GraphRunner(EagerRunner):
     ) -> Tensor:
         if first_row or tokens.shape[1] > MOST_QUERIES:
             return super().forward(tokens, positions, columns, first_row)
+        self.cache.feeds()  # even one token is held: a forward runs twice where it is captured
         key = self._key(tokens, columns)
-        graph = None if self._gave_up else self._graph_for(key, tokens, positions, columns)
+        may = self.cache.is_repeatable and not self._gave_up
+        graph = self._graph_for(key, tokens, positions, columns) if may else None
         if graph is None:
             return self._forward_padded(key, tokens, positions, columns)
         graph.fill(tokens, positions)
@@ -162,6 +167,9 @@ class GraphRunner(EagerRunner):
             self._try_compiled(graph)
         recording, rows = graph.recording, len(tokens)
         recording.replay()
+        if self.cache.has_states:  # which are committed by what the capture held
+            self.cache.point_at(graph.positions, key.columns, 0)
+            self.cache.held = graph.held
         self.forwards += 1
         graph.replays += 1
         if recording.features is not None:
@@ -169,7 +177,7 @@ class GraphRunner(EagerRunner):
         return recording.logits[:rows]
 
     def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
-        """As the eager runner's; where it was captured whole, its tensors hold until the same shape drafts again."""
+        """Like the eager runner's. Tensors of a captured loop are valid until the same shape drafts again."""
         shape = self._key(draft.tokens[:, :1], columns + draft.draft_length - 1)
         if draft.drawn_by is None or self._gave_up:
             return super().draft(draft, columns)
@@ -181,12 +189,15 @@ class GraphRunner(EagerRunner):
             return loop.replay(draft)
         if not may_capture or (asked := self._loops.ask(draft, shape)) > CAPTURE_AFTER:  # by captured steps
             return super().draft(draft, columns)
+        self.cache.begin_drafts(shape.rows)
         proposal = draft.run(partial(self._step_padded, columns))
         if asked == CAPTURE_AFTER:
             self.budget.preparations += 1
             runner = self._compiled_runner if self._mode == "compiled" else self
 
-            def forward(tokens: Tensor, positions: Tensor, _step: int) -> Tensor:
+            def forward(tokens: Tensor, positions: Tensor, step: int) -> Tensor:
+                if step == 0:
+                    self.cache.begin_drafts(shape.rows)
                 return runner._run(tokens, positions, shape.columns, spans=self._uses_spans)[0]
 
             record = partial(self._record, runner, shape)
@@ -194,14 +205,15 @@ class GraphRunner(EagerRunner):
         return proposal
 
     def _step_padded(self, columns: int, tokens: Tensor, positions: Tensor, step: int) -> Tensor:
-        """A step of a loop that is not captured yet. No forward is captured for it: the loop will not need that."""
+        """Runs a step of a loop that is not captured yet, without capturing the forward, which the loop will not
+        need."""
         key = self._key(tokens, columns + step)
         self.budget.preparations += 1
         return self._forward_padded(key, tokens, positions, columns + step)
 
     def _forward_padded(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
-        """Computes eagerly what a captured forward of `key` would, over as many rows, and under spans where that does:
-        both change rounding, and a seed must sample the same tokens before and after a capture."""
+        """Runs eagerly like a captured forward of `key`: over the same number of rows, and under spans if that does.
+        Both change rounding, and a seed must sample the same tokens before and after a capture."""
         rows = len(tokens)
         padded, places = pad(tokens, key.rows), pad(positions, key.rows)  # [key.rows, q]
         try:
@@ -220,7 +232,7 @@ class GraphRunner(EagerRunner):
     def listen(self, layers: Sequence[int], heard: Heard) -> None:
         before = self._kept
         super().listen(layers, heard)
-        if self._kept != before:  # what was captured kept other states, or none
+        if self._kept != before:  # captured forwards store other states, or none
             self.drop_graphs()
 
     def drop_graphs(self) -> None:
@@ -238,7 +250,7 @@ class GraphRunner(EagerRunner):
         return ForwardKey(rows, tokens.shape[1], visible, autocast_dtype(tokens.device))
 
     def _graph_for(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> CapturedForward | None:
-        """The captured forward of `key`, which may be captured now; None: run eagerly."""
+        """Returns the captured forward of `key`, possibly captured now; None: run eagerly."""
         graph = self._graphs.get(key)
         if graph is None and key not in self._failed:
             if not self.budget.allows_more():
@@ -250,13 +262,13 @@ class GraphRunner(EagerRunner):
         return graph
 
     def _larger(self, key: ForwardKey) -> CapturedForward | None:
-        """A captured forward into which `key` fits."""
+        """Returns a larger captured forward into which `key` fits, or None."""
         fitting = [other for other in self._graphs if other.serves(key)]
         return self._graphs[min(fitting)] if fitting else None
 
     def _capture(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> CapturedForward | None:
-        """Captures the forward of `key`; None, with a warning, where that fails."""
-        # Filled with this very call: warming up writes the K/V that the call writes anyway.
+        """Captures the forward of `key`; None, with a warning, if that fails."""
+        # Filled with this call: the warm-up writes the K/V that the call writes anyway.
         buffers = pad(tokens, key.rows), pad(positions, key.rows)  # [rows, q]
         try:
             expected, _ = self._run(tokens, positions, columns)
@@ -265,11 +277,12 @@ class GraphRunner(EagerRunner):
         except Exception as error:
             self._note_failure(key, error)
             return None
-        graph = self._graphs[key] = CapturedForward(key, *buffers, recording, taken, len(tokens))
+        graph = CapturedForward(key, *buffers, recording, taken, len(tokens), held=self.cache.held)
+        self._graphs[key] = graph
         return graph
 
     def _note_failure(self, key: ForwardKey, error: Exception) -> None:
-        """A compiled network goes on uncompiled; else this shape runs eagerly, or all shapes if it was the first."""
+        """After a failure: stops compiling; or runs this shape eagerly, or all shapes if it was the first."""
         if self._mode == "compiled":
             self._mode, then = "graph", "goes on without being compiled"
         else:
@@ -292,7 +305,7 @@ class GraphRunner(EagerRunner):
 
         def forward() -> Outputs:
             logits, features = runner._run(tokens, positions, key.columns, spans=self._uses_spans)
-            # The hooks came along with a compiled twin, and keep its states here.
+            # The hooks of a compiled twin are those of this runner, and store the states here.
             return shared.copy_(logits), features if runner is self else self._features()
 
         def compared(recording: Recording) -> tuple[Tensor, Tensor]:
@@ -308,7 +321,7 @@ class GraphRunner(EagerRunner):
         compared: Callable[[Recording], tuple[Tensor, Tensor]],
         whose: str,
     ) -> tuple[Recording, int]:
-        """Captures `work`, forwards of `runner`; returns also the bytes that it took.
+        """Captures `work`, forwards of `runner`; returns the recording and its bytes.
 
         Raises:
             RuntimeError: the logits or scores `compared`, a replay's and others, which are `whose`, are not about the
@@ -326,7 +339,7 @@ class GraphRunner(EagerRunner):
         return EagerRunner(compiled_twin(self.network, self.cache), self.cache)
 
     def _try_compiled(self, graph: CapturedForward) -> None:
-        """Takes a compiled forward in place of `graph`, which is filled, if it agrees with it and measures faster."""
+        """Replaces `graph`, which is filled, by a compiled forward if both agree and that is faster."""
         if not self.budget.allows_more():
             return
         self.budget.preparations += 1
@@ -354,7 +367,7 @@ class GraphRunner(EagerRunner):
 class _LayerCache:
     """The cache as one layer sees it.
 
-    `RaggedCache.update` takes its layer's index, for each value of which torch.compile would compile the layer anew.
+    `RaggedCache.update` takes the index of a layer, and torch.compile would compile the layer for every value of it.
     Here every layer gets an object of the same shape, and the index is ignored.
     """
 
@@ -371,9 +384,9 @@ class _LayerCache:
 def compiled_twin(network: PreTrainedModel, cache: RaggedCache) -> PreTrainedModel:
     """A twin of `network`, a shadow or its quantized twin, over the same weights, whose decoder layers are compiled.
 
-    Layer by layer rather than whole: that takes seconds and not minutes, since layers of one class, shape and layer
-    type share what is compiled. Embedding, final norm and head stay eager, and so does whatever is patched onto them.
-    `cache` is that of its forwards, of which one has run. A network without a list of decoder layers is a ValueError.
+    Layers are compiled separately, in seconds instead of minutes, since layers of one class, shape and layer type
+    share the compiled code. Embedding, final norm and head, with their patches, stay eager. `cache`: of its forwards,
+    one of which has run. Raises ValueError for a network without a list of decoder layers.
     """
     twin = make_shadow(network)
     layers = decoder_layers(twin)

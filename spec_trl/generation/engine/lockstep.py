@@ -1,4 +1,4 @@
-"""Rollouts for processors and criteria that may look at the whole batch or keep state from step to step."""
+"""Rollouts in lockstep, for processors and criteria that may read the whole batch or have state between steps."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,11 +12,11 @@ from .rollout import Rollout
 
 
 class RolloutInStep(Rollout):
-    """A rollout that goes the way of `generate`: all requests at once, one token per round, nothing drafted.
+    """A rollout like `generate`: all requests at once, one token per round, no drafts.
 
-    Rows that have ended stay and go on until the last one ends, so that processors and criteria are shown all rows at
-    every step: with `padding`, or where it is None with tokens of the model, as in `generate` without EOS. The options
-    are those of :class:`Rollout`: no drafters, a control that never drafts, and rows for all requests.
+    Ended rows stay until the last row ends, so that processors and criteria get all rows at every step: with
+    `padding`, or if it is None with tokens of the model, as in `generate` without EOS. The options are those of
+    :class:`Rollout`: no drafters, a control that never drafts, and rows for all requests.
     """
 
     def __init__(self, *options: Any, padding: int | None, **more: Any) -> None:
@@ -30,7 +30,7 @@ class RolloutInStep(Rollout):
         if self._padding is not None:
             tokens = np.where(gone[:, None], self._padding, tokens)
             drawn = replace(drawn, tokens=sent(torch.from_numpy(tokens), rows.tokens.device))
-        sound = np.where(gone, 1, outcome.sound)  # [B]: what goes on after a row's end may be broken
+        sound = np.where(gone, 1, outcome.sound)  # [B]: logits after a row's end may be broken
         finished, _ = super()._commit(replace(outcome, drawn=drawn, tokens=tokens, sound=sound))
         return [row for row in finished if not ended[row]], ended.count(False)
 

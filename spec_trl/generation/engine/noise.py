@@ -1,8 +1,8 @@
-"""Counter-based Gumbel noise: what a request samples depends on (seed, request, position, token) and nothing else.
+"""Counter-based Gumbel noise: the noise of a token depends only on (seed, request, position, token).
 
 The Gumbel-max trick: argmax_v(logits_v + G_v) with independent standard Gumbel G is a draw from softmax(logits). Here
-G is a pure function of the key, so drafter and target meet the same noise at the same token, wherever and whenever
-they run, and agree whenever their logits nearly do (Gumbel coupling: P(agree) >= (1 - TV) / (1 + TV), Daliri, Musco,
+G is a pure function of the key, so drafter and target use the same noise for the same token, wherever and whenever
+they run, and agree if their logits nearly agree (Gumbel coupling: P(agree) >= (1 - TV) / (1 + TV), Daliri, Musco,
 Suresh, arXiv 2408.07978).
 """
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from .rows import Rows
 
 
-# Elements hashed at a time: the scratch of a chunk stays in a CPU's cache; on a GPU a chunk's launches weigh more.
+# Elements hashed at a time: the scratch of a chunk stays in a CPU's cache; a GPU takes larger chunks, for fewer
+# launches.
 CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 25
-# Noise for a whole round is kept when it is smaller than this many elements, so that verification reuses the draft's.
+# Noise of a whole round is stored if it has fewer elements, so that verification reuses the noise of drafting.
 _ROUND_BUDGET = 1 << 26
-# Rounds whose noise is hashed at once: the calls then cost a sixteenth each, and rows that end waste little.
+# Rounds whose noise is hashed at once: a call then costs a sixteenth per round, and rows that end waste little.
 MOST_ROUNDS = 16
 _MASK31 = 0x7FFFFFFF
 # The float32 below 2**-31: the largest 31-bit numbers round up to 2**31, and u = 1 would give noise of -inf, which
@@ -53,7 +54,7 @@ def _splitmix64(x: Tensor) -> Tensor:
 def stream_keys(seed: int, requests: Tensor) -> Tensor:
     """Keys `[n]` int64 of `requests` (`[n]` int64 ids) under `seed`, any int; see :func:`position_keys`."""
     base = torch.tensor(_signed(seed, 64), dtype=torch.int64, device=requests.device)
-    # Hash after each ingredient: keys linear in (request, position) would make streams shifted copies of one another.
+    # Hash after every part: with keys linear in (request, position) streams would be shifted copies of one another.
     return _splitmix64(_splitmix64(base) ^ requests)
 
 
@@ -81,7 +82,7 @@ def _hash_into(keys: Tensor, counters: Tensor, out: Tensor, scratch: Tensor) -> 
     return out.bitwise_xor_(scratch.bitwise_and_(0xFFFF))
 
 
-@functools.cache  # for good: captured draft loops read it
+@functools.cache  # kept for ever: captured draft loops read it
 def _counters(vocabulary: int, device: torch.device) -> Tensor:
     """`[V]` int32. An odd multiplier: counters of one key differ in many bits before the first round."""
     return torch.arange(vocabulary, dtype=torch.int32, device=device).mul_(_signed(0x9E3779B1, 32))
@@ -105,13 +106,13 @@ def gumbel_noise(keys: Tensor, vocabulary: int) -> Tensor:
 
 
 def uniform_coins(keys: Tensor) -> Tensor:
-    """Uniform numbers in (0, 1), float64, one for each of `keys` (any shape, int64)."""
+    """Uniform numbers in (0, 1), float64, one per key (`keys`: any shape, int64)."""
     mixed = _splitmix64(keys)
     return ((mixed >> 11) & ((1 << 53) - 1)).to(torch.float64).add_(0.5).mul_(2.0**-53)
 
 
 class RoundNoise:
-    """Noise of one round, computed when first asked for: of the generated positions with `keys` `[B, count]` int64
+    """Noise of one round, computed at first use, for generated positions with `keys` `[B, count]` int64
     (:func:`position_keys`)."""
 
     def __init__(self, keys: Tensor, vocabulary: int) -> None:
@@ -119,17 +120,17 @@ class RoundNoise:
 
     @functools.cached_property
     def block(self) -> Tensor | None:
-        """All of it `[B, count, vocabulary]`, computed once for whoever draws again; None: it would be too large."""
+        """The whole noise `[B, count, vocabulary]`, computed once; None: it would be too large."""
         if self.keys.numel() * self._vocabulary > _ROUND_BUDGET:
             return None
         return gumbel_noise(self.keys.view(-1), self._vocabulary).view(*self.keys.shape, self._vocabulary)
 
     def over(self, keys: Tensor) -> "RoundNoise":
-        """The noise of other `keys` `[B, count]`."""
+        """Noise of other `keys` `[B, count]`."""
         return RoundNoise(keys, self._vocabulary)
 
     def part(self, step: int) -> "RoundNoise":
-        """The noise at position `step` alone; what is computed is computed for all."""
+        """Noise of position `step`; it is computed for all positions at once if that is small."""
         part = RoundNoise(self.keys[:, step : step + 1], self._vocabulary)
         if self.block is not None:
             part.block = self.block[:, step : step + 1]
@@ -144,7 +145,7 @@ class RoundNoise:
 
 
 class NoiseAhead:
-    """Gives each round its noise; for rounds that draw one token per row on a CPU it hashes that of later ones too."""
+    """Makes the noise of a round. On a CPU, for rounds that draw one token per row, it hashes several rounds ahead."""
 
     def __init__(self, rows: "Rows", vocabulary: int) -> None:
         self._rows, self._vocabulary = rows, vocabulary
@@ -153,7 +154,7 @@ class NoiseAhead:
         self._taken = self._hashed = 0  # rounds
 
     def of_round(self, count: int) -> RoundNoise:
-        """The noise at the next `count` positions of the rows in flight."""
+        """Noise of the next `count` positions of the rows in flight."""
         rows = self._rows
         if count > 1 or rows.tokens.device.type != "cpu":
             return RoundNoise(rows.noise_keys(count), self._vocabulary)
@@ -175,8 +176,8 @@ class Draw:
         tokens: `[B, n]` int64.
         scores: `[B, n]`, perturbed logit of each token; NaN or -inf where the logits were broken.
         logprobs: `[B, n]` log-probability of each token under the processed distribution, if asked for.
-        most: `[B]` int64, drafts that may be accepted; None: all that equal `tokens`; -1: not even the token after
-            them.
+        most: `[B]` int64, most drafts that may be accepted; None: all that equal `tokens`; -1: also not the token
+            after them.
     """
 
     tokens: Tensor
@@ -185,7 +186,7 @@ class Draw:
     most: Tensor | None = None
 
     def spread(self, row: Tensor, batch: int) -> "Draw":
-        """The draw of `batch` rows of which `row` (`[B]` int64) have this one; the others take no token."""
+        """Extends this draw, of the rows `row` (`[B]` int64), to `batch` rows; other rows take no token."""
         shape, logprobs = (batch, self.tokens.shape[1]), self.logprobs
         return Draw(
             self.tokens.new_zeros(shape).index_copy_(0, row, self.tokens),

@@ -1,5 +1,5 @@
-"""K/V in pages that a table leads to, where the device has no memory that is taken as it is written: on CUDA. The host
-knows in plain Python which row has which page; the device learns the changes alone."""
+"""K/V in pages that a table points to, on CUDA, where memory is not taken by writing. The host stores in plain Python
+which row has which page, and sends only changes to the device."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from .memory import sent
 
 
 EMPTY = 0
-"""The page that is read in the place of columns that a row does not have: zeros, since nobody writes it."""
+"""The page that is read for columns that a row does not have: zeros, never written."""
 
 
 class Change(NamedTuple):
-    """The pages at which the `place`-th page of a row's columns is now read, and written."""
+    """The pages from which the `place`-th page of a row's columns is now read, and to which it is written."""
 
     row: int
     place: int
@@ -28,26 +28,26 @@ class Change(NamedTuple):
 
 
 class Pages:
-    """Pages 1 to `count`, and which `rows` have them, in the order of their columns. Page 0 is :data:`EMPTY`, and page
-    `count + 1` the waste, which nobody reads.
+    """Pages 1 to `count`, assigned to `rows` in the order of columns. Page 0 is :data:`EMPTY`, and page `count + 1`
+    the waste, which is never read.
 
-    Rows that begin alike share the pages of their beginning:
+    Rows with the same beginning share its pages:
 
         row 0   7  3  5          shared: 2     page   rows
         row 1   7  3  9  2       shared: 2     7, 3   2        read by both rows, written by none any more
         row 2   4                shared: 0     5, 9, 2, 4      1
 
     Attributes:
-        of_row: the pages of each row.
-        shared: number of each row's first pages that it shares, or has shared: their K/V is known, and what computes
-            it again writes to the waste.
-        most: pages in use when they were most.
+        of_row: pages by row.
+        shared: by row, number of first pages that are or were shared: their K/V exists, and computing it again writes
+            to the waste.
+        most: peak number of pages in use.
     """
 
     def __init__(self, count: int, rows: int) -> None:
         self.count, self.waste = count, count + 1
         self._free = list(range(count, EMPTY, -1))
-        self._rows_of = [0] * (count + 1)  # number of rows that have a page
+        self._rows_of = [0] * (count + 1)  # by page: number of rows that have it
         self._changed: set[tuple[int, int]] = set()
         self.of_row: list[list[int]] = [[] for _ in range(rows)]
         self.shared = [0] * rows
@@ -55,16 +55,16 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Number of pages that no row has."""
+        """Number of free pages."""
         return len(self._free)
 
     def only_of(self, rows: Sequence[int]) -> int:
-        """Number of pages that `rows` have and no other row."""
+        """Number of pages that only `rows` have."""
         counts = Counter(page for row in rows for page in self.of_row[row])
         return sum(count == self._rows_of[page] for page, count in counts.items())
 
     def grow(self, row: int, count: int) -> None:
-        """Gives a row the pages that it lacks of `count`; raises RuntimeError where too few are free."""
+        """Extends a row to `count` pages; raises RuntimeError if too few are free."""
         pages = self.of_row[row]
         if count - len(pages) > len(self._free):
             raise RuntimeError(f"row {row} needs {count - len(pages)} more pages of K/V, and {self.free} are free")
@@ -76,7 +76,7 @@ class Pages:
         self.most = max(self.most, self.count - len(self._free))
 
     def release(self, row: int, kept: int = 0) -> None:
-        """Takes all pages but the first `kept` from a row."""
+        """Frees all pages of a row except the first `kept`."""
         pages = self.of_row[row]
         for place, page in enumerate(pages[kept:], kept):
             self._rows_of[page] -= 1
@@ -87,7 +87,7 @@ class Pages:
         self.shared[row] = min(self.shared[row], kept)
 
     def share(self, source: int, destination: int, count: int) -> None:
-        """Gives a row without pages the first `count` of another one."""
+        """Shares the first `count` pages of a row with a row without pages."""
         self.of_row[destination] = self.of_row[source][:count]
         for place, page in enumerate(self.of_row[destination]):
             self._rows_of[page] += 1
@@ -96,14 +96,14 @@ class Pages:
         self.shared[destination] = count
 
     def move(self, source: int, destination: int) -> None:
-        """Gives all pages of a row to one without pages."""
+        """Moves all pages of a row to a row without pages."""
         pages = self.of_row[source]
         self._changed.update((row, place) for row in (source, destination) for place in range(len(pages)))
         self.of_row[destination], self.of_row[source] = pages, []
         self.shared[destination], self.shared[source] = self.shared[source], 0
 
     def changes(self) -> list[Change]:
-        """Returns what has changed since the last call."""
+        """Returns the changes since the last call."""
         changes = []
         for row, place in sorted(self._changed):
             pages = self.of_row[row]
@@ -118,22 +118,22 @@ class Pages:
 class PagedWindow(Window):
     tables: Tensor | None = None  # [2, rows, pages] int32: where columns are read, and where they are written
     row_columns: int = 0  # most columns of a row
-    reads_table: bool = False  # whether attention reads pages by the table; else it gets columns next to each other
+    reads_table: bool = False  # whether attention reads pages by the table; else it gets contiguous columns
 
 
 class PagedCache(RaggedCache):
-    """A :class:`RaggedCache` whose columns lie in pages of 64, taken as rows grow, and shared by rows with the same
-    prompt. Each layer has a pool `[2 + pages, kv_heads, 64, head_dim]` for keys and one for values; one table serves
-    all layers, of 8 pages for example:
+    """A :class:`RaggedCache` with columns in pages of 64, taken as rows grow, and shared by rows with the same prompt.
+    A layer has a pool `[2 + pages, kv_heads, 64, head_dim]` for keys and one for values; one table serves all layers,
+    of 8 pages for example:
 
         tables[0]   7 3 5 0      column 70 of the first row: page 3, place 6. A column of no row is read from page 0
         tables[1]   9 9 5 9      where it is written: pages 7 and 3 are shared, and known
 
-    Nobody reads page 9, the last one: padding, free rows of a captured forward and tokens that are fed once more write
-    there, broken drafters perhaps NaN. Nobody writes page 0: masked columns are zeros, and weigh nothing.
+    Page 9, the last one, is never read: padding, free rows of a captured forward and tokens that are fed again write
+        there, possibly NaN. Page 0 is never written: masked columns are zeros.
 
-    Pools and tables stay at their addresses, so captured forwards live as long as the cache does. The host sends what
-    changes in :class:`Pages` in one copy, outside of captured forwards; the device is never asked.
+    Pools and tables keep their addresses, so captured forwards stay valid as long as the cache. The host sends the
+    changes of :class:`Pages` in one copy, outside of captured forwards, and never reads the device.
     """
 
     def __init__(self, layers: int, rows: int, columns: int, pages: int) -> None:
@@ -144,8 +144,8 @@ class PagedCache(RaggedCache):
 
     @classmethod
     def with_pages(cls, network: PreTrainedModel, rows: int, columns: int, pages: int | None) -> "PagedCache":
-        """A cache with a layer for each of the network's decoder layers, and `pages` pages, but enough for one row and
-        no more than for all rows; None: for all rows."""
+        """Makes a cache with a layer per decoder layer of the network, and `pages` pages, at least enough for one row
+        and at most for all rows; None: for all rows."""
         layers, of_row = network.config.get_text_config(decoder=True).num_hidden_layers, pages_of(columns)
         most = rows * of_row
         return cls(layers, rows, columns, most if pages is None else min(max(pages, of_row), most))
@@ -174,7 +174,7 @@ class PagedCache(RaggedCache):
         self._send_changes()
 
     def copy_rows(self, source: list[int], destination: list[int], columns: list[int], differing: int = 0) -> None:
-        pairs = []  # pages that are copied, and to which
+        pairs = []  # pairs of pages: from, to
         for row, to, count in zip(source, destination, columns, strict=True):
             shared, pages = max(count - differing, 0) // PAGE_COLUMNS, pages_of(count)
             self.pages.release(to)
@@ -211,7 +211,7 @@ class PagedCache(RaggedCache):
 
     @property
     def tables(self) -> Tensor | None:
-        """The device's tables `[2, rows, pages]` int32 of where columns are read, and written; None: no forward has
+        """The device's tables `[2, rows, pages]` int32 of pages for reading, and for writing; None: no forward has
         run."""
         return self._paged.tables
 
@@ -228,15 +228,15 @@ class PagedCache(RaggedCache):
         table = self.tables[0 if reads else 1]  # [rows, pages]
         return table[rows, columns // PAGE_COLUMNS].long(), columns % PAGE_COLUMNS  # [B, n] each
 
-    @torch.inference_mode(False)  # it is written to outside of inference mode too
+    @torch.inference_mode(False)  # also written outside of inference mode
     def _make_tables(self, device: torch.device) -> Tensor:
-        width = -(-pages_of(self.columns) // 2) * 2  # spans hold them in pairs (`MaskPlan.spans`)
+        width = -(-pages_of(self.columns) // 2) * 2  # an even number for spans (`MaskPlan.spans`)
         nothing = torch.tensor([EMPTY, self.pages.waste], dtype=torch.int32, device=device)
         return nothing[:, None, None].repeat(1, self.rows, width)
 
     @torch.inference_mode(False)
     def _send_changes(self) -> None:
-        """Writes what has changed into the device's tables, in one copy; before there are tables it waits."""
+        """Writes the changes into the device's tables, in one copy, if there are tables."""
         tables = self.tables
         if tables is None or not (changes := self.pages.changes()):
             return

@@ -3,14 +3,14 @@
 transformers applies them to a rectangular batch, one step at a time. Here a step verifies several positions of rows
 that have generated different numbers of tokens:
 
-* Processors that look at the scores alone, at the number of tokens before a position, or at which tokens these are,
-  run once over all positions.
-* Others whose result for a row depends on that row's prefix and scores alone run on the prefixes that `generate` would
-  show them, grouped by length: some of transformers', and any class with the attribute `prefix_only = True`.
-* A user's class of this kind may refuse a prefix that it forbids: it is shown a row's drafts step by step, only as far
-  as the target takes them.
-* All others may look at other rows or keep state. They need rows that run in step (`lockstep.py`), and are called once
-  per step with all rows in the caller's order, as in `generate`.
+* Processors that read only the scores, the number of tokens before a position, or the set of these tokens run once
+  over all positions.
+* Processors whose result for a row depends only on its prefix and scores run on the prefixes of `generate`, grouped by
+  length: some of transformers' classes, and any class with the attribute `prefix_only = True`.
+* A user's class of this kind may raise on a prefix that it forbids: it gets a row's drafts step by step, only as far
+  as the target accepts them.
+* All other processors may read other rows or have state. They need rows in lockstep (`lockstep.py`), and are called
+  once per step with all rows in the caller's order, as in `generate`.
 """
 
 import copy
@@ -47,13 +47,13 @@ _SCORES_ONLY = (
     hf.InfNanRemoveLogitsProcessor,
     hf.LogitNormalization,
 )
-# They keep something for each row of the caller's batch.
+# They store data per row of the caller's batch.
 _ROW_BOUND = (
     hf.PrefixConstrainedLogitsProcessor,
     hf.EncoderRepetitionPenaltyLogitsProcessor,
     hf.EncoderNoRepeatNGramLogitsProcessor,
 )
-# They look at a row's prefix and scores, and never refuse a prefix.
+# They read a row's prefix and scores, and never raise on a prefix.
 _BY_PREFIX = (
     hf.RepetitionPenaltyLogitsProcessor,
     hf.NoRepeatNGramLogitsProcessor,
@@ -67,7 +67,7 @@ _BY_PREFIX = (
     hf.SuppressTokensAtBeginLogitsProcessor,
     hf.WatermarkLogitsProcessor,
 )
-# Those of them that look at the length of a prefix alone: which lengths they act on, all of these alike.
+# Those that read only the length of a prefix: the lengths on which they act.
 _ACTS_ON: dict[type, Callable[[Any, int], bool]] = {
     hf.MinLengthLogitsProcessor: lambda rule, width: width < rule.min_length,
     hf.MinNewTokensLengthLogitsProcessor: lambda rule, width: width - rule.prompt_length_to_skip < rule.min_new_tokens,
@@ -82,12 +82,12 @@ _KNOWN = {*_SCORES_ONLY, *_ROW_BOUND, *_BY_PREFIX, *_CRITERIA}
 
 
 def is_known(part: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether it is a class of transformers that acts on each row alone; a subclass may do anything."""
+    """Whether it is a class of transformers that acts on rows separately; a subclass may do anything."""
     return type(part) in _KNOWN
 
 
 def needs_batch(part: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether it may look at other rows than the one it acts on, or keep state from call to call."""
+    """Whether it may read other rows than the one it acts on, or have state between calls."""
     return not is_known(part) and not getattr(part, "prefix_only", False)
 
 
@@ -138,7 +138,7 @@ class Filters:
 
             floors, first = top_p_floors(logits, self.top_p, self.temperature, floors)
         if self.min_p is not None:
-            # p >= min_p * p_max, whatever top-k and top-p have left out: they share their normaliser.
+            # p >= min_p * p_max does not depend on top-k and top-p: both sides have the same normaliser.
             least = (logits.amax(1).float() + self.temperature * math.log(self.min_p)) / self.temperature
             if first is not None and floors is not None:
                 first = first.masked_fill(least > floors, 0)
@@ -167,7 +167,7 @@ class LogitsPipeline:
 
     def __init__(self, processors: LogitsProcessorList, prefixes: PrefixView, batch_size: int) -> None:
         self._processors = processors
-        # Where one kernel draws, it applies the last of them, as many as it can.
+        # The kernel that draws applies as many of the last ones as it can.
         first = 0
         while (filters := Filters.of(processors[first:])) is None:
             first += 1
@@ -193,7 +193,7 @@ class LogitsPipeline:
 
     @classmethod
     def of_warpers(cls, values: Sequence[float], rows: Rows) -> "LogitsPipeline":
-        """A pipeline over `rows` of what :meth:`warpers` gave, in `generate`'s order."""
+        """A pipeline over `rows` of the values of :meth:`warpers`, in `generate`'s order."""
         warpers = LogitsProcessorList()
         for (kind, _), value in zip(_WARPERS, values, strict=True):
             if not math.isnan(value):
@@ -252,20 +252,21 @@ class LogitsPipeline:
     ) -> tuple[Tensor, Tensor]:
         """Processes the positions of a round, one after the other where a processor may refuse a prefix.
 
-        What raises on a row's committed text raises here as in `generate`. A prefix that ends with drafts may be
-        refused, as one that goes on after EOS may be: then no token can be drawn after these drafts, and the last of
-        them is the row's last token of this round.
+        An error on a row's committed text is raised, as in `generate`. A prefix that ends with drafts may be refused,
+        such as one that continues after EOS: then no token is drawn after these drafts, and the last of them is the
+        row's last token of this round.
 
         Args:
             logits: `[B, γ + 1, vocabulary]`.
             proposal: the drafts.
             takes: called with a step, its processed scores `[B, vocabulary]` and the drafts there `[B]`; returns `[B]`
-                bool, which rows take their draft, and are shown further. None: those that it has a probability of.
+                bool, the rows that accept their draft and are processed further. None: rows whose draft has a
+                probability above 0.
 
         Returns:
-            The processed logits, and `[B]` int64: how many drafts each row may take and still draw a token after them.
+            The processed logits, and `[B]` int64: most drafts that a row may accept and still draw a token after them.
         """
-        if self._looks_at_prefixes:  # they look for drafts after the committed tokens
+        if self._looks_at_prefixes:  # which read drafts after the committed tokens
             self._prefixes.rows.write(0, proposal.tokens)
         if not self.may_refuse:
             return self(widen(logits)), proposal.drafted()
@@ -301,7 +302,7 @@ class LogitsPipeline:
         try:
             processed[rows] = self._process(self._processors, scores[rows], rows, [step] * len(rows))
         except Exception:
-            for row in rows:  # whose prefix was it?
+            for row in rows:  # find the prefix that raised
                 try:
                     processed[row] = self._process(self._processors, scores[row][None], [row], [step])[0]
                 except Exception:
@@ -313,7 +314,7 @@ class LogitsPipeline:
     ) -> Tensor:
         """Processes scores `[n, vocabulary]` at places `step` after the committed tokens of `row`, n each."""
         widths = self._prefixes.widths(row, step) if self._looks_at_prefixes else []
-        logits = scores  # the model's, which others may read: not to be written to
+        logits = scores  # the model's logits, which must not be overwritten
         for processor in processors:
             if type(processor) is hf.TopPLogitsWarper:
                 scores = keep_top_p(processor, scores, out=None if scores is logits else scores)
@@ -336,7 +337,7 @@ class LogitsPipeline:
         acts = [_ACTS_ON[type(processor)](processor, width) for width in widths]
         if not any(acts):
             return scores
-        if isinstance(processor, _FORBID_EOS):  # as they do it, but they compare the vocabulary with EOS each time
+        if isinstance(processor, _FORBID_EOS):  # transformers compares the vocabulary with EOS each time
             if processor not in self._eos:
                 vocabulary = torch.arange(scores.shape[-1], device=scores.device)
                 self._eos[processor] = torch.isin(vocabulary, processor.eos_token_id)
@@ -354,7 +355,7 @@ class LogitsPipeline:
         ignored = ignored[:, None] if isinstance(ignored, Tensor) else ignored or 0  # [n, 1] or a number
         place = torch.arange(max(widths), device=scores.device)  # [width]
         seen = (place >= ignored) & (place < view.on_device(widths)[:, None])  # [n, width]
-        # One element more, for what is not seen or is no token that the model can say.
+        # One more element, for unseen tokens and ids outside of the vocabulary.
         flat = scores.new_empty(count * vocabulary + 1)
         processed = flat[:-1].view(count, vocabulary).copy_(scores)
         tokens = view.prefixes(view.on_device(row), max(widths))  # [n, width]
@@ -379,7 +380,8 @@ class LogitsPipeline:
         return processed
 
     def _bind_padding(self, processor: LogitsProcessor, row: Sequence[int]) -> LogitsProcessor:
-        """The processor with the padding of n places in `row`; transformers >= 5.23 keeps that of the caller's."""
+        """The processor with the padding of n places in `row`; since transformers 5.23 it stores that of the caller's
+        rows."""
         if not isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
             return processor
         padding, requests = processor.prompt_ignore_length, self._prefixes.rows.indices
@@ -403,7 +405,7 @@ def draw_processed(
     want_logprobs: bool = False,
     filters: Filters = _NO_FILTERS,
 ) -> Draw:
-    """As :func:`~spec_trl.generation.engine.noise.draw`, on CUDA by one kernel, which alone applies `filters`."""
+    """Like :func:`~spec_trl.generation.engine.noise.draw`; on CUDA by one kernel, which applies `filters`."""
     if not _is_fused(logits):
         return draw(logits, noise, first, want_logprobs)
     from .kernels.sampling import fused_draw  # imports Triton

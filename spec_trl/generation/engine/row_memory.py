@@ -22,9 +22,9 @@ from .runner import TOKENS_PER_FORWARD
 
 _LOGITS = 3  # float32 tensors of the size of the logits that verification keeps: logits, processed scores, noise
 LEAST_GRAPH_MEMORY = 2**28
-"""Bytes that captured forwards may take however little is free: logits of 64 rows x 6 tokens of a vocabulary of 152 k
-take 111 MiB in 16 bits, which all share, and activations of the widest one as much again."""
-_GRAPHS_SHARE = 8  # of what is free, one part is theirs before rows: an eighth fewer rows are little slower
+"""Bytes that captured forwards may take even if little is free: shared logits of 64 rows x 6 tokens of a vocabulary of
+152 k take 111 MiB in 16 bits, and activations of the widest forward as much again."""
+_GRAPHS_SHARE = 8  # an eighth of free memory goes to captured forwards first: an eighth fewer rows are little slower
 _ACTIVATIONS = 16  # widest activations of a prefilled token over the hidden size: an MLP keeps 3 of about 5 times it
 
 
@@ -37,7 +37,7 @@ class RowNeeds:
         row: a row's activations in a verification, its states and, where K/V lies in the pages of a pool, the K/V
             that does not.
         fixed: activations of a prefill, copies of weights for autocast, and captured forwards (:meth:`with_graphs`).
-        states: what of `row` a row takes when it comes in, and does not give back when it leaves.
+        states: part of `row` that a row takes when it enters, and does not free when it leaves.
     """
 
     column: float
@@ -55,7 +55,7 @@ class RowNeeds:
         in_pool: int = 0,
         states: int = 0,
     ) -> "RowNeeds":
-        """The needs of `model` and its `drafters`, where `verified` tokens of a row are verified at once and at most
+        """The needs of `model` and its `drafters`, if `verified` tokens of a row are verified at once and at most
         `prefilled` tokens are read. `in_pool`: columns of a row, where K/V lies in the pages of a pool. `states`:
         bytes of a row's states of `model` (what a verification holds of its inputs is a tenth)."""
         autocast, config = autocast_dtype(model.device), model.config.get_text_config(decoder=True)
@@ -80,31 +80,32 @@ class RowNeeds:
         )
 
     def graph_memory(self, rows: int, columns: int, free: int, most: float) -> float:
-        """Bytes for captured forwards, of `free` bytes: `most`, or less where `rows` of `columns` would not fit beside
-        them."""
+        """Bytes for captured forwards, of `free` bytes: `most`, or less if `rows` rows of `columns` would not fit
+        beside them."""
         left = free - self.fixed - rows * (columns * self.column + self.row)
         return min(most, max(left, free / _GRAPHS_SHARE, LEAST_GRAPH_MEMORY))
 
     def with_graphs(self, graphs: float) -> "RowNeeds":
-        """The needs where captured forwards may take `graphs` bytes."""
+        """The needs if captured forwards may take `graphs` bytes."""
         return replace(self, fixed=self.fixed + graphs)
 
     def rows_that_fit(self, columns: int, free: int) -> int:
-        """Rows of `columns` for which `free` bytes are enough; at least one, whose cache says if it does not fit."""
+        """Number of rows of `columns` that fit into `free` bytes; at least one, whose cache raises if it does not
+        fit."""
         return max(int((free - self.fixed) // (columns * self.column + self.row)), 1)
 
     def pages_that_fit(self, rows: int, free: int) -> int:
-        """Pages of a pool for which `free` bytes are enough beside what else `rows` rows need; 0 or less: none."""
+        """Number of pages that fit into `free` bytes beside the other needs of `rows` rows; 0 or less: none."""
         return int((free - self.fixed - rows * self.row) // (PAGE_COLUMNS * self.column))
 
 
 warned_of: set[torch.device] = set()
-"""Where little memory was warned of in this process."""
+"""Devices on which this process has warned of little memory."""
 
 
 def warn_of_little_memory(device: torch.device, free: int, graphs: float, most: float, rows: int, asked: int) -> None:
     """Warns, once per device and process, that `free` bytes leave captured forwards `graphs` bytes, less than `most`,
-    and `rows` of the `asked` rows are in flight."""
+    and only `rows` of the `asked` rows are in flight."""
     if device in warned_of:
         return
     warned_of.add(device)
@@ -118,16 +119,16 @@ def warn_of_little_memory(device: torch.device, free: int, graphs: float, most: 
 
 
 class RowMemory:
-    """Watches the memory of rows that take it as they grow.
+    """Admits rows while memory lasts, and names rows that leave when it ends (preemption).
 
-    Nobody knows how long a row becomes. So rows are admitted while memory lasts until each has as many more tokens as
-    it has generated, which is what long-tailed lengths make most likely, or a page. Where memory ends before, the
-    shortest rows leave, whose K/V is computed again soonest. They wait until another row has ended.
+    Lengths are unknown. So rows are admitted while memory lasts for as many more tokens per row as it has generated, a
+    good guess for long-tailed lengths, at least a page. If memory ends earlier, the shortest rows leave, whose K/V is
+    cheapest to compute again. They wait until another row has ended.
     """
 
     def __init__(self, rows: Rows, needs: RowNeeds) -> None:
         self._rows, self._needs = rows, needs
-        self._slack, self._columns_then = 0.0, 0  # bytes to spare at the last look, and columns in flight then
+        self._slack, self._columns_then = 0.0, 0  # spare bytes at the last query, and columns in flight then
         self._refused_at = rows.capacity + 1  # rows in flight when there was no memory for another one
 
     @property
@@ -136,7 +137,7 @@ class RowMemory:
         return self._rows.active >= self._refused_at
 
     def fitting(self, requests: Sequence[Request]) -> int:
-        """How many of `requests`, from the first on, there is memory for; at least one where no row is in flight."""
+        """Number of first `requests` that fit into memory; at least one if no row is in flight."""
         rows = self._rows
         left = self._left(np.minimum(np.maximum(rows.host_generated, PAGE_COLUMNS), rows.remaining))
         count = 0
@@ -149,9 +150,9 @@ class RowMemory:
         return count if count or rows.active else 1
 
     def leaving(self, columns: int) -> list[int]:
-        """Rows that have to leave, so that every other row, of `columns` together, has memory for another page.
+        """Returns the rows that leave, so that all other rows, of `columns` together, have memory for another page.
 
-        It asks the system seldom: when half of what was to spare at the last look is taken.
+        It queries the system rarely: when half of the bytes that were spare at the last query are taken.
         """
         rows, needs = self._rows, self._needs
         if (columns - self._columns_then) * needs.column < self._slack / 2:
@@ -159,7 +160,7 @@ class RowMemory:
         per_row = PAGE_COLUMNS * needs.column + needs.row - needs.states
         slack = self._left(np.full_like(rows.host_lengths, PAGE_COLUMNS))
         leaving: list[int] = []
-        for row in rows.host_lengths.argsort(kind="stable")[: rows.active - 1].tolist():  # the last one stays
+        for row in rows.host_lengths.argsort(kind="stable")[: rows.active - 1].tolist():  # the longest row stays
             if slack >= 0:
                 break
             leaving.append(row)
@@ -171,27 +172,27 @@ class RowMemory:
         return sorted(leaving)
 
     def _left(self, growth: Integers) -> float:
-        """Bytes that are left when rows have become longer by `growth` `[active]` columns."""
+        """Bytes left when rows have grown by `growth` `[active]` columns."""
         rows, needs = self._rows, self._needs
         free = free_memory(rows.tokens.device) - needs.fixed
         return free - rows.active * (needs.row - needs.states) - int(growth.sum()) * needs.column
 
     def _needed(self, requests: Sequence[Request]) -> Iterator[float]:
-        """Bytes that `requests` will need, one after the other."""
+        """Bytes that every request will need."""
         for request in requests:
             yield _expected(request) * self._needs.column + self._needs.row
 
 
 class PagedRowMemory(RowMemory):
-    """Watches the pages of `cache`, which can be counted exactly, and so in every round. A round drafts at most
-    `most_drafted` tokens of a row."""
+    """The same by pages of `cache`, which are counted exactly, in every round. A round drafts at most `most_drafted`
+    tokens of a row."""
 
     def __init__(self, rows: Rows, cache: PagedCache, most_drafted: int) -> None:
         super().__init__(rows, RowNeeds(0.0, 0.0, 0.0))
         self._pages, self._drafted = cache.pages, most_drafted
 
     def leaving(self, columns: int) -> list[int]:
-        """Rows that have to leave, so that the others have pages for what the next round writes."""
+        """Returns the rows that leave, so that other rows have pages for the writes of the next round."""
         rows, lacking = self._rows, -self._left(np.zeros_like(self._rows.host_lengths))
         leaving: list[int] = []
         for row in rows.host_lengths.argsort(kind="stable")[: rows.active - 1].tolist():
@@ -204,7 +205,7 @@ class PagedRowMemory(RowMemory):
         return sorted(leaving)
 
     def _left(self, growth: Integers) -> float:
-        """Pages that are free when rows have become longer by `growth` `[active]` columns."""
+        """Pages left when rows have grown by `growth` `[active]` columns."""
         lengths = (self._rows.host_lengths + growth).tolist()
         return self._pages.free - sum(self._growth(row, length) for row, length in enumerate(lengths))
 
@@ -220,11 +221,11 @@ class PagedRowMemory(RowMemory):
             yield pages
 
     def _growth(self, row: int, length: int) -> int:
-        """Pages that a row of `length` tokens, and drafts after them, lacks."""
+        """Pages that a row of `length` tokens and its drafts still need."""
         return max(pages_of(length + self._drafted) - len(self._pages.of_row[row]), 0)
 
 
 def _expected(request: Request) -> int:
-    """Columns that a request will probably take: as many more as it has generated, or a page."""
+    """Expected columns of a request: as many more as it has generated, or a page."""
     length = request.length
     return min(length + max(length - len(request.prompt), PAGE_COLUMNS), request.limit)

@@ -1,5 +1,4 @@
-"""The rows in flight: which request sits in which row of the cache, its tokens so far, and how `generate` would show
-them."""
+"""The rows in flight: the request in each row of the cache, and its tokens, also as `generate` shows them."""
 
 import functools
 import hashlib
@@ -309,7 +308,7 @@ class PrefixView:
         self._input_ids = input_ids.to(rows.tokens.device)
 
     def over(self, rows: Rows) -> "PrefixView":
-        """The same view of other `rows` of the same requests."""
+        """A view of other `rows` of the same requests."""
         return PrefixView(rows, self._input_ids)
 
     def widths(self, row: Sequence[int], step: Sequence[int]) -> list[int]:
@@ -331,7 +330,7 @@ class PrefixView:
         return self.prefixes(self.order, self.widths([0], [step])[0])
 
     def on_device(self, numbers: Sequence[int]) -> Tensor:
-        """`[n]` int64 where the rows are; the host does not wait for the copy."""
+        """Copies `[n]` int64 to the device of the rows, without waiting."""
         return sent(torch.tensor(numbers, dtype=torch.int64), self.rows.tokens.device)
 
     @property
@@ -340,7 +339,7 @@ class PrefixView:
         return self.rows.requests.argsort()
 
     def prefixes(self, row: Tensor, width: int) -> Tensor:
-        """`[n, width]` tokens of `row` (`[n]` int64), drafts included; after them anything."""
+        """`[n, width]` tokens of `row` (`[n]` int64), drafts included; later columns are undefined."""
         padded, rows = self._input_ids.shape[1], self.rows
         output = torch.arange(width - padded, device=row.device) + rows.prompt_lengths[row, None]  # [n, new]
         output.clamp_(max=rows.columns - 1)

@@ -1,4 +1,4 @@
-"""Runs one network over a ragged cache, eagerly or with C++ on a CPU: every forward of generation is a runner's."""
+"""Forwards: runs one network over a ragged cache, eagerly or with C++ on a CPU: prefill, verification, drafting."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
@@ -28,14 +28,14 @@ from .shadow import keep_states
 from .states import cache_for
 
 
-# Attention reads columns up to the longest row, rounded up: few distinct shapes, so that kernels that are prepared
-# per shape (oneDNN on CPU, captured graphs on CUDA) are prepared rarely.
+# Attention reads columns up to the longest row, rounded up: kernels that are prepared per shape (oneDNN on CPU,
+# captured graphs on CUDA) need few shapes.
 COLUMN_BUCKET = 32
 # Tokens and columns of one prefill forward, padding included: they bound the memory of activations and masks.
 TOKENS_PER_FORWARD = 8192
 _QUERIES_PER_FORWARD = 2048
-# Tokens of a prompt that a CPU reads as it computes generated tokens: a decoder layer of few tokens is one call there
-# (`cpu_layers.py`). The prompt's length alone decides, so that its sums do not depend on other rows.
+# Prompts of so few tokens are read like generated tokens on a CPU, where a decoder layer of few tokens is one call
+# (`cpu_layers.py`). Only the prompt's length decides, so that its sums do not depend on other rows.
 SHORT_PROMPT = 16
 # Logits of one prefill forward of a network that names no head: half a GiB in float32.
 _LOGITS_PER_FORWARD = 2**27
@@ -43,14 +43,14 @@ _facts: "WeakKeyDictionary[nn.Module, tuple[MaskPlan, int | None, str, bool]]" =
 
 Heard = Callable[[Tensor, Tensor, int], None]
 TakeIn = Callable[[Tensor, Tensor], None]
-"""Writes what the network keeps of features `[B, q, F]` at positions `[B, q]` to its cache, which points there."""
+"""Stores features `[B, q, F]` at positions `[B, q]` in the network's cache, which points there."""
 Over = Callable[[int], Forward]
-"""The forwards of one draft, which attend over the first so many columns."""
+"""Runs the forwards of one draft, with attention over the first columns, up to this number."""
 
 
 def _facts_of(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool]:
-    """Masks and limit of positions of `network`, the name of its cache argument, and whether it can compute the last
-    logits alone. They are read once per network: shadows and their quantized twins do not change them."""
+    """Masks and limit of positions of `network`, the name of its cache argument, and whether it can compute only the
+    last logits. Read once per network: they are the same for shadows and their quantized twins."""
     facts = _facts.get(network)
     if facts is None:
         _facts[network] = facts = (
@@ -69,7 +69,7 @@ class FeatureRunner:
 
     Args:
         network: of the drafter.
-        cache: of the network, with what it stores of the features.
+        cache: of the network, with the stored features.
     """
 
     uses_spans = False
@@ -79,9 +79,9 @@ class FeatureRunner:
         self.network, self.cache = network, cache
 
     def take_in(self, features: Tensor, positions: Tensor, first_row: int, keep: TakeIn) -> None:
-        """Has `keep` store the features of a forward of the target over the rows from `first_row` on."""
+        """Calls `keep` to store the features of a forward of the target over the rows from `first_row` on."""
         self.cache.point_at(positions, 0, first_row)
-        self.cache.table_to_read(len(positions))  # nothing is read: no pages need to be gathered
+        self.cache.table_to_read(len(positions))  # nothing is read: no pages are gathered
         keep(features, positions)
 
     def take_in_round(self, features: Tensor, positions: Tensor, keep: TakeIn) -> None:
@@ -94,17 +94,17 @@ class FeatureRunner:
 
 
 class EagerRunner:
-    """The network's ordinary forward.
+    """Runs forwards of a network as they are.
 
     Args:
         network: a shadow (:func:`~spec_trl.generation.engine.shadow.make_shadow`) or its quantized twin.
-        cache: of its K/V; a self-drafter shares its target's.
+        cache: its K/V; a self-drafter shares that of its target.
 
     Attributes:
         forwards: since the generation began.
-        eager_forwards: runs of the network's modules, those that warm up a capture included.
-        preparations: warm-up and capture forwards so far, those of the drafters' networks included.
-        captured: captured forwards of this network and its drafters' networks, and the bytes they take.
+        eager_forwards: runs of the network's modules, warm-ups of captures included.
+        preparations: number of warm-up and capture forwards so far, those of the drafters' networks included.
+        captured: number and bytes of captured forwards of this network and its drafters' networks.
     """
 
     preparations = 0
@@ -129,8 +129,8 @@ class EagerRunner:
     ) -> Tensor:
         """Runs `tokens` (`[B, q]` int64) of cache rows `first_row..first_row + B` at `positions` (`[B, q]` int64).
 
-        Writes their K/V, attends over columns `0..columns` and returns logits `[B, q, vocab]`. `is_step`: each row
-        feeds one token, which is no draft.
+        Writes their K/V, attends over columns `0..columns` and returns logits `[B, q, vocab]`. `is_step`: every row
+        feeds one token, which is not a draft.
         """
         self.forwards += 1
         self.cache.feeds(is_step=is_step)
@@ -141,13 +141,14 @@ class EagerRunner:
 
     def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
         """Drafts token by token; the first forward attends over columns `0..columns`, the next over one more."""
+        self.cache.begin_drafts(len(draft.tokens))
         return draft.run(lambda tokens, positions, step: self.forward(tokens, positions, columns + step))
 
     def forward_chains(self, layout: ChainLayout, columns: int) -> Tensor:
-        """Runs several chains of each row at once over columns `0..columns`; returns logits `[B, W, vocab]`.
+        """Runs several chains per row at once over columns `0..columns`; returns logits `[B, W, vocab]`.
 
-        Listeners are called by :meth:`keep_chains`. Every runner runs this eagerly: races are a rollout's last rounds,
-        and have many shapes.
+        Listeners are called by :meth:`keep_chains`. All runners run it eagerly: races are a rollout's last rounds,
+        with many shapes.
         """
         self.forwards += 1
         logits, features = self._run(layout.tokens, layout.positions, columns, places=layout.columns)
@@ -155,8 +156,8 @@ class EagerRunner:
         return logits
 
     def keep_chains(self, slots: Tensor) -> None:
-        """Keeps one chain per row of those that just ran, in `slots` (`[B, n]` int64) of the layout, as if no other
-        had run: moves its K/V to the columns of its positions, and calls listeners with its hidden states."""
+        """Commits one chain per row of those that just ran, in `slots` (`[B, n]` int64) of the layout: moves its K/V
+        to the columns of its positions, and calls listeners with its hidden states."""
         layout, features = self._raced
         del self._raced
         first = layout.columns[:, :1]  # [B, 1]
@@ -174,11 +175,11 @@ class EagerRunner:
         first_row: int = 0,
         places: Sequence[tuple[int, int]] = (),
     ) -> Tensor | None:
-        """The same as :meth:`forward`, for its K/V, and for logits `[n, 1, vocab]` at n `places` alone: row and token
-        of each, as indices of `tokens`. None where there are no places."""
+        """Like :meth:`forward`, but returns logits `[n, 1, vocab]` only at n `places`, pairs of row and token index of
+        `tokens`. None without places."""
         self.forwards += 1
         if not places:
-            _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # few, where not none
+            _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # few, if it can
             if features is not None:
                 self._tell(features, positions, first_row)
             return None
@@ -199,16 +200,16 @@ class EagerRunner:
                 hook.remove()
         if features is not None:
             self._tell(features, positions, first_row)
-        is_narrow = logits.shape[:2] == (len(places), 1)  # else there is no head, or it is not called
+        is_narrow = logits.shape[:2] == (len(places), 1)  # else the network has no head, or does not call it
         return logits if is_narrow else logits[at][:, None]
 
     def read_prompts(self, rows: Rows, admission: Admission) -> tuple[int, Tensor | None]:
-        """Writes the K/V of newly admitted texts, of equal prompts once, and of texts that another rank has begun the
-        head: prompts whole, other texts without their last token, which the first round feeds.
+        """Writes the K/V of admitted texts: prompts whole, equal prompts once; texts from another rank up to their
+        head; other texts without their last token, which the first round feeds.
 
         Returns:
-            The number of tokens read, and logits `[n, 1, vocab]` after the prompts, of the n rows that
-            `admission.begun` names; None where there are none.
+            The number of tokens read, and logits `[n, 1, vocab]` after the prompts of the n rows in `admission.begun`,
+            or None.
         """
         lengths = admission.cached
         for row, request in admission.moved.items():
@@ -237,18 +238,17 @@ class EagerRunner:
         return logits
 
     def read_texts(self, rows: Rows, admission: Admission) -> None:
-        """Writes the K/V of newly admitted texts without their last tokens, for a drafter, whose first draft feeds
-        those."""
+        """Writes the K/V of admitted texts without their last tokens, for a drafter, whose first draft feeds those."""
         self._read(rows, admission, [length - 1 for length in admission.lengths], ())
 
     def _read(self, rows: Rows, admission: Admission, lengths: list[int], ends: Collection[int]) -> list[Tensor]:
         """Writes the first `lengths` columns of the admitted rows; returns logits `[n, 1, vocab]` of the last columns
-        of the leaders among the rows `ends`, whose lengths ascend."""
+        of leaders in `ends`. Lengths ascend."""
         device, logits = rows.tokens.device, list[Tensor]()
         self.cache.reserve(lengths[: admission.leaders], admission.first)
         self.cache.forget(admission.first, admission.first + len(lengths))
         most = TOKENS_PER_FORWARD
-        if ends and self.network.get_output_embeddings() is None:  # then a forward may compute logits of all tokens
+        if ends and self.network.get_output_embeddings() is None:  # a forward may then compute logits of all tokens
             vocabulary: int = self.network.config.get_text_config(decoder=True).vocab_size
             most = min(most, max(_LOGITS_PER_FORWARD // vocabulary, 1))
         queries = min(_QUERIES_PER_FORWARD, most)
@@ -263,7 +263,7 @@ class EagerRunner:
                     break
                 end, longest = end + 1, max(longest, lengths[end])
             last = admission.first + end
-            # Generated tokens are computed as steps computed them.
+            # Generated tokens are computed like steps, in the same order of sums.
             prompt = min(int(rows.host_prompt_lengths[first]), longest) if is_moved else longest
             for column in (*range(0, prompt, queries), *range(prompt, longest, queries)):
                 stop = min(column + queries, prompt if column < prompt else longest)
@@ -286,7 +286,7 @@ class EagerRunner:
         return logits
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":
-        """A runner of this kind for a drafter's `network`, over this cache or another one of the same size.
+        """Makes a runner of this kind for a drafter's `network`, over this cache or another one of the same size.
 
         `made_of`: as of :class:`~spec_trl.generation.drafters.autoregressive.NetworkDrafter`.
         """
@@ -299,16 +299,17 @@ class EagerRunner:
         return cache_for(network, self.cache.rows, self.cache.columns) if has_states else self.cache.like(network)
 
     def for_features(self, network: nn.Module, layers: int, more: int) -> FeatureRunner:
-        """A runner of this kind for a drafter's `network` that reads hidden states, over a new cache of so many
-        `layers`, and with `more` columns per row than this one."""
+        """Makes a runner of this kind for a drafter's `network` that reads hidden states, over a new cache with
+        `layers` layers, and with `more` columns per row than this cache."""
         return FeatureRunner(network, self.cache.beside(layers, more))
 
     def listen(self, layers: Sequence[int], heard: Heard) -> None:
-        """Calls `heard` after every further forward with its hidden states, for a drafter that reads them.
+        """Registers `heard`, which is called with the hidden states of every further forward, for a drafter that reads
+        them.
 
-        It gets features `[B, q, len(layers) * hidden]`, the states in the order of `layers` (see
-        :func:`~spec_trl.generation.engine.shadow.keep_states`), which are valid until the next forward, the
-        positions `[B, q]` they belong to, and the first cache row. It must not raise: that would end the generation.
+        `heard` gets features `[B, q, len(layers) * hidden]`, the states in the order of `layers` (see
+        :func:`~spec_trl.generation.engine.shadow.keep_states`), which are valid until the next forward, their
+        positions `[B, q]`, and the first cache row. It must not raise: that would end the generation.
 
         Raises:
             ValueError: the network has no such layer.
@@ -327,7 +328,7 @@ class EagerRunner:
         return bool(self._listeners)
 
     def stop_listening(self, heard: Heard) -> None:
-        """Calls `heard` no more. Hooks still keep the states, so that captured forwards stay as they are."""
+        """Unregisters `heard`. Hooks still store the states, so that captured forwards stay valid."""
         self._listeners = [listener for listener in self._listeners if listener[1] != heard]
 
     def replay(self, network: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: ReplayCache) -> Tensor:
@@ -343,7 +344,7 @@ class EagerRunner:
         ).logits
 
     def first_broken_module(self, tokens: Tensor, positions: Tensor, columns: int) -> str:
-        """Repeats a forward; returns a sentence that names the module which first returned a NaN or infinity."""
+        """Repeats a forward; returns a sentence that names the first module with a NaN or infinity in its output."""
         broken: list[str] = []
 
         def watch(name: str, _module: nn.Module, _inputs: object, output: object) -> None:
@@ -361,7 +362,7 @@ class EagerRunner:
         return broken[0] if broken else sound
 
     def _position_ids(self, positions: Tensor) -> Tensor:
-        # Drafts of a row about to end may lie past the last position. Their outputs are discarded, but a learned
+        # Drafts of a row about to end may be past the last position. Their outputs are discarded, but a learned
         # position table must not be read out of range. RoPE has no last position.
         return positions if self._position_limit is None else positions.clamp(max=self._position_limit - 1)  # [B, q]
 
@@ -381,7 +382,7 @@ class EagerRunner:
         dtype = autocast_dtype(tokens.device) or self.network.dtype
         keys = self.cache.key_positions
         spans = spans or (self._is_exact and self._uses_spans and places is None)  # chains need a mask
-        # Torch's attention, and the one in C++, read columns next to each other.
+        # Attention of torch and of our C++ reads contiguous columns.
         table = self.cache.table_to_read(len(tokens)) if spans and self._uses_spans else None
         if spans:
             masks = self._masks.spans(positions, table, places)
@@ -420,12 +421,12 @@ class CompiledRunner(EagerRunner):
     def _run(self, tokens: Tensor, *arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor | None]:
         with torch.inference_mode():
             logits, features = super()._run(tokens, *arguments, **keywords | {"spans": True})
-        # Copies, since drafters learn from these, and tensors of inference mode have no gradient.
+        # Copies, since drafters learn from them, and inference tensors take no part in autograd.
         return logits.clone(), None if features is None else features.clone()
 
 
 def cpu_runner(network: PreTrainedModel, cache: RaggedCache) -> EagerRunner:
-    """A runner with C++ attention where that serves `network`, else an eager one."""
+    """Makes a runner with C++ attention if that serves `network`, else an eager one."""
     has_attention = network.device.type == "cpu" and network.dtype in SCALARS and compiler() is not None
     is_served = has_attention and calls_attention(network)
     return (CompiledRunner if is_served else EagerRunner)(network, cache)

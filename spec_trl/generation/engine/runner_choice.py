@@ -1,4 +1,4 @@
-"""Which runner a call gets: one with captured forwards, one whose layers are compiled, or the eager one."""
+"""Chooses the runner of a call: captured forwards, C++ on a CPU, or eager; reuses the session's runner."""
 
 from functools import partial
 
@@ -21,13 +21,13 @@ from .states import States
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:
-    """What captures forwards on `device`, or None where nothing does."""
+    """Makes the recorder that captures forwards on `device`, or returns None."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
-    """How forwards run on `device` under `config.runner`; raises ValueError where captured ones are asked for and
-    `device` has none."""
+    """Returns how forwards run on `device` under `config.runner`; raises ValueError if captured forwards are requested
+    and `device` has none."""
     if recorder_for(device) is not None:
         return config.runner
     if config.runner == "graph":
@@ -45,7 +45,7 @@ def exactness(
     """`SpeculationStatistics.exact` of generations of `model` by its `shadow`; raises ValueError where `config` asks
     for more. On a CPU it is tried, once for each `snapshot` of `model`. On CUDA, where `config` must ask for it, it is
     known of the kernels."""
-    if config.exact is False or model.dtype == torch.float64:  # the last of 53 bits decides no token
+    if config.exact is False or model.dtype == torch.float64:  # rounding of float64 decides no token
         return None
     if recorder_for(model.device) is not None:
         found = not_exact(shadow) if config.exact is True else None
@@ -68,9 +68,10 @@ def captures(config: SpeculativeConfig, device: torch.device) -> bool:
     return recorder_for(device) is not None and config.runner != "eager"
 
 
-def takes_pool(config: SpeculativeConfig, device: torch.device) -> bool:
-    """Whether K/V lies in the pages of a pool: where forwards are captured, which need it at the same addresses."""
-    return captures(config, device)
+def takes_pool(config: SpeculativeConfig, device: torch.device, has_states: bool) -> bool:
+    """Whether K/V lies in the pages of a pool: where forwards are captured, which need it at the same addresses, and
+    layers keep no states, beside which it is small."""
+    return captures(config, device) and not has_states
 
 
 def runner_for(
@@ -84,10 +85,10 @@ def runner_for(
     exact: bool = False,
     has_states: bool = False,
 ) -> EagerRunner:
-    """A runner of `model`'s shadow, which never changes the model.
+    """Returns a runner of `model`'s shadow; the model never changes.
 
-    The session's runner, with its cache and captured forwards, serves again while weights lie where they lay and it
-    is large enough. A pool stays as large as it is, however much memory there is now.
+    The session's runner, with its cache and captured forwards, is reused if weights have the same addresses and it is
+    large enough. Its pool of pages keeps its size, however much memory is free.
 
     Args:
         session: of the call; the runner and the shadow stay in it.
@@ -95,11 +96,11 @@ def runner_for(
         rows: in flight, of `columns` tokens.
         columns: of a row, drafts included.
         config: its `runner` decides.
-        pages: that memory holds, where K/V lies in the pages of a pool; None: all rows must have all their columns.
+        pages: number that fits into memory, if K/V is in pages; None: pages for all columns of all rows.
         graph_memory: bytes that captured forwards may take; None: `config.max_graph_memory`.
         exact: as of :func:`~spec_trl.generation.engine.shadow.make_shadow`. "auto" then compiles nothing: compiled
-            layers round otherwise, and take the place of others while rows are in flight.
-        has_states: whether layers keep states, which no captured forward serves.
+            layers round differently, and would replace others while rows are in flight.
+        has_states: whether layers keep states; "auto" compiles nothing then either.
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
@@ -108,11 +109,11 @@ def runner_for(
     if mode == "eager" or recorder is None:
         make = cpu_runner if mode == "compiled" else EagerRunner
         network = shadow_for(session, model, exact)
-        if takes_pool(config, model.device):
+        if takes_pool(config, model.device, has_states):
             return make(network, PagedCache.with_pages(model, rows, columns, pages))
         return make(network, (States if has_states else RaggedCache).for_network(model, rows, columns))
-    mode = "graph" if exact and mode == "auto" else mode
-    # Autocast decides in which dtype K/V is stored.
+    mode = "graph" if (exact or has_states) and mode == "auto" else mode
+    # Autocast sets the dtype of K/V.
     made_for = (mode, exact, config.max_graph_memory, autocast_dtype(model.device), *addresses(model))
     graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory
     runner = session.runner
@@ -127,18 +128,22 @@ def runner_for(
             refresh_copies(runner.network)
             return runner
         del cache, runner
-        session.drop_runner()  # its memory goes before more is asked for
+        session.drop_runner()  # frees its memory before allocating
     columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
-    cache = PagedCache.with_pages(model, cache_rows(rows), columns, pages)
+    cache = (
+        States.for_network(model, cache_rows(rows), columns)
+        if has_states
+        else PagedCache.with_pages(model, cache_rows(rows), columns, pages)
+    )
     budget = GraphBudget(recorder, graph_memory)
     network = shadow_for(session, model, exact)
-    session.shadow = None  # what captures leave on it is the runner's alone
+    session.shadow = None  # captures leave changes on it that belong to the runner
     session.runner = GraphRunner(network, cache, budget, mode, made_for)
     return session.runner
 
 
 def shadow_for(session: Session, model: PreTrainedModel, exact: bool = False) -> PreTrainedModel:
-    """The shadow of `model` in the session, or a new one, with copies of wide weights where autocast is on."""
+    """Returns the shadow of `model` in the session, or a new one, with copies of wide weights under autocast."""
     is_cast = autocast_dtype(model.device) is not None
     if session.shadow is not None and session.shadow.exact == exact and not is_cast:
         return session.shadow.network
@@ -150,5 +155,5 @@ def shadow_for(session: Session, model: PreTrainedModel, exact: bool = False) ->
 
 
 def free_for_cache(session: Session, device: torch.device) -> int:
-    """Bytes on `device` that are free, or that the session's runner takes, with its cache and captured forwards."""
+    """Free bytes on `device`, plus those of the session's runner with its cache and captured forwards."""
     return free_memory(device) + (0 if session.runner is None else session.runner.held_bytes)

@@ -298,8 +298,8 @@ class States(RaggedCache):
         super().__init__(layers, rows, columns)
         self._windows: dict[tuple[int, int], Tensor] = {}  # [rows, channels, kernel] by layer and index
         self._recurrent: dict[int, Tensor] = {}  # [rows, ...] by layer
-        self._held_windows: dict[tuple[int, int], Tensor] = {}  # [B, channels, kernel + q]
-        self._held_scans: dict[int, tuple[_Scanner, _Mixer, Arguments]] = {}
+        # By key of a window [B, channels, kernel + q], or by layer of a scan.
+        self.held: dict[Any, Any] = {}
 
     def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
         self.prompt, self.is_step = prompt, is_step
@@ -316,17 +316,21 @@ class States(RaggedCache):
 
     def commit(self, lengths: Sequence[int]) -> None:
         """Takes the first `lengths[b]` tokens of each row, of those that the last forward held, into the states."""
-        for key, window in self._held_windows.items():
-            self._write_window(key, window, lengths)
-        for layer, (scanner, mixer, given) in self._held_scans.items():
-            state = self._recurrent[layer][self._span]
-            state.copy_(scanner.replay(mixer, given, state, lengths))
-        self._held_windows.clear()
-        self._held_scans.clear()
+        held, self.held = self.held, {}  # a captured forward keeps the dictionary
+        if held:
+            free = self._span.stop - self._span.start - len(lengths)
+            lengths = [*lengths, *[0] * free]  # rows that pad a captured forward
+        for key, value in held.items():
+            if isinstance(key, tuple):
+                self._write_window(key, value, lengths)
+            else:
+                scanner, mixer, given = value
+                state = self._recurrent[key][self._span]
+                state.copy_(scanner.replay(mixer, given, state, lengths))
 
     def hold(self, layer: int, scanner: _Scanner, mixer: _Mixer, given: Arguments) -> None:
         """Holds what the present forward feeds into a scan."""
-        self._held_scans[layer] = scanner, mixer, given
+        self.held[layer] = scanner, mixer, given
 
     def recurrent_state(self, layer: int) -> Tensor | None:
         """`[B, ...]` of the rows of the present forward."""
@@ -341,7 +345,7 @@ class States(RaggedCache):
     @property
     def holds(self) -> bool:
         """Whether the last forward held what it fed."""
-        return bool(self._held_windows or self._held_scans)
+        return bool(self.held)
 
     @property
     def state_bytes(self) -> int:  # type: ignore[override]
@@ -364,9 +368,12 @@ class States(RaggedCache):
             self._windows[key] = self._zeros(conv_states.shape[1:-1] + (conv_kernel_size,), conv_states)
         window = torch.cat([self._windows[key][self._span], conv_states], dim=-1)  # [B, channels, kernel + q]
         if self.prompt is None and not self.is_step:
-            self._held_windows[key] = window
+            self.held[key] = window
+        elif self.prompt is None:  # nothing comes from the host, where a draft is captured
+            state = self._windows[key][self._span]
+            state.copy_(window[..., -state.shape[-1] :])
         else:
-            self._write_window(key, window, self.prompt or [conv_states.shape[-1]] * len(window))
+            self._write_window(key, window, self.prompt)
         return window
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -419,6 +426,7 @@ class DraftStates(States):
     """The target's K/V, and states that begin at the committed ones in each round, and follow what is drafted."""
 
     committed: States
+    is_repeatable = False  # a draft is, from its first step on
 
     def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
         """Every forward of a draft is a step."""

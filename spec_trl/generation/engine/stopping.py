@@ -1,5 +1,5 @@
 """When a row ends: `generate`'s stopping criteria, applied to rows of different lengths; and whether criteria and
-processors have to be shown all rows at each step."""
+processors need all rows at every step."""
 
 import warnings
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class Stopping:
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 eos += criterion.eos_token_id.view(-1).tolist()
-            elif type(criterion) is MaxTimeCriteria:  # looks at no token
+            elif type(criterion) is MaxTimeCriteria:  # reads no token
                 self._of_time.append(criterion)
             elif type(criterion) is not MaxLengthCriteria:
                 (self._of_batch if needs_batch(criterion) else self._by_prefix).append(criterion)
@@ -36,11 +36,11 @@ class Stopping:
 
         Args:
             tokens: `[B, n]`, the next ones, already written after the committed ones.
-            counts: `[B]`, how many of them were verified; 0: the row takes none, and goes on.
-            remaining: `[B]`, how many each row may take.
+            counts: `[B]`, number of verified tokens; 0: the row takes none, and continues.
+            remaining: `[B]`, most tokens that a row may take.
 
         Returns:
-            How many tokens each row keeps, `[B]`, at least one where there are any; and whether it ends there, `[B]`.
+            Number of tokens that a row takes, `[B]`, at least one if there are any; and whether it ends there, `[B]`.
         """
         keep = np.minimum(counts, remaining)  # [B]
         ends = keep == remaining  # [B]
@@ -50,7 +50,7 @@ class Stopping:
             ends |= first <= keep
             keep = np.minimum(keep, first)
         if self._by_prefix:
-            # A criterion of the user's may refuse a text that goes on after its end.
+            # A user's criterion may raise on a text that continues after its end.
             longest = int(keep.max())
             for start, count in [(n, 1) for n in range(longest)] if self._may_refuse else [(0, longest)]:
                 first = self._first_by_prefix(keep, start, count)
@@ -58,7 +58,7 @@ class Stopping:
                 keep = np.minimum(keep, first)
         rows = self._prefixes.rows
         for clock in self._of_time:
-            if bool(clock(rows.tokens[:1], None)):  # the next token is the last, as there
+            if bool(clock(rows.tokens[:1], None)):  # the next token is the last, as in generate
                 keep, ends = np.minimum(keep, 1), keep > 0
         for criterion in self._of_batch:
             stopped = rows.tokens.new_zeros(len(keep), dtype=torch.bool) | criterion(self._prefixes.batch(1), None)
@@ -66,8 +66,8 @@ class Stopping:
         return keep, ends
 
     def _first_by_prefix(self, keep: Integers, start: int, count: int) -> Integers:
-        """`[B]`: after how many tokens each row stops, if at one of its tokens `start..start + count`, of which it has
-        `keep` (`[B]`); one more than it has where it does not."""
+        """`[B]`: number of tokens after which a row stops, if at one of its tokens `start..start + count`, of `keep`
+        (`[B]`) tokens; else `keep + 1`."""
         row, place = (np.arange(start, start + count) < keep[:, None]).nonzero()  # of each token
         stopped = np.zeros((len(keep), count), np.bool_)  # [B, n]
         at, steps = row.tolist(), (start + place + 1).tolist()  # prefixes that end with the token

@@ -20,7 +20,7 @@ def install_pool(monkeypatch: pytest.MonkeyPatch, columns: int = 4, most: int | 
     for module in (cache, pages, row_memory, one_call):
         monkeypatch.setattr(module, "PAGE_COLUMNS", columns)
     for module in (runner_choice, one_call):
-        monkeypatch.setattr(module, "takes_pool", lambda config, device: True)
+        monkeypatch.setattr(module, "takes_pool", lambda *_: True)
     if most is not None:
         monkeypatch.setattr(RowNeeds, "pages_that_fit", lambda self, rows, free: most)
     make = PagedCache.__init__

@@ -25,6 +25,7 @@ from spec_trl.generation.engine.states import States, cache_for, state_bytes
 from spec_trl.scheduling.control import Chain
 from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows, reference_outputs
+from tests.generation.engine.tape import Tape
 from tests.generation.races import Knowing, Plans
 from tests.tiny_families import make
 
@@ -34,6 +35,7 @@ if TRANSFORMERS < (5, 21):
 
 # One of each kind of scan and convolution, and of each way in. The first one's scan takes seconds in transformers.
 FAMILIES = ["kimi_linear", "qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h", "zamba2", "jamba", "mamba", "mamba2"]
+CAPTURED = [pytest.param(family, marks=pytest.mark.slow) for family in ("lfm2", "falcon_h1", "mamba2")]
 ROWS = random_rows([5, 9, 1, 12, 7, 3])
 PROMPTS = pad_left([*ROWS, ROWS[3]])  # a prompt of one token, and two copies
 NEW = 16
@@ -116,6 +118,21 @@ def test_preempted_rows_are_read_again(family: str, monkeypatch: pytest.MonkeyPa
     result = generate(network, PROMPTS, max_new_tokens=NEW)
     assert outputs(result) == outputs(plain) and result.statistics.preemptions
     torch.testing.assert_close(result.logprobs, plain.logprobs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", *CAPTURED])
+@pytest.mark.parametrize("strategy", ["none", "self"])
+def test_captured_forwards(family: str, strategy: str, tape: Tape) -> None:
+    """A replay holds what it feeds anew; a draft captured whole begins at the committed states each time."""
+    network, config = make(family), {"draft_length": 3}
+    expected = generate(network, PROMPTS, strategy, config | {"runner": "eager"}, max_new_tokens=NEW)
+    assert not tape.recorded
+    for _ in range(2):  # captured, then kept
+        result = generate(network, PROMPTS, strategy, config | {"runner": "graph"}, max_new_tokens=NEW)
+        assert outputs(result) == outputs(expected) and result.statistics.total == expected.statistics.total
+    assert tape.recorded == (1 if strategy == "none" else 2) and tape.replayed > 20
+    assert strategy == "none" or expected.statistics.total.accepted > 20
+    release(network)
 
 
 # ---- states -------------------------------------------------------------------------------------------------------
@@ -280,7 +297,6 @@ def test_nothing_of_a_call_outlives_it() -> None:
         ("best_of_n", {}, "several chains of a row.*best_of_n_race=False"),
         ("tts", {}, "cannot learn through states"),
         ("self", {"decoupled_execution": "always"}, 'decoupled_execution="never"'),
-        ("self", {"runner": "graph"}, 'runner="auto"'),
     ],
 )
 def test_what_states_do_not_serve_is_refused_by_name(
