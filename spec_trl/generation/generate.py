@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -302,6 +303,8 @@ def _assemble(
 
 _SIGNATURE = inspect.signature(speculative_decoding)
 _generate: Callable[..., Any] | None = None
+DEFAULTS: "WeakKeyDictionary[Any, Callable[..., Any]]" = WeakKeyDictionary()
+"""What generates, by model, where a call names no method: called with plain `generate` and the call's arguments."""
 
 
 def install() -> None:
@@ -324,12 +327,14 @@ def install() -> None:
         if is_other and assistant_strategy is not None:
             raise ValueError("custom_generate and assistant_strategy both name a decoding method; pass one of them.")
         if not is_other:  # it comes before what a config says, like all arguments
-            assistant_strategy = _given("assistant_strategy", assistant_strategy, self, args, kwargs)
+            assistant_strategy = setting("assistant_strategy", assistant_strategy, self, args, kwargs)
         is_argument = speculative_config is not None
-        speculative_config = _given("speculative_config", speculative_config, self, args, kwargs)
+        speculative_config = setting("speculative_config", speculative_config, self, args, kwargs)
         if assistant_strategy is None and custom is not speculative_decoding:
             if is_argument and not is_other:
                 raise ValueError("speculative_config is given without assistant_strategy; name a strategy.")
+            if custom is None and (default := DEFAULTS.get(self)) is not None:
+                return default(original, self, args, kwargs)
             return original(self, *args, **kwargs)
         strategy = check_strategy("self" if assistant_strategy is None else assistant_strategy)
         config = SpeculativeConfig.coerce(speculative_config)
@@ -359,7 +364,7 @@ def uninstall() -> None:
         _generate = None
 
 
-def _given(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def setting(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The argument `name`: its `value`, else that of the call's generation_config, else of the model's own. That is
     the order of `generate`, whose configs carry entries they do not know."""
     if name in kwargs:  # which `generate` takes itself
@@ -376,13 +381,13 @@ def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, 
     prompts = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
     if prompts is not None:
         check_input_ids(prompts, model.device)
-    check_not_diverted(_given("token_healing", None, model, args, kwargs), kwargs)
+    check_not_diverted(setting("token_healing", None, model, args, kwargs), kwargs)
     if kwargs.get("synced_gpus"):
         raise ValueError(
             "synced_gpus=True cannot be combined with assistant_strategy: ranks take different numbers of rounds. "
             "Gather the weights around generate instead (TRL does so for ZeRO-3), and leave synced_gpus unset."
         )
-    if stop_strings := _given("stop_strings", None, model, args, kwargs):
+    if stop_strings := setting("stop_strings", None, model, args, kwargs):
         move_stop_strings(stop_strings, kwargs)
 
 

@@ -233,7 +233,7 @@ class SpecGRPOTrainer(GRPOTrainer):
                     if count  # rows of other ranks are empty
                 }
                 seconds = time.perf_counter() - started
-                self._totals.add(output.statistics, control, len(decoded), seconds, self._sharing.pool)
+                self._totals.add(output.statistics, len(decoded), seconds, self._sharing.pool)
         self._totals.turns += 1
         for copied in policy_copies(drafters):
             self._totals.durations.refresh_seconds += copied.refresh_seconds

@@ -306,7 +306,7 @@ class GraphRunner(EagerRunner):
         def forward() -> Outputs:
             logits, features = runner._run(tokens, positions, key.columns, spans=self._uses_spans)
             # The hooks of a compiled twin are those of this runner, and store the states here.
-            return shared.copy_(logits), features if runner is self else self._features()
+            return shared.copy_(logits), features if runner is self or not self._kept else self._features()
 
         def compared(recording: Recording) -> tuple[Tensor, Tensor]:
             return recording.logits[: len(expected)], expected
