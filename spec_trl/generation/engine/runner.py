@@ -243,7 +243,7 @@ class EagerRunner:
 
     def _read(self, rows: Rows, admission: Admission, lengths: list[int], ends: Collection[int]) -> list[Tensor]:
         """Writes the first `lengths` columns of the admitted rows; returns logits `[n, 1, vocab]` of the last columns
-        of leaders in `ends`. Lengths ascend."""
+        of leaders in `ends`. Lengths of leaders that are not moved ascend."""
         device, logits = rows.tokens.device, list[Tensor]()
         self.cache.reserve(lengths[: admission.leaders], admission.first)
         self.cache.forget(admission.first, admission.first + len(lengths))
@@ -258,10 +258,10 @@ class EagerRunner:
             is_moved = first in admission.moved
             is_short = _is_short(rows, first)
             while end < admission.leaders and not is_moved and admission.first + end not in admission.moved:
-                too_many = max(longest, lengths[end]) * (end + 1 - start) > most
+                too_many = lengths[end] * (end + 1 - start) > most
                 if too_many or _is_short(rows, admission.first + end) != is_short:
                     break
-                end, longest = end + 1, max(longest, lengths[end])
+                end, longest = end + 1, lengths[end]
             last = admission.first + end
             # Generated tokens are computed like steps, in the same order of sums.
             prompt = min(int(rows.host_prompt_lengths[first]), longest) if is_moved else longest
