@@ -49,7 +49,8 @@ def make_drafters(
     """
     if assistant is not None and strategy not in taking_assistant():
         raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
-    check_assistants(strategy, assistant, config, model)
+    if assistant is not None or strategy == "best_of_n":
+        check_assistants(strategy, assistant, config, model)
     members: dict[str, Assistant] = {strategy: assistant}
     if strategy == "none":
         members = {}
