@@ -65,6 +65,7 @@ class Session:
         controls: by the drafters and options that they serve, with what they have measured.
         ladder: of the drafters that were profiled last.
         acceptance: first-token acceptance by strategy.
+        heads: whether a checkpoint, by its name, has an MTP head that can draft for the model.
     """
 
     def __init__(self) -> None:
@@ -75,6 +76,7 @@ class Session:
         self.controls: dict[str, KeptControl] = {}
         self.ladder: Ladder | None = None
         self.acceptance: dict[str, float] = {}
+        self.heads: dict[str, bool] = {}
         self._structure: tuple[object, ...] | None = None  # of the model for which drafters and runner were made
         self._in_use = Lock()
         self._spare: Session | None = None  # for a call that begins while this one is lent
@@ -155,7 +157,7 @@ class Session:
         if spare is not None and spare._in_use.acquire(blocking=False):
             spare.clear()
         self.snapshot = self.shadow = self.ladder = self._structure = None
-        self.drafters, self.controls, self.acceptance = {}, {}, {}
+        self.drafters, self.controls, self.acceptance, self.heads = {}, {}, {}, {}
         self.drop_runner()
 
 

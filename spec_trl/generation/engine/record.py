@@ -192,7 +192,7 @@ class Record:
             statistics.tokens += len(completion.tokens)
             if completion.logprobs is not None:
                 statistics.logprob_sum += float(completion.logprobs.double().sum())
-        for finished, seconds in enumerate(sorted(self._ends[index][0] for index in completed), start=1):
+        for finished, seconds in enumerate(sorted([self._ends[index][0] for index in completed]), start=1):
             if statistics.completion_curve and statistics.completion_curve[-1][0] == seconds:
                 statistics.completion_curve.pop()
             statistics.completion_curve.append((seconds, finished))
@@ -308,9 +308,9 @@ def count_drafts(
             some = like[start : start + ROUNDS_AT_ONCE]
             parts = [vars(round_.chains) for round_ in some]
             # M rows of several rounds at once. owners, drafted, accepted: [N, M]; depths, committed, winner: [M]
-            depths, owners, drafted, accepted, committed, winner = (
+            depths, owners, drafted, accepted, committed, winner = [
                 np.concatenate([part[name] for part in parts], axis=-1) for name in parts[0]
-            )
+            ]
             request = np.concatenate([round_.requests for round_ in some])  # [M]
             ones = np.ones_like(drafted)
             columns = [drafted, accepted, ones, drafted.clip(max=1), accepted.clip(max=1)]
