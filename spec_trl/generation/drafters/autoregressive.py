@@ -142,8 +142,7 @@ class NetworkDrafter(TrainableDrafter):
 
     @functools.cached_property
     def row_bytes(self) -> int:
-        sets = 1 if self._shares_target_cache else 2  # of drafts, and of the text
-        return sets * state_bytes(self.network) if self._has_states else 0
+        return 2 * state_bytes(self.network) if self._has_states else 0  # of the text, and of drafts
 
     def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
         # One forward instead of γ: what was drafted is known.

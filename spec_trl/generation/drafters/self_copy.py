@@ -1,5 +1,6 @@
 """The policy's own quantized copy as drafter (ER §3.1): it cannot go stale, and it needs no cache of its own."""
 
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from ..configuration import SpeculativeConfig
 from ..engine.accept import Proposal
 from ..engine.noise import RoundNoise
 from ..engine.shadow import make_shadow
+from ..engine.states import state_bytes
 from ..registry import register_drafter
 from ..session import WeightState
 from .autoregressive import NetworkDrafter
@@ -100,6 +102,12 @@ class SelfDrafter(NetworkDrafter):
     def refresh_before_drafting(self, statistics: ActivationStatistics | None = None) -> None:
         """Refreshes when something is drafted next: a rollout that never speculates does not pay for it."""
         self.is_stale, self._statistics = True, statistics
+
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        policy = self._policy()  # packed layers run when something is drafted
+        assert policy is not None
+        return state_bytes(policy) if self._has_states else 0
 
     @property
     def stood(self) -> float:

@@ -14,6 +14,7 @@ from spec_trl.generation.drafters.autoregressive import CATCH_UP
 from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
 from spec_trl.generation.drafters.vocabulary import check_sizes
 from spec_trl.generation.engine.accept import Proposal
+from spec_trl.generation.engine.row_memory import RowMemory
 from spec_trl.scheduling.control import Chain
 from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -175,6 +176,17 @@ def test_both_keep_states(do_sample: bool) -> None:
     result = generate(target, prompts, drafter=members, control=control, config={"max_batch_size": 2}, **options)
     assert outputs(result) == plain and result.statistics.drafter_failure is None
     assert result.statistics.per_drafter["model"].drafted > 0 < result.statistics.per_drafter["custom"].accepted
+
+
+@with_states
+def test_states_of_rows_that_leave_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed again from the whole text; the target as its own assistant is accepted throughout."""
+    target, prompts = make("qwen3_5_text"), pad_left(random_rows([5, 9, 1]))
+    calls = iter([False] * 2 + [True] * 3)
+    monkeypatch.setattr(RowMemory, "leaving", lambda *_: [1] if next(calls, False) else [])
+    result = generate(target, prompts, "model", {"draft_length": 3}, assistant_model=target)
+    assert result.statistics.preemptions == 3 and result.statistics.acceptance_rate == 1
+    assert outputs(result) == outputs(generate(target, prompts))
 
 
 @with_states
