@@ -414,7 +414,7 @@ def main(given: list[str] | None = None) -> None:
     if arguments.resume and not (output / STATE_FILE).exists():
         raise ValueError(f"--resume: {output} has no {STATE_FILE} to go on from.")
     if arguments.resume and not (output / WINDOWS_FILE).exists():
-        raise ValueError(f"--resume: an older version wrote {output} (no {WINDOWS_FILE}); use that, or another --output.")
+        raise ValueError(f"--resume: an older version wrote {output}; resume with it, or train in another --output.")
     target = load_model(arguments.target, arguments.dtype, find_device(arguments.device))
     context = target.config.get_text_config(decoder=True).max_position_embeddings
     length = arguments.sample_tokens or arguments.window or min(context, 512)

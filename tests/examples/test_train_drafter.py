@@ -114,7 +114,7 @@ def test_holds_nothing_out(target: Path, tmp_path: Path) -> None:
 
 def test_a_folder_of_an_older_version(tmp_path: Path) -> None:
     (tmp_path / "training_state.pt").touch()
-    with pytest.raises(ValueError, match=r"an older version wrote .*\(no training_windows.pt\); use that, or another --output"):
+    with pytest.raises(ValueError, match="--resume: an older version wrote .*; resume with it, or train in another"):
         train_drafter.main(["--target", "nowhere", "--output", str(tmp_path), "--resume"])
 
 
