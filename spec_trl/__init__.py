@@ -18,6 +18,7 @@ from .generation.strategies import refresh
 if TYPE_CHECKING:
     from .trainers.spec_grpo_config import SpecGRPOConfig
     from .trainers.spec_grpo_trainer import SpecGRPOTrainer
+    from .trainers.speculation import speculate
 
 
 __all__ = [
@@ -31,11 +32,16 @@ __all__ = [
     "refresh",
     "register_drafter",
     "release",
+    "speculate",
     "speculative_decoding",
     "uninstall",
 ]
 # Imported on first access: they import TRL, datasets and peft, which generate does not need.
-_TRAINERS = {"SpecGRPOConfig": "spec_grpo_config", "SpecGRPOTrainer": "spec_grpo_trainer"}
+_TRAINERS = {
+    "SpecGRPOConfig": "spec_grpo_config",
+    "SpecGRPOTrainer": "spec_grpo_trainer",
+    "speculate": "speculation",
+}
 
 
 def __getattr__(name: str) -> Any:

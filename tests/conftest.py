@@ -65,11 +65,27 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled C++ of this session, of both processes."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "libraries"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of profiles, ladders and ledgers: empty at first."""
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libraries: Path) -> Iterator[Path]:
+    """The folder of profiles, ladders and ledgers: empty at first. Beside it lies what was compiled before."""
+    kernels = tmp_path / "cache/spec_trl/kernels"
+    kernels.mkdir(parents=True)
+    for library in libraries.iterdir():
+        (kernels / library.name).symlink_to(library)
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "spec_trl" / "profiles"
+    yield kernels.parent / "profiles"
+    for compiled in kernels.glob("*.so"):
+        if not compiled.is_symlink():
+            compiled.rename(libraries / compiled.name)
 
 
 @pytest.fixture(scope="session")

@@ -113,7 +113,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_the_package_brings_nothing_that_a_model_has_not_brought() -> None:
+def test_generating_brings_no_heavy_package_and_by_default_no_paper() -> None:
     # transformers itself imports scipy and Triton where they are installed; generating must not import more.
     printed = run("""
 import sys
@@ -121,44 +121,31 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 before = set(sys.modules)
 import spec_trl
-config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-model = LlamaForCausalLM(config).eval()
-model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3, assistant_strategy="self")
-new = {name.partition(".")[0] for name in set(sys.modules) - before}
-heavy = {"bitsandbytes", "datasets", "matplotlib", "pandas", "peft", "pydantic", "scipy", "triton", "trl"}
-print(*sorted(new & heavy))
-print(*sorted({"SpecGRPOConfig", "SpecGRPOTrainer"} & set(dir(spec_trl))))
-""")
-    assert printed.splitlines() == ["", "SpecGRPOConfig SpecGRPOTrainer"]
-
-
-def test_by_default_no_paper_is_loaded() -> None:
-    printed = run("""
-import sys
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-import spec_trl
-from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
 
 def papers():
     return [name for name in sys.modules if name.startswith(("spec_trl.efficient_rollout", "spec_trl.specactor"))]
 
+def generate(strategy, **options):
+    return model.generate(
+        torch.ones(2, 8, dtype=torch.long), max_new_tokens=24, min_new_tokens=24, assistant_strategy=strategy,
+        return_dict_in_generate=True, **options,
+    )
+
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
 model = LlamaForCausalLM(config).eval()
-drafted = []
-for strategy in ("none", "self", "auto", "ngram", "history", "tts"):
-    out = model.generate(
-        torch.ones(2, 8, dtype=torch.long), max_new_tokens=24, min_new_tokens=24, assistant_strategy=strategy,
-        return_dict_in_generate=True,
-    )
-    drafted.append(out.statistics.rounds)
+rounds = [generate(strategy).statistics.rounds for strategy in ("none", "self", "auto", "ngram", "history", "tts")]
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+heavy = {"bitsandbytes", "datasets", "matplotlib", "pandas", "peft", "pydantic", "scipy", "triton", "trl"}
+print(*sorted(new & heavy))
+print(*sorted({"SpecGRPOConfig", "SpecGRPOTrainer"} & set(dir(spec_trl))))
+from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
 SpecGRPOConfig(use_cpu=True)
-print(papers(), min(drafted) > 0)
-model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3, assistant_strategy="self",
-               speculative_config={"sd_toggle": "roofline"})
+print(papers(), min(rounds) > 0)
+generate("self", speculative_config={"sd_toggle": "roofline"})
 print("spec_trl.efficient_rollout.toggle" in papers())
-""")
-    assert printed.splitlines()[-2:] == ["[] True", "True"]
+""").splitlines()
+    assert printed[:2] == ["", "SpecGRPOConfig SpecGRPOTrainer"]
+    assert printed[-2:] == ["[] True", "True"]
 
 
 def test_unknown_names_are_missing_as_anywhere() -> None:

@@ -18,14 +18,16 @@ from transformers import PreTrainedModel
 
 from ..generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from ..generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
+from ..generation.drafters.mtp.mtp_drafter import MtpDrafter
 from ..generation.engine.noise import stream_keys
 from ..generation.engine.shadow import decoder_layers, keep_states
 from ..json_files import replacing
+from ..scheduling.acceptance import MAX_DRAFT_LENGTH
 from .sequence_loss import TargetView, sequence_loss
 
 
 Adaptable = Eagle3Drafter | DFlashDrafter
-ADAPTABLE = (Eagle3Drafter.strategy, DFlashDrafter.strategy)
+ADAPTABLE = (Eagle3Drafter.strategy, DFlashDrafter.strategy, MtpDrafter.strategy)
 DRAFTER_FOLDER = "drafter"
 """Folder of the adapted drafter in a checkpoint or a saved model, which `assistant_model` can name."""
 STATE_FILE = "drafter_adaptation.pt"
@@ -71,6 +73,7 @@ class DrafterAdaptation:
         learning_rate: of AdamW, constant.
         hidden_weight, token_weight: of the loss; a `hidden_weight` of 0 leaves the regression out.
         seed: of DFlash's anchors.
+        draft_length: the longest that rollouts use; an MTP head is unrolled no further.
 
     Raises:
         ValueError: this drafter cannot learn from this policy.
@@ -85,10 +88,14 @@ class DrafterAdaptation:
         hidden_weight: float,
         token_weight: float,
         seed: int,
+        draft_length: int = MAX_DRAFT_LENGTH,
     ) -> None:
         self.drafter = drafter
         self._policy, self._accelerator, self._seed = policy, accelerator, seed
-        self._hidden_weight, self._token_weight = hidden_weight, token_weight
+        # An MTP head's output and the state that it stands for differ by a norm.
+        self._hidden_weight = 0.0 if isinstance(drafter, MtpDrafter) else hidden_weight
+        self._token_weight = token_weight
+        self._depth = min(draft_length, 3) if isinstance(drafter, MtpDrafter) else 7
         self._parameters = [parameter.requires_grad_() for parameter in drafter.trained(drafter.network)]
         wide = torch.promote_types(drafter.network.dtype, torch.float32)
         # In float32 or wider the parameters themselves.
@@ -197,7 +204,9 @@ class DrafterAdaptation:
 
     def _loss(self, view: TargetView, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         with_regression = self._hidden_weight > 0
-        losses = sequence_loss(self.drafter, self._policy, view, generator=generator, with_regression=with_regression)
+        losses = sequence_loss(
+            self.drafter, self._policy, view, generator, depth=self._depth, with_regression=with_regression
+        )
         loss = self._token_weight * losses.cross_entropy
         if with_regression:
             loss = loss + self._hidden_weight * losses.regression

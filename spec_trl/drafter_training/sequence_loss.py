@@ -9,7 +9,6 @@ it drafts, on the true tokens:
               draft d, anchor a  sees the target's features before a, predicts token a + d
 """
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..generation.drafters.borrowed import in_dtype_of, plain_embedding
+from ..generation.drafters.borrowed import changed, in_dtype_of, logit_changes, plain_embedding
 from ..generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from ..generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from ..generation.drafters.feature_drafter import FeatureDrafter
@@ -30,13 +29,6 @@ from ..generation.engine.shadow import share_weights
 from .whole_sequences import Unroll, block_states
 
 
-# Operations of families on logits after the head, by the config's key.
-_FACTORS = {"logit_scale", "lm_head_multiplier"}  # Cohere, Falcon-H1
-_DIVISORS = {"logits_scaling"}  # Granite
-_SOFTCAPS = {"final_logit_softcapping"}  # Gemma 2 and later
-# Keys about attention, routers and other heads.
-_ELSEWHERE = re.compile(r"att(n|ention)_|router|num_logits_to_keep|output_auxiliary_logits|mlp_|_init_value")
-_LOGITS = re.compile(r"logit|softcap|soft_cap|lm_head_multiplier")
 LOGITS_ALIVE = 1 << 28
 """Most logits, of target and drafter, in memory at once. If there are more, the loss is computed in pieces, which the
 backward pass computes again."""
@@ -212,7 +204,7 @@ def _eagle3_sums(
         steps = unroll.outputs(starts, depth)  # of [B, n, H]
         at = [slice(step, step + count) for step in range(depth)]
         sums = _added(
-            _compare(network.logits(h), logits[:, where], counts[:, where], weight)
+            _compare(network.logits(h, of_target.head.scores), logits[:, where], counts[:, where], weight)
             for h, where, weight in zip(steps, at, weights, strict=True)
         )
         if with_regression:
@@ -326,30 +318,11 @@ class TargetHead:
         if head is None:
             raise ValueError(f"{type(target).__name__} has no output embedding; a causal language model is needed.")
         self.scores = FrozenHead(head)
-        self.factor: float = 1.0
-        self.softcap: float | None = None
-        settings = target.config.get_text_config(decoder=True).to_dict()
-        self.vocabulary: int = settings["vocab_size"]
-        for name, value in settings.items():
-            if value is None or isinstance(value, bool) or not _LOGITS.search(name) or _ELSEWHERE.search(name):
-                continue
-            if name in _FACTORS:
-                self.factor *= value
-            elif name in _DIVISORS:
-                self.factor /= value
-            elif name in _SOFTCAPS:
-                self.softcap = value
-            else:
-                raise ValueError(
-                    f"the config of {type(target).__name__} has {name}={value!r}, which may change its logits and is "
-                    "not known here; a drafter cannot be trained on this family."
-                )
+        self.factor, self.softcap = logit_changes(target)
+        self.vocabulary: int = target.config.get_text_config(decoder=True).vocab_size
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]`, at least float32, of last hidden states `[..., H_t]`, without gradients."""
         with torch.no_grad():
             logits = self.scores(hidden)  # [..., V]
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.factor
-            if self.softcap is not None:
-                logits = torch.tanh(logits / self.softcap) * self.softcap
-            return logits
+            return changed(logits.to(torch.promote_types(logits.dtype, torch.float32)), self.factor, self.softcap)

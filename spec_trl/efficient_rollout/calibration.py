@@ -30,10 +30,10 @@ from ..generation.engine.graph_runner import CAPTURE_AFTER
 from ..generation.engine.memory import free_memory
 from ..generation.engine.model_costs import model_constants
 from ..generation.engine.noise import RoundNoise
-from ..generation.engine.processors import LogitsPipeline, PrefixView
+from ..generation.engine.processors import LogitsPipeline
 from ..generation.engine.requirements import position_limit
 from ..generation.engine.rollout import Rollout
-from ..generation.engine.rows import Request, RequestQueue, Rows
+from ..generation.engine.rows import PrefixView, Request, RequestQueue, Rows
 from ..generation.engine.runner_choice import captures, runner_for
 from ..generation.engine.stopping import Stopping
 from ..generation.session import Session

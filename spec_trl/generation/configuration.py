@@ -22,7 +22,7 @@ Mismatch = Literal["recalibrate", "error"]
 Decoupled = Literal["never", "always", "auto"]
 Runner = Literal["auto", "eager", "graph", "compiled"]
 Head = Literal["auto", "dense", "packed"]
-TTSDrafter = Literal["self", "model", "eagle3", "dflash"]
+TTSDrafter = Literal["self", "model", "eagle3", "dflash", "mtp"]
 TTSScope = Literal["request", "rollout", "run"]
 TTSAnchor = Literal["current", "initial"]
 
@@ -157,7 +157,8 @@ class SpeculativeConfig:
     tts_drafter: TTSDrafter = option(
         "self",
         'What learns from the rounds it drafts under "tts" (arXiv 2605.09329): "eagle3", "dflash" or "model", the '
-        'checkpoint in assistant_model; or "self", low-rank corrections of the quantized copy.',
+        'checkpoint in assistant_model; "mtp", the policy\'s own head; or "self", low-rank corrections of the '
+        "quantized copy.",
     )
     tts_learning_rate: float | None = option(
         None,
@@ -288,7 +289,7 @@ class SpeculativeConfig:
             ValueError: a member lacks its assistant, or not exactly one lacks the one that is given.
         """
         assistants = dict(self.best_of_n_assistants or {})
-        needs = {*needing_assistant()} | ({"tts"} if self.tts_drafter != "self" else set())
+        needs = {*needing_assistant()} | ({"tts"} if self.tts_drafter in needing_assistant() else set())
         lacking = [name for name in self.best_of_n_drafters if name in needs and name not in assistants]
         if assistant is not None and len(lacking) == 1:
             assistants[lacking.pop()] = assistant

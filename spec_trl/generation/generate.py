@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -34,12 +35,12 @@ from .engine.lockstep import RolloutInStep
 from .engine.memory import check_memory, takes_memory_late
 from .engine.noise import stream_keys
 from .engine.pages import PagedCache
-from .engine.processors import LogitsPipeline, PrefixView
+from .engine.processors import LogitsPipeline
 from .engine.record import Completion
 from .engine.requirements import check_input_ids, check_not_diverted
 from .engine.rollout import Rollout
 from .engine.row_memory import PagedRowMemory, RowMemory, RowNeeds, warn_of_little_memory
-from .engine.rows import Request, RequestQueue, Rows
+from .engine.rows import PrefixView, Request, RequestQueue, Rows
 from .engine.runner_choice import captures, exactness, free_for_cache, runner_for, runner_mode, takes_pool
 from .engine.states import state_bytes
 from .engine.statistics import SpeculationStatistics
@@ -211,7 +212,8 @@ def speculative_decoding(
             check_memory(f"the states of {at_once} of {capacity} rows", int(at_once * needs.states), device)
         if graphs < most:
             warn_of_little_memory(device, free, graphs, most, capacity, asked)
-        drafters = decoupled(drafters, model, config, rejects, capacity, longest)
+        if config.decoupled_execution != "never":
+            drafters = decoupled(drafters, model, config, rejects, capacity, longest)
         for each in drafters:
             each.check_length(columns)
         snapshot.find("slow dtype", partial(warn_of_slow_dtype, model))
@@ -301,6 +303,8 @@ def _assemble(
 
 _SIGNATURE = inspect.signature(speculative_decoding)
 _generate: Callable[..., Any] | None = None
+DEFAULTS: "WeakKeyDictionary[Any, Callable[..., Any]]" = WeakKeyDictionary()
+"""What generates, by model, where a call names no method: called with plain `generate` and the call's arguments."""
 
 
 def install() -> None:
@@ -323,12 +327,14 @@ def install() -> None:
         if is_other and assistant_strategy is not None:
             raise ValueError("custom_generate and assistant_strategy both name a decoding method; pass one of them.")
         if not is_other:  # it comes before what a config says, like all arguments
-            assistant_strategy = _given("assistant_strategy", assistant_strategy, self, args, kwargs)
+            assistant_strategy = setting("assistant_strategy", assistant_strategy, self, args, kwargs)
         is_argument = speculative_config is not None
-        speculative_config = _given("speculative_config", speculative_config, self, args, kwargs)
+        speculative_config = setting("speculative_config", speculative_config, self, args, kwargs)
         if assistant_strategy is None and custom is not speculative_decoding:
             if is_argument and not is_other:
                 raise ValueError("speculative_config is given without assistant_strategy; name a strategy.")
+            if custom is None and (default := DEFAULTS.get(self)) is not None:
+                return default(original, self, args, kwargs)
             return original(self, *args, **kwargs)
         strategy = check_strategy("self" if assistant_strategy is None else assistant_strategy)
         config = SpeculativeConfig.coerce(speculative_config)
@@ -358,9 +364,11 @@ def uninstall() -> None:
         _generate = None
 
 
-def _given(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def setting(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The argument `name`: its `value`, else that of the call's generation_config, else of the model's own. That is
     the order of `generate`, whose configs carry entries they do not know."""
+    if name in kwargs:  # which `generate` takes itself
+        return kwargs[name]
     of_call = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     for config in (of_call, getattr(model, "generation_config", None)):
         value = getattr(config, name, None) if value is None else value
@@ -373,17 +381,13 @@ def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, 
     prompts = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
     if prompts is not None:
         check_input_ids(prompts, model.device)
-    heals, stop_strings = [
-        kwargs[name] if name in kwargs else _given(name, None, model, args, kwargs)
-        for name in ("token_healing", "stop_strings")
-    ]
-    check_not_diverted(heals, kwargs)
+    check_not_diverted(setting("token_healing", None, model, args, kwargs), kwargs)
     if kwargs.get("synced_gpus"):
         raise ValueError(
             "synced_gpus=True cannot be combined with assistant_strategy: ranks take different numbers of rounds. "
             "Gather the weights around generate instead (TRL does so for ZeRO-3), and leave synced_gpus unset."
         )
-    if stop_strings:
+    if stop_strings := setting("stop_strings", None, model, args, kwargs):
         move_stop_strings(stop_strings, kwargs)
 
 

@@ -65,6 +65,7 @@ class Session:
         controls: by the drafters and options that they serve, with what they have measured.
         ladder: of the drafters that were profiled last.
         acceptance: first-token acceptance by strategy.
+        heads: whether a checkpoint, by its name, has an MTP head that can draft for the model.
     """
 
     def __init__(self) -> None:
@@ -75,8 +76,10 @@ class Session:
         self.controls: dict[str, KeptControl] = {}
         self.ladder: Ladder | None = None
         self.acceptance: dict[str, float] = {}
+        self.heads: dict[str, bool] = {}
         self._structure: tuple[object, ...] | None = None  # of the model for which drafters and runner were made
         self._in_use = Lock()
+        self._spare: Session | None = None  # for a call that begins while this one is lent
 
     @classmethod
     def of(cls, model: nn.Module) -> "Session":
@@ -85,28 +88,38 @@ class Session:
 
     @classmethod
     def below(cls, model: nn.Module) -> "list[Session]":
-        """The sessions of `model` and what it wraps."""
-        return [_sessions[module] for module in model.modules() if module in _sessions]
+        """The sessions of `model` and what it wraps, and their spare ones."""
+        sessions = [_sessions[module] for module in model.modules() if module in _sessions]
+        for session in sessions:
+            if session._spare is not None:
+                sessions.append(session._spare)
+        return sessions
 
     @classmethod
     @contextmanager
     def lend(cls, model: nn.Module) -> "Iterator[Session]":
-        """Lends the session of `model` to one call. A second call at the same time gets a fresh one, which ends with
-        it, as does a session that is released meanwhile."""
-        session = cls.of(model)
-        is_free = session._in_use.acquire(blocking=False)
-        if not is_free:
-            session = cls()
+        """Lends the session of `model` to one call. A call that begins while another one runs gets a spare one, which
+        serves the next such call too, but captures nothing for it. A session that is released meanwhile ends with the
+        call."""
+        first = session = cls.of(model)
+        while not session._in_use.acquire(blocking=False):
+            if session._spare is None:
+                session._spare = cls()
+            session = session._spare
         try:
             session._follow(model)
             yield session
         finally:
-            if session._structure is None and session._depends:
-                session._structure = structure(model)
-            if is_free:
+            try:
+                if session is not first:
+                    session.shadow = None
+                    session.drop_runner()
+                if session._structure is None and session._depends:
+                    session._structure = structure(model)
+            finally:
+                if _sessions.get(model) is not first:
+                    session.clear()
                 session._in_use.release()
-            if _sessions.get(model) is not session:
-                session.clear()
 
     def _follow(self, model: nn.Module) -> None:
         """Drops what was made for `model` before it changed."""
@@ -139,9 +152,12 @@ class Session:
             gc.collect()
 
     def clear(self) -> None:
-        """Frees all."""
+        """Frees all, and what the spare one has, unless a call has that."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare._in_use.acquire(blocking=False):
+            spare.clear()
         self.snapshot = self.shadow = self.ladder = self._structure = None
-        self.drafters, self.controls, self.acceptance = {}, {}, {}
+        self.drafters, self.controls, self.acceptance, self.heads = {}, {}, {}, {}
         self.drop_runner()
 
 

@@ -2,6 +2,7 @@
 decides when they do."""
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -18,6 +19,7 @@ from ..scheduling.planner import Planner
 from .configuration import SpeculativeConfig
 from .drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from .drafters.decoupled.pipe import DraftThread, idle_cores
+from .drafters.mtp.mtp_drafter import MtpDrafter, has_head
 from .drafters.self_copy import SelfDrafter
 from .drafters.tts.distilled_drafter import DistilledDrafter
 from .engine.drafter import Drafter
@@ -48,12 +50,14 @@ def make_drafters(
     """
     if assistant is not None and strategy not in taking_assistant():
         raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
-    check_assistants(strategy, assistant, config, model)
+    if assistant is not None or strategy == "best_of_n":
+        check_assistants(strategy, assistant, config, model)
     members: dict[str, Assistant] = {strategy: assistant}
     if strategy == "none":
         members = {}
     elif strategy == "auto":  # a history looks in the row's own text too: prompt lookup has nothing to add to it
         members = {"self": None, "history": None} | ({} if assistant is None else {"model": assistant})
+        members |= {MtpDrafter.strategy: None} if has_head(model, session.heads) else {}
     elif strategy == "best_of_n":
         assistants = config.assistants_of_best_of_n(assistant)
         members = {member: assistants.get(member) for member in config.best_of_n_drafters}
@@ -64,7 +68,14 @@ def make_drafters(
         if drafter is None or drafter.made_for != made_for:
             drafter = None
             session.drafters.pop(name, None)  # frees its memory before another one takes some
-            drafter = DRAFTERS[name].make(model, of_member, config)
+            try:
+                drafter = DRAFTERS[name].make(model, of_member, config)
+            except ValueError as error:
+                if (strategy, name) != ("auto", MtpDrafter.strategy):
+                    raise
+                warnings.warn(f'"auto" does not draft with the head of the checkpoint: {error}', stacklevel=3)
+                session.heads[model.config.name_or_path] = False
+                continue
             drafter.made_for = made_for
             if made_for is not None:
                 session.drafters[name] = drafter

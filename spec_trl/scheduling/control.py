@@ -125,7 +125,7 @@ class Control(ABC):
     @property
     def most_drafted(self) -> int:
         """Most draft tokens of a row in one round, over all its chains: cache columns are allotted for them."""
-        return max([0, *(candidate.draft_length for candidate in self.candidates)])
+        return max(map(operator.attrgetter("draft_length"), self.candidates), default=0)
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         """A rollout starts.

@@ -91,7 +91,11 @@ class ExactLogprobs:
             runner = runner_for(
                 session, policy, len(ids), columns, self._config, exact=exact, has_states=keeps_states(policy.config)
             )
-            logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
+            try:
+                logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
+            except BaseException:
+                session.shadow = None  # the hooks that read its states may be on it
+                raise
             session.check_shadow()
         positions = _positions(mask)[..., None]  # [B, T, 1]
         return logprobs, [state.take_along_dim(positions, dim=1) for state in states]

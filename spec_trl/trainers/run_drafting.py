@@ -47,10 +47,11 @@ class RunDrafting:
     Args:
         args: of the run.
         accelerator: of the run.
+        adapts: whether a learned drafter is trained along.
     """
 
-    def __init__(self, args: SpecGRPOConfig, accelerator: Accelerator) -> None:
-        self._args, self._accelerator = args, accelerator
+    def __init__(self, args: SpecGRPOConfig, accelerator: Accelerator, adapts: bool) -> None:
+        self._args, self._accelerator, self._adapts = args, accelerator, adapts
         self.config = args.speculative_config()
         self.drafters: list[Drafter] = []
         self.control: Control | None = None
@@ -107,10 +108,10 @@ class RunDrafting:
             memory = self._saved.memories.pop(drafter.strategy, None)
             if isinstance(drafter, HistoryDrafter | DistilledDrafter) and memory is not None:
                 drafter.load_state_dict(memory)
-            if isinstance(drafter, Adaptable) and args.drafter_adaptation:
+            if isinstance(drafter, Adaptable) and self._adapts:
                 self.adaptation = DrafterAdaptation(
                     drafter, policy, self._accelerator, args.drafter_learning_rate, args.drafter_hidden_weight,
-                    args.drafter_token_weight, args.seed,
+                    args.drafter_token_weight, args.seed, args.choice_of_draft_lengths()[-1],
                 )  # fmt: skip
                 if self._resumed_from is not None:
                     with only_for_speed(self._resumed_from / ADAPTATION_FILE):

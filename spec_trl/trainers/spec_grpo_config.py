@@ -68,17 +68,19 @@ class SpecGRPOConfig(GRPOConfig):
     assistant_strategy: str = option(
         "auto",
         'How rollouts are drafted; the tokens are the same under each strategy. "auto": by the quantized copy of the '
-        'policy, the history or an assistant, whichever is fastest, or not at all. "self": by the copy, which is '
-        'refreshed when the weights have changed. "model": by a smaller causal LM. "ngram": by lookup in the prompt. '
-        '"history": by lookup in earlier rollouts of the same prompt and in the other completions of its group. '
-        '"eagle3", "dflash": by a learned drafter, which follows the policy (drafter_adaptation). "tts": by a drafter '
-        'that learns from the rounds it drafts (tts_drafter). "best_of_n": as "auto" with best_of_n_drafters, several '
-        'of them for the same rows where that pays. "none": not at all.',
+        'policy, the history, the head of "mtp" or an assistant, whichever is fastest, or not at all. "self": by the '
+        'copy, which is refreshed when the weights have changed. "model": by a smaller causal LM. "ngram": by lookup '
+        'in the prompt. "history": by lookup in earlier rollouts of the same prompt and in the other completions of '
+        'its group. "eagle3", "dflash", "mtp": by a learned drafter, which follows the policy (drafter_adaptation); '
+        '"mtp" is the multi-token-prediction head of the checkpoint. "tts": by a drafter that learns from the rounds '
+        'it drafts (tts_drafter). "best_of_n": as "auto" with best_of_n_drafters, several of them for the same rows '
+        'where that pays. "none": not at all.',
     )
     assistant_model: str | None = option(
         None,
-        'Path or hub id of the drafter of "model", "eagle3" or "dflash", or of "tts" with such a tts_drafter. "auto" '
-        'considers it, a causal LM, as well; under "best_of_n" it is that of the one member that needs one.',
+        'Path or hub id of the drafter of "model", "eagle3" or "dflash", or of "tts" with such a tts_drafter; for '
+        '"mtp" of a checkpoint with another head. "auto" considers it, a causal LM, as well; under "best_of_n" it is '
+        "that of the one member that needs one.",
     )
     draft_lengths: list[int] = option(
         [5, 7, 9, 11],
@@ -133,9 +135,9 @@ class SpecGRPOConfig(GRPOConfig):
 
     drafter_adaptation: bool = option(
         True,
-        'Train the drafter of "eagle3" or "dflash" along with the policy, on the hidden states of the loss\'s own '
-        "forward. It costs the drafter's forward and backward pass in each micro-batch, and changes neither "
-        "completions nor the policy. False: it stays as it was loaded, and falls behind a policy that learns.",
+        'Train the drafter of "eagle3", "dflash" or "mtp", also within "auto", along with the policy, on the hidden '
+        "states of the loss's own forward. It costs the drafter's forward and backward pass in each micro-batch, and "
+        "changes neither completions nor the policy. False: it stays as it was loaded.",
     )
     drafter_learning_rate: float = option(1e-6, "Learning rate of the drafter's own AdamW, constant.")
     drafter_hidden_weight: float = option(

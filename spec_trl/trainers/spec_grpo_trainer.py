@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
@@ -18,6 +19,7 @@ from ..distributed.link import naming_the_remedy
 from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
 from ..drafter_training.adaptation import check_adaptation
 from ..generation.drafters.history import HistoryDrafter
+from ..generation.drafters.mtp.mtp_drafter import MtpDrafter
 from ..generation.engine.requirements import policy_in
 from ..generation.registry import CHOOSING
 from ..generation.strategies import policy_copies
@@ -28,6 +30,7 @@ from .rollout_memory import KeptGraphs, whole_weights
 from .run_drafting import PROFILE_FILE, RunDrafting
 from .run_log import LOG_FILE, CollapseAlarm, Mode, Record, RunHeader, RunLog, StepRecord, Verdict
 from .sampler_mismatch import SamplerMismatch
+from .saved_heads import save_heads
 from .spec_grpo_config import SpecGRPOConfig
 from .step_totals import RolloutTotals, StepClock, metrics
 from .trainer_checks import check_attributes, check_drawn, check_fsdp, check_methods, check_rollouts, check_text
@@ -65,9 +68,14 @@ class SpecGRPOTrainer(GRPOTrainer):
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         check_attributes(self)
         check_fsdp(self._dist.fsdp_version)
-        if args.drafter_adaptation and args.adaptable_drafters():
+        adapts = args.drafter_adaptation
+        try:
             check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage, self._dist.is_fsdp)
-        self._drafting = RunDrafting(args, self.accelerator)
+        except ValueError:
+            if adapts and args.adaptable_drafters():
+                raise
+            adapts = False  # of a head that "auto" drafts with
+        self._drafting = RunDrafting(args, self.accelerator, adapts)
         config = self._drafting.config
         processors = None if self.rollout_func is not None else check_rollouts(self, config)
         self._train_sampler: Any = ()
@@ -233,7 +241,7 @@ class SpecGRPOTrainer(GRPOTrainer):
                     if count  # rows of other ranks are empty
                 }
                 seconds = time.perf_counter() - started
-                self._totals.add(output.statistics, control, len(decoded), seconds, self._sharing.pool)
+                self._totals.add(output.statistics, len(decoded), seconds, self._sharing.pool)
         self._totals.turns += 1
         for copied in policy_copies(drafters):
             self._totals.durations.refresh_seconds += copied.refresh_seconds
@@ -302,6 +310,14 @@ class SpecGRPOTrainer(GRPOTrainer):
                 output_dir or self.args.output_dir
             )  # first: super may push the folder to the hub
         super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        policy = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if self.args.should_save and isinstance(policy, PreTrainedModel):  # else an adapter is saved
+            drafter = None if self._drafting.adaptation is None else self._drafting.adaptation.drafter
+            trained = drafter if isinstance(drafter, MtpDrafter) else None
+            save_heads(policy, output_dir or self.args.output_dir, trained)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -25,7 +25,7 @@ from ..generation.engine.statistics import (
     added,
     slowest,
 )
-from ..scheduling.control import Control, Explanation, Tally
+from ..scheduling.control import Explanation, Tally
 from .run_log import TIMELINES, Mode, RolloutRecord
 
 
@@ -136,7 +136,6 @@ class RolloutTotals:
     def add(
         self,
         statistics: SpeculationStatistics,
-        control: Control,
         requests: int,
         seconds: float,
         pool: SharedPool | None = None,
@@ -156,9 +155,6 @@ class RolloutTotals:
         self.rounds += statistics.rounds
         learning, racing = statistics.learning, statistics.racing
         updates, waited = (0, 0.0) if learning is None else (learning.updates, learning.waited)
-        tallies: dict[str, Tally] = {}
-        for candidate, tally in zip(control.candidates, control.tallies, strict=True):
-            tallies[candidate.name] = tallies.get(candidate.name, Tally()) + tally
         rounds_of: dict[str, int] = {}
         for point in statistics.points:
             for name in (point.drafter or "").split("+") if point.draft_length else ():
@@ -166,7 +162,7 @@ class RolloutTotals:
         counts = Counts(
             requests, statistics.tokens, statistics.logprob_sum, statistics.rounds, statistics.drafted_rounds,
             sum(point.rounds * point.draft_length for point in statistics.points), rounds_of, updates,
-            statistics.per_depth, tallies, {} if racing is None else racing.wins,
+            statistics.per_depth, statistics.tallies, {} if racing is None else racing.wins,
             0 if pool is None else pool.taken_over,
         )  # fmt: skip
         self.counts = added(self.counts, counts)

@@ -25,6 +25,7 @@ from transformers import (
 from trl.models import unwrap_model_for_generation
 
 from ..generation.configuration import SpeculativeConfig
+from ..generation.drafters.mtp.mtp_drafter import OWN, MtpDrafter, served_heads
 from ..generation.drafters.small_model import refuse_states
 from ..generation.engine.attention import keeps_states
 from ..generation.engine.requirements import (
@@ -45,8 +46,8 @@ _REMEDY = "Install trl>=1.16,<1.17, or a spec_trl that knows the installed versi
 OVERRIDDEN = (
     "_calculate_rewards", "_generate", "_generate_single_turn", "_get_per_token_logps_and_entropies",
     "_inner_training_loop",
-    "_get_train_sampler", "_load_optimizer_and_scheduler", "_prepare_inputs", "_save_rng_state", "_tool_call_loop",
-    "compute_loss", "save_model", "train", "training_step",
+    "_get_train_sampler", "_load_optimizer_and_scheduler", "_prepare_inputs", "_save", "_save_rng_state",
+    "_tool_call_loop", "compute_loss", "save_model", "train", "training_step",
 )  # fmt: skip
 """Methods that the trainer overrides, and calls."""
 _CALLED = ("_tokenize_prompts",)
@@ -116,6 +117,9 @@ def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorLi
     policy, args, settings = policy_in(trainer.model), trainer.args, trainer.generation_config
     processors = check_generation(policy, config, settings, trainer._tokenizer, trainer.accelerator.device)
     check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
+    drafter = config.tts_drafter if args.assistant_strategy == "tts" else args.assistant_strategy
+    if drafter == MtpDrafter.strategy and args.assistant_model is None:
+        served_heads(None, policy, OWN)
     if keeps_states(policy.config):
         check_states(policy, args.assistant_strategy, config, args.draft_ranks)
     if args.draft_ranks and args.assistant_model is not None:

@@ -28,17 +28,6 @@ def test_without_noise_the_quantized_copy_is_exact_and_more_noise_means_less_ove
     assert overlaps[0] > overlaps[1] + 0.03 > overlaps[2] + 0.06
 
 
-def test_wrong_shapes_are_named() -> None:
-    with pytest.raises(ValueError, match="'qwen' is unknown: name one of"):
-        models.load_model("shape:qwen", torch.float32, "cpu")
-    config = shape_config("tiny")
-    config.hidden_size = 192
-    with pytest.raises(ValueError, match="192 inputs, no multiple of 128"):
-        build(config, 0.0, 0, torch.float32, "cpu")
-    with pytest.raises(ValueError, match="agreement 0.2: choose one of"):
-        models.shape_model("tiny", 0.2, 0, torch.float32, "cpu")
-
-
 def test_padding_is_on_the_left_and_does_not_count() -> None:
     inputs = Workload([[5, 6, 7], [8]], 4, 1.0, (), pad_token_id=2).padded(torch.device("cpu"))
     assert inputs["input_ids"].tolist() == [[5, 6, 7], [2, 2, 8]]
@@ -47,20 +36,6 @@ def test_padding_is_on_the_left_and_does_not_count() -> None:
     assert work.trimmed([4, 9, 3, 3]) == [4, 9]  # the end of sequence counts
     assert work.trimmed([4, 5]) == [4, 5]
     assert Workload([[1]], 8, 1.0, (), pad_token_id=0).trimmed([4, 0, 0]) == [4, 0, 0]
-
-
-def test_prompts_from_a_file_are_beginnings_of_texts(shape: PreTrainedModel, story_tokenizer, tmp_path: Path) -> None:
-    texts = ["Once upon a time there was a little dog who loved to run in the park with his friends. " * 5, "One day"]
-    path = tmp_path / "prompts.json"
-    path.write_text(json.dumps(texts))
-    loaded = LoadedModel(shape, story_tokenizer, {})
-    prompts = prompt_source(loaded, path, 3, seed=0)
-    encoded = story_tokenizer(texts)["input_ids"]
-    assert prompts[0] == encoded[0][: len(prompts[0])]
-    assert prompts[1] == encoded[1]  # shorter than asked for: whole
-    assert prompts[2] == encoded[0][: len(prompts[2])]  # texts start again
-    with pytest.raises(ValueError, match="absent.json does not exist"):
-        prompt_source(loaded, tmp_path / "absent.json", 3, seed=0)
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}{% endfor %}"
@@ -95,12 +70,3 @@ def test_a_question_task_rewards_right_answers(questions: Path) -> None:
     assert task.reward(completions=["It is 1.", "It is 7."], answer=task.dataset["answer"][:] * 2) == [1.0, 0.0]
     assert task.longest_prompt == len(task.tokenizer(task.dataset["prompt"][0], add_special_tokens=False)["input_ids"])
     assert task.facts["weights_on_4_bit_grid"] is False
-
-
-def test_a_4_bit_grid_is_seen() -> None:
-    def tiny(noise: float) -> PreTrainedModel:
-        return build(shape_config("tiny"), noise, seed=0, dtype=torch.float32, device="cpu")
-
-    assert models.on_4_bit_grid(tiny(0.0)) and not models.on_4_bit_grid(tiny(0.04))
-    facts = {"weights_on_4_bit_grid": True}
-    assert "lie on a 4-bit grid" in models.weights_line(facts) and models.weights_line({}) == ""

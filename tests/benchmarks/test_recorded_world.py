@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.control_worlds import Cell, Decoder, Noise, World, decode
-from benchmarks.recorded_world import RecordedMachine, RecordedWorld, acceptance_of, lengths_of
+from benchmarks.recorded_world import RecordedMachine, RecordedWorld
 from spec_trl.generation.engine.record import Round, points_and_plans
-from spec_trl.generation.engine.statistics import RequestTimeline, RoundPoint
-from spec_trl.scheduling.acceptance import Acceptance
+from spec_trl.generation.engine.statistics import RoundPoint
 from spec_trl.scheduling.control import Candidate, Chain, Control, Tally
 from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RunLog
 from tests.cli.sample_run import make_header, make_rollout
@@ -105,42 +104,6 @@ def test_rounds_take_what_was_measured_and_straight_lines_between() -> None:
     assert seconds(8, 96, 2, ngram=2) == seconds(8, 96, 10, ngram=10) == pytest.approx(0.7)
     with pytest.raises(ValueError, match="no round of this run was plain"):
         RecordedMachine(drafted)
-
-
-def points_of(name: str, rates: Acceptance, *lengths: int) -> list[RoundPoint]:
-    return [RoundPoint(8, 90.0, n, name, 100, 100.0, round(800 * rates.block_efficiency(n))) for n in lengths]
-
-
-def test_acceptance_of_each_drafter() -> None:
-    one, other = Acceptance(0.8, 0.6), Acceptance(0.2, 0.9)
-    several = make_rollout(
-        0, points=points_of("self", one, 2, 5, 10) + points_of("ngram", other, 2, 5, 10), first_token_acceptance=0.5
-    )
-    for name, rates in (("self", one), ("ngram", other)):
-        found = acceptance_of([several], name)
-        assert found is not None and found == pytest.approx(rates, abs=0.015)
-    # A single γ leaves one of two rates open: the first-token acceptance tells.
-    for first in (0.2, 0.5):
-        alone = make_rollout(0, points=points_of("ngram", other, 5), first_token_acceptance=first)
-        found = acceptance_of([alone], "ngram")
-        assert found is not None and found.first == pytest.approx(first, abs=0.015)
-        assert found.block_efficiency(5) == pytest.approx(other.block_efficiency(5), rel=0.02)
-    assert acceptance_of([alone], "self") is None
-
-
-def test_texts_are_as_long_as_rows_were_in_flight() -> None:
-    """Of four rows two end after 10 tokens, one after 30 and one after 90. Or three after 10: a fifth request has the
-    row of one of them until 30, and what is in the timeline says that it is not the one that goes on until 90."""
-    points = [RoundPoint(4, 50.0, 0, None, 10, 10 * 1.0, 40), RoundPoint(2, 60.0, 5, "self", 10, 10 * 2.0, 40)]
-    points += [RoundPoint(1, 90.0, 5, "self", 20, 20 * 1.0, 60)]
-    record = make_rollout(0, points=points, completion_curve=[(10.0, 2), (30.0, 3), (50.0, 4)], timeline=[])
-    assert lengths_of(record) == [10, 10, 30, 90]
-    late = replace(record, completion_curve=[(12.0, 2), (30.0, 3), (50.0, 4)])  # two seem to have had 12
-    assert sum(lengths_of(late)) == pytest.approx(140, abs=1)
-    record = replace(record, completion_curve=[(10.0, 3), (30.0, 4), (50.0, 5)])
-    assert lengths_of(record) == [10, 10, 10, 30, 80]  # first come, first ended
-    timeline = [RequestTimeline(4, [(10.0, 9, [])], 30.0), RequestTimeline(0, [(0.0, 0, [])], 50.0)]
-    assert lengths_of(replace(record, timeline=timeline)) == [10, 10, 10, 90, 20]
 
 
 def test_a_log_without_drafts_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ NAMES = sorted(
     for path in BENCHMARKS.rglob("*.py")
     if 'if __name__ == "__main__"' in path.read_text() and path.parent.name != "gpu"
 )
+LONG = ("paper.specactor",)  # whole clusters; tests/specactor simulates smaller ones
 GPU = {
     "checks --group kernels": {"tests of kernels"},
     "decode --group default": {"default, B 2"},
@@ -60,7 +61,10 @@ TOKENS_ARE_THE_SAME: dict[str, Callable[[Any], bool]] = {
 """In float64, by what a result says of it."""
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_RESULT])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in NAMES if name not in NO_RESULT],
+)
 def test_a_benchmark_runs_on_the_smallest_input(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

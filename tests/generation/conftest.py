@@ -12,6 +12,7 @@ from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from spec_trl.generation.drafters.history import HistoryDrafter
+from spec_trl.generation.drafters.mtp.mtp_drafter import MtpDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
@@ -20,8 +21,10 @@ from spec_trl.generation.engine import rollout
 from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter, NetworkDraft
 from spec_trl.generation.engine.graph_drafts import CapturedLoop
+from tests.conftest import tiny_llama
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3
+from tests.generation.drafters.mtp.heads import write_alone
 from tests.generation.engine.tape import Tape, install_tape
 
 
@@ -39,7 +42,8 @@ def write_checkpoints(folder: Path, **sizes: int) -> dict[str, str]:
     eagle3.make_folder(folder / "eagle3", eagle3.safeai(vocab_size=64, draft_vocab_size=64, **sizes))
     eagle3.make_folder(folder / "pruned", eagle3.safeai(**sizes))  # eagle3 with a part of the vocabulary
     dflash.make_checkpoint(folder / "dflash", dflash.zlab(vocab_size=64, **sizes), 2 * sizes.get("hidden_size", 64))
-    return {kind: str(folder / kind) for kind in ("eagle3", "pruned", "dflash")}
+    write_alone(folder / "mtp", tiny_llama(**sizes))
+    return {kind: str(folder / kind) for kind in ("eagle3", "pruned", "dflash", "mtp")}
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +65,8 @@ def maker(target: PreTrainedModel, assistant: PreTrainedModel, checkpoints: Mapp
         if name == "history":
             return HistoryDrafter(10_000)
         if name in checkpoints:
-            return (DFlashDrafter if name == "dflash" else Eagle3Drafter)(checkpoints[name], target)
+            learned: dict[str, Any] = {"dflash": DFlashDrafter, "mtp": MtpDrafter}
+            return learned.get(name, Eagle3Drafter)(checkpoints[name], target)
         _, kind, scope, *together = name.split()
         students: dict[str, Callable[[], Drafter]] = {
             "self": lambda: SelfDrafter(target, "rtn-w4-g32", "reference", "packed"),
@@ -73,7 +78,7 @@ def maker(target: PreTrainedModel, assistant: PreTrainedModel, checkpoints: Mapp
     return lambda *names: [one(name) for name in names or KINDS]
 
 
-KINDS = ("self", "dflash", "ngram", "model", "history", "eagle3", "tts model rollout")
+KINDS = ("self", "dflash", "ngram", "model", "history", "eagle3", "mtp", "tts model rollout")
 
 
 class Clock:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import spec_trl
+from spec_trl.generation import session
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
 from spec_trl.generation.engine.drafter import Drafter
@@ -83,6 +84,37 @@ def test_generations_in_two_threads(way, tape, strategy: str, runner: str) -> No
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(in_step, prompts)) == expected
+
+
+def test_calls_beside_a_running_one_keep_what_they_make(
+    way, fresh: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, packed, refresh = way("self"), [], SelfDrafter.refresh
+    monkeypatch.setattr(SelfDrafter, "refresh", lambda each, *args: packed.append(each) or refresh(each, *args))
+
+    def beside(number: int) -> None:
+        if number in (2, 4):
+            call(OTHERS)
+
+    call(PROMPTS, stopping_criteria=[EachRound(beside)])
+    call(OTHERS)
+    assert len(packed) == 2  # the outer call's, and that of both calls beside it
+    spec_trl.release(fresh)
+    gone = [weakref.ref(drafter) for drafter in packed]
+    packed.clear()
+    gc.collect()
+    assert [left() for left in gone] == [None, None]
+
+
+def test_an_interrupt_at_the_end_of_a_call_leaves_no_session_in_use(
+    way, fresh: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = way("self")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(session, "structure", lambda model: (_ for _ in ()).throw(KeyboardInterrupt))
+        call(PROMPTS)
+    call(PROMPTS)
+    assert "self" in Session.of(fresh).drafters
 
 
 def test_a_drafter_serves_one_generation_at_a_time(tiny: LlamaForCausalLM) -> None:

@@ -15,7 +15,7 @@ from spec_trl.generation.engine.statistics import (
     RoundPoint,
     SpeculationStatistics,
 )
-from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, Tally
+from spec_trl.scheduling.control import Tally
 from spec_trl.trainers import step_totals
 from spec_trl.trainers.run_log import RolloutRecord
 from spec_trl.trainers.step_totals import RolloutTotals, StepClock, metrics
@@ -24,8 +24,6 @@ from spec_trl.trainers.step_totals import RolloutTotals, StepClock, metrics
 def test_the_turns_of_a_rollout_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns go on where the one before ended, preparation included. Over ranks counts add up and the slowest rank
     counts; what one rank does not know none knows."""
-    control = AlwaysSpeculate(Candidate("self", 5, 4.0, 100))
-    control.tallies = [Tally(9, 72, 200, 2.0)]
     first = SpeculationStatistics(
         "self", seconds=3.0, plain_seconds=4.0, reason="first", predicted_speedup=1.3,
         completion_curve=[(2.0, 4), (3.0, 8)],
@@ -35,11 +33,12 @@ def test_the_turns_of_a_rollout_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -
         total=DraftCounts(100, 60, 30, 30, 20, 190), per_depth={0: DraftCounts(100, 60, 30, 30, 20, 190)},
         timeline=[RequestTimeline(0, [(0.0, 0, ["self"])], 3.0)], phase_seconds={"draft": 1.0},
         racing=RacingStatistics(2, {"self": 3, "ngram": 1}), learning=LearningStatistics(2, 0.5, 0.25),
+        tallies={"self": Tally(9, 72, 200, 2.0)},
     )  # fmt: skip
     later = replace(first, seconds=1.0, plain_seconds=1.5, reason="later", predicted_speedup=None)
     totals = RolloutTotals()
     for statistics in (first, later):
-        totals.add(statistics, control, 8, statistics.seconds + 0.25)
+        totals.add(statistics, 8, statistics.seconds + 0.25)
     totals.durations.refresh_seconds += 0.125
 
     def record_with(**durations: float) -> RolloutRecord:

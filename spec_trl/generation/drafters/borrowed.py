@@ -1,10 +1,22 @@
 """The target's embedding and head for learned drafters: the current weights, under any wrapper (adapters and trained
 copies of peft, quantization, torch.compile)."""
 
+import re
+
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..engine.shadow import share_weights
+
+
+# What families do to their logits after the head, by the config's key.
+_FACTORS = {"logit_scale", "lm_head_multiplier"}  # Cohere, Falcon-H1
+_DIVISORS = {"logits_scaling"}  # Granite
+_SOFTCAPS = {"final_logit_softcapping"}  # Gemma 2 and later
+# Keys about attention, routers and other heads.
+_ELSEWHERE = re.compile(r"att(n|ention)_|router|num_logits_to_keep|output_auxiliary_logits|mlp_|_init_value")
+_LOGITS = re.compile(r"logit|softcap|soft_cap|lm_head_multiplier")
 
 
 def plain_embedding(target: PreTrainedModel) -> nn.Module:
@@ -23,3 +35,33 @@ def in_dtype_of(head: nn.Module, states: Tensor) -> Tensor:
     """Casts `states` to the dtype of the weight of `head`, unless that is quantized."""
     weight = next(head.parameters(), states)
     return states.to(weight.dtype) if weight.is_floating_point() else states
+
+
+def logit_changes(target: PreTrainedModel) -> tuple[float, float | None]:
+    """The factor and the softcap, if any, that `target` applies to the scores of its head.
+
+    Raises:
+        ValueError: its config has a key about its logits that is not known here.
+    """
+    factor, softcap = 1.0, None
+    for name, value in target.config.get_text_config(decoder=True).to_dict().items():
+        if value is None or isinstance(value, bool) or not _LOGITS.search(name) or _ELSEWHERE.search(name):
+            continue
+        if name in _FACTORS:
+            factor *= value
+        elif name in _DIVISORS:
+            factor /= value
+        elif name in _SOFTCAPS:
+            softcap = value
+        else:
+            raise ValueError(
+                f"the config of {type(target).__name__} has {name}={value!r}, which may change its logits and is "
+                "not known here; a drafter cannot be trained on this family."
+            )
+    return factor, softcap
+
+
+def changed(scores: Tensor, factor: float, softcap: float | None) -> Tensor:
+    """Logits `[..., V]` of a head's `scores` `[..., V]`."""
+    logits = scores * factor
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap

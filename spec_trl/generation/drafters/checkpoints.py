@@ -47,7 +47,7 @@ def read_checkpoint(checkpoint: str | Path) -> tuple[ConfigFile, dict[str, Tenso
     config = read_config(checkpoint)
     # Pickled weights are fetched only where there are no others.
     for (whole, index), shards in ((_SAFETENSORS, "model*.safetensors"), (_PICKLED, "pytorch_model*.bin")):
-        folder = _folder_of(checkpoint, [shards, index])
+        folder = folder_of(checkpoint, [shards, index])
         if (folder / whole).is_file():
             return config, _read_file(folder / whole)
         if (folder / index).is_file():
@@ -64,7 +64,7 @@ def read_config(checkpoint: str | Path, argument: str = "assistant_model") -> Co
     Raises:
         ValueError: it is neither folder nor hub id, or its config.json is missing or not a JSON object.
     """
-    path, named = _folder_of(checkpoint, ["config.json"], argument) / "config.json", f"{argument}={str(checkpoint)!r}"
+    path, named = folder_of(checkpoint, ["config.json"], argument) / "config.json", f"{argument}={str(checkpoint)!r}"
     if not path.is_file():
         raise ValueError(f"{named} has no config.json; name the folder that holds it with the weights.")
     try:
@@ -164,13 +164,21 @@ def _renamed(stored: str, renames: Mapping[str, str]) -> str:
     return stored
 
 
-def _folder_of(checkpoint: str | Path, files: Sequence[str], argument: str = "assistant_model") -> Path:
+def folder_of(
+    checkpoint: str | Path, files: Sequence[str], argument: str = "assistant_model", **options: Any
+) -> Path:
+    """The folder of a checkpoint, which `argument` named; of a hub id, the one in the hub's cache, with those of its
+    `files` that it has. `options` are of `snapshot_download`.
+
+    Raises:
+        ValueError: it is neither folder nor hub id.
+    """
     if Path(checkpoint).is_dir():
         return Path(checkpoint)
     try:
         if not isinstance(checkpoint, str):
             raise HFValidationError("no such folder")
-        return Path(snapshot_download(checkpoint, allow_patterns=list(files)))
+        return Path(snapshot_download(checkpoint, allow_patterns=list(files), **options))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"{argument}={str(checkpoint)!r} is neither a folder nor a hub id that can be fetched: {error}"

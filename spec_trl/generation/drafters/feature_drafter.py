@@ -15,12 +15,14 @@ from ...scheduling.acceptance import MAX_DRAFT_LENGTH
 from ...value_checks import require_folder_or_id
 from ..configuration import SpeculativeConfig
 from ..engine.accept import Proposal
+from ..engine.cache import autocast_dtype
 from ..engine.drafter import DraftCost, DraftSession, Forward, NetworkDraft
+from ..engine.linear_layers import NarrowProduct
 from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
 from ..engine.runner import COLUMN_BUCKET
 from .borrowed import plain_embedding
-from .checkpoints import load_exactly, read_checkpoint, read_config, tensors_to_store, write_checkpoint
+from .checkpoints import ConfigFile, load_exactly, read_checkpoint, read_config, tensors_to_store, write_checkpoint
 from .feature_network import FeatureConfig, FeatureNetwork
 from .trainable_drafter import TrainableDrafter
 from .vocabulary import check_sizes
@@ -50,6 +52,8 @@ class FeatureDrafter(TrainableDrafter):
     network_type: type[Any]
     config: FeatureConfig
     """The checkpoint's config.json."""
+    argument = "assistant_model"
+    """What named the checkpoint."""
     renames: Mapping[str, str] = {}
     """Stored prefix -> prefix in the network."""
     borrowed: tuple[str, ...] = ("embed_tokens.weight",)
@@ -84,20 +88,18 @@ class FeatureDrafter(TrainableDrafter):
         return ValueError(f"{argument}={shown} with a drafter of kind {cls.strategy!r}: {remedy}.")
 
     def __init__(self, checkpoint: str | Path, target: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-        self._settings, self._stored = read_checkpoint(checkpoint)
+        self._settings, self._stored = self.read(checkpoint, target)
         text = target.config.get_text_config(decoder=True)
         try:
             self.config = config = self.parse(self._settings, text)
             config.check_target(text, self._stored)
             with torch.device("meta"):
-                network = self.network_type(
-                    config, len(config.feature_layers) * text.hidden_size, set(self._stored)
-                )
+                network = self.build(target)
             network = network.to(dtype or target.dtype).requires_grad_(False).eval()
             load_exactly(network, self._stored, self.renames, target.device)
             self.network, self.target_ids = network, network.target_ids(text.vocab_size)
         except ValueError as error:
-            raise ValueError(f"assistant_model={str(checkpoint)!r}: {error}") from error
+            raise ValueError(f"{self.argument}={str(checkpoint)!r}: {error}") from error
         self.feature_layers = config.feature_layers
         self._vocabulary, self.width = text.vocab_size, config.decoder.hidden_size
         # What a forward reads and multiplies with: a borrowed head counts, embeddings, which are looked up, do not.
@@ -107,6 +109,16 @@ class FeatureDrafter(TrainableDrafter):
         positions, drafts = self.forward_size
         size = sum(weight.numel() for weight in weights)
         self.cost = DraftCost(float(sum(weight.nbytes for weight in weights)), 2.0 * positions * size, drafts)
+
+    def read(self, checkpoint: str | Path, target: PreTrainedModel) -> tuple[ConfigFile, Mapping[str, Tensor]]:
+        """The config.json and the tensors of a checkpoint, under the names that they are stored by."""
+        return read_checkpoint(checkpoint)
+
+    def build(self, target: PreTrainedModel) -> FeatureNetwork:
+        """The network of `config`, without weights."""
+        width = len(self.config.feature_layers) * target.config.get_text_config(decoder=True).hidden_size
+        network: FeatureNetwork = self.network_type(self.config, width, set(self._stored))
+        return network
 
     @abstractmethod
     def parse(self, settings: Mapping[str, Any], target: PreTrainedConfig) -> FeatureConfig:
@@ -141,7 +153,11 @@ class FeatureDrafter(TrainableDrafter):
 
     def save(self, folder: str | Path) -> None:
         """Writes the checkpoint in the format it came in: what did not change bit for bit, tensors as safetensors."""
-        write_checkpoint(folder, self._settings, tensors_to_store(self.network, self._stored, self.renames))
+        write_checkpoint(folder, self._settings, self.tensors())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What :meth:`save` writes, by name."""
+        return tensors_to_store(self.network, self._stored, self.renames)
 
     def check_length(self, columns: int) -> None:
         limit = self.config.position_limit
@@ -223,14 +239,31 @@ class FeatureDrafter(TrainableDrafter):
             return Proposal(tokens, lengths, logits, scores)
         return replace(drafted, lengths=lengths)
 
-    casts_weights: bool = False
-    """Whether autocast casts weights of a draft: once as long as it lasts, but in every replay of a graph."""
+    @property
+    def _head(self) -> nn.Module:
+        if self.network.lm_head is not None:
+            return self.network.lm_head
+        assert self.session.target is not None
+        return self.session.target.network.get_output_embeddings()
 
-    def stored_states(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values `[1, kv_heads, 0, d]` of no column, for each layer of the cache."""
+    @property
+    def casts_weights(self) -> bool:
+        """Whether autocast casts weights of a draft: once as long as it lasts, but in every replay of a graph."""
+        if isinstance(self._head, NarrowProduct) and self._head.copies is not None:
+            return False
+        weight = next(self._head.parameters(), None)
+        narrow = autocast_dtype(self.network.fc.weight.device)
+        return narrow is not None and weight is not None and weight.is_floating_point() and weight.dtype != narrow
+
+    def no_column(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `[1, kv_heads, 0, d]` of no column, as its layers store them."""
         decoder = self.config.decoder
         like = self.network.fc.weight.new_empty(1, decoder.num_key_value_heads, 0, decoder.head_dim)
-        return [(like, like)] * decoder.num_hidden_layers
+        return like, like
+
+    def stored_states(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of no column, for each layer of the cache."""
+        return [self.no_column()] * self.config.decoder.num_hidden_layers
 
     @property
     def cache_bytes(self) -> int:
@@ -239,9 +272,8 @@ class FeatureDrafter(TrainableDrafter):
 
     @property
     def column_bytes(self) -> float:
-        decoder = self.config.decoder
-        size = decoder.num_key_value_heads * decoder.head_dim * self.network.fc.weight.element_size()
-        return 2.0 * decoder.num_hidden_layers * size
+        size = sum(part.shape[1] * part.shape[3] * part.element_size() for part in self.no_column())
+        return float(self.config.decoder.num_hidden_layers * size)
 
     def trained(self, network: Any) -> list[nn.Parameter]:
         return [p for name, p in network.named_parameters() if name not in self.borrowed]

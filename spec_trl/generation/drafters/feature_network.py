@@ -211,7 +211,6 @@ class FeatureNetwork(nn.Module):
             self.register_buffer("d2t", torch.zeros(config.draft_vocabulary, dtype=torch.int64))
         if "t2d" in tensors:
             self.register_buffer("t2d", torch.zeros(vocabulary, dtype=torch.bool))
-        self.rotary = Rotary(config.decoder)
         self._scored: Tensor | None = None  # places of its tokens that the target has; None: all
 
     @property

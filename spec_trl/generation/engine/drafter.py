@@ -18,10 +18,9 @@ from ...scheduling.acceptance import MAX_DRAFT_LENGTH
 from ..configuration import SpeculativeConfig
 from .accept import Integers, Proposal
 from .cache import RaggedCache
-from .filters import Filters
 from .noise import Draw, RoundNoise, draw, stream_keys, widen
-from .processors import LogitsPipeline, PrefixView, draw_processed
-from .rows import Admission, Request, Rows
+from .processors import Filters, LogitsPipeline, draw_processed
+from .rows import Admission, PrefixView, Request, Rows
 from .statistics import LearningStatistics
 
 

@@ -1,20 +1,11 @@
-"""Top-k, top-p and min-p filters; top-p without sorting the vocabulary.
+"""Top-p without sorting the vocabulary: on a CPU it reads only the likeliest tokens if they hold the mass."""
 
-On CUDA a kernel finds the thresholds, and the one that draws applies them (`Filters`). On a CPU top-p reads only the
-likeliest tokens if they hold the mass (`keep_top_p`).
-"""
-
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
 
-_FILTERS = (hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
 # Number of tokens read first, and its factor if these do not decide. At top_p = 0.95 few positions of a trained model
 # keep more; sorting 152k logits costs sixty times as much.
 _FIRST, _MORE = 128, 16
@@ -69,58 +60,3 @@ def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     tokens = torch.cat([tokens, torch.arange(whole, vocabulary).expand(rows, -1)], dim=1)
     values, at = scores.gather(1, tokens).topk(count)  # [n, count] each
     return values, tokens.gather(1, at)
-
-
-@dataclass(frozen=True)
-class Filters:
-    """Temperature, top-k, top-p and min-p (None: unset). The last three only set the smallest logit that may be
-    drawn."""
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-
-    @classmethod
-    def of(cls, processors: Sequence[LogitsProcessor]) -> "Filters | None":
-        """The filters that `processors` are; None where there are others, or these in another order."""
-        filters = cls()
-        for processor in processors:
-            # bars: filtered tokens get -inf. alone: no min_tokens_to_keep.
-            bars = isinstance(processor, _FILTERS) and processor.filter_value == -math.inf
-            alone = bars and processor.min_tokens_to_keep == 1
-            if type(processor) is hf.TemperatureLogitsWarper and filters == cls():
-                filters = replace(filters, temperature=processor.temperature)
-            elif type(processor) is hf.TopKLogitsWarper and filters == cls(filters.temperature) and bars:
-                filters = replace(filters, top_k=processor.top_k)
-            elif (
-                type(processor) is hf.TopPLogitsWarper
-                and filters.top_p is filters.min_p is None
-                and alone
-                and 0 < processor.top_p < 1
-            ):
-                filters = replace(filters, top_p=processor.top_p)
-            elif type(processor) is hf.MinPLogitsWarper and filters.min_p is None and alone:
-                filters = replace(filters, min_p=processor.min_p or None)
-            else:
-                return None
-        return filters
-
-    def floors(self, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Smallest logits `[n]` float32, divided by the temperature, that may be drawn from `logits` `[n, V]`; and of
-        those that just equal it, the first token that may be (`[n]` int32; None: the first of all)."""
-        floors = first = None
-        if self.top_k is not None:
-            best = logits.topk(min(self.top_k, logits.shape[1]), sorted=False).values
-            floors = best.amin(1).float() / self.temperature
-        if self.top_p is not None:
-            from .kernels.sampling import top_p_floors  # imports Triton
-
-            floors, first = top_p_floors(logits, self.top_p, self.temperature, floors)
-        if self.min_p is not None:
-            # p >= min_p * p_max does not depend on top-k and top-p: both sides have the same normaliser.
-            least = (logits.amax(1).float() + self.temperature * math.log(self.min_p)) / self.temperature
-            if first is not None and floors is not None:
-                first = first.masked_fill(least > floors, 0)
-            floors = least if floors is None else torch.maximum(least, floors)
-        return floors, first

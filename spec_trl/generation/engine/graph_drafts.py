@@ -18,7 +18,6 @@ from .accept import Proposal
 from .attention import takes_spans, warn_of_masks
 from .cache import RaggedCache, autocast_dtype
 from .drafter import Forward, NetworkDraft
-from .filters import Filters
 from .graph_capture import (
     CapturedForward,
     ForwardKey,
@@ -30,6 +29,7 @@ from .graph_capture import (
     row_bucket,
     uncached_autocast,
 )
+from .processors import Filters
 from .runner import FeatureRunner, Over, TakeIn
 
 

@@ -172,7 +172,8 @@ class GraphRunner(EagerRunner):
             self.cache.held = graph.held
         self.forwards += 1
         graph.replays += 1
-        self._tell(None if recording.features is None else recording.features[:rows], positions, first_row)
+        if recording.features is not None:
+            self._tell(recording.features[:rows], positions, first_row)
         return recording.logits[:rows]
 
     def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
@@ -224,7 +225,8 @@ class GraphRunner(EagerRunner):
             warn_of_masks(self.network, error)
             return self.forward(tokens, positions, columns)
         self.forwards += 1
-        self._tell(None if features is None else features[:rows], positions, 0)
+        if features is not None:
+            self._tell(features[:rows], positions, 0)
         return logits[:rows]
 
     def listen(self, layers: Sequence[int], heard: Heard) -> None:
@@ -304,7 +306,7 @@ class GraphRunner(EagerRunner):
         def forward() -> Outputs:
             logits, features = runner._run(tokens, positions, key.columns, spans=self._uses_spans)
             # The hooks of a compiled twin are those of this runner, and store the states here.
-            return shared.copy_(logits), features if runner is self else self._features()
+            return shared.copy_(logits), features if runner is self or not self._kept else self._features()
 
         def compared(recording: Recording) -> tuple[Tensor, Tensor]:
             return recording.logits[: len(expected)], expected

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -36,14 +37,14 @@ class GuardedDrafters:
 
     def __init__(self, drafters: Sequence[Drafter], dropped: Callable[[int], None]) -> None:
         self.in_use = dict(enumerate(drafters))
-        self.names = [drafter.strategy for drafter in drafters]
+        self.names = list(map(attrgetter("strategy"), drafters))
         self.failure: str | None = None
         self._all, self._dropped = drafters, dropped
 
     @property
     def stood(self) -> float:
         """Seconds in which decoding stood still because a drafter, also one that has failed, learned or was packed."""
-        return sum([drafter.stood for drafter in self._all])
+        return sum(map(attrgetter("stood"), self._all))
 
     def ask_all(self, action: Callable[[Drafter], None]) -> None:
         """Runs `action` on all drafters."""

@@ -15,8 +15,8 @@ that have generated different numbers of tokens:
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,11 +27,11 @@ from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .accept import Proposal
-from .filters import Filters, keep_top_p
+from .filters import keep_top_p
 from .kernels import run_on
 from .memory import sent
 from .noise import Draw, RoundNoise, draw, widen
-from .rows import Rows
+from .rows import PrefixView, Rows
 
 
 _SCORES_ONLY = (
@@ -75,8 +75,8 @@ _ACTS_ON: dict[type, Callable[[Any, int], bool]] = {
     hf.ForcedEOSTokenLogitsProcessor: lambda rule, width: width == rule.max_length - 1,
     hf.SuppressTokensAtBeginLogitsProcessor: lambda rule, width: width == rule.begin_index,
 }
+_FILTERS = (hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
 _FORBID_EOS = hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor
-_NO_FILTERS = Filters()
 _CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 _KNOWN = {*_SCORES_ONLY, *_ROW_BOUND, *_BY_PREFIX, *_CRITERIA}
 
@@ -91,53 +91,62 @@ def needs_batch(part: LogitsProcessor | StoppingCriteria) -> bool:
     return not is_known(part) and not getattr(part, "prefix_only", False)
 
 
-class PrefixView:
-    """Rows as `generate` would show them: the caller's padded prompts `input_ids` `[requests, width]`, then the
-    output."""
+@dataclass(frozen=True)
+class Filters:
+    """Temperature, top-k, top-p and min-p (None: unset). The last three only set the smallest logit that may be
+    drawn."""
 
-    def __init__(self, rows: Rows, input_ids: Tensor) -> None:
-        self.rows = rows
-        self._input_ids = input_ids.to(rows.tokens.device)
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
 
-    def over(self, rows: Rows) -> "PrefixView":
-        """A view of other `rows` of the same requests."""
-        return PrefixView(rows, self._input_ids)
+    @classmethod
+    def of(cls, processors: Sequence[LogitsProcessor]) -> "Filters | None":
+        """The filters that `processors` are; None where there are others, or these in another order."""
+        filters = cls()
+        for processor in processors:
+            # bars: filtered tokens get -inf. alone: no min_tokens_to_keep.
+            bars = isinstance(processor, _FILTERS) and processor.filter_value == -math.inf
+            alone = bars and processor.min_tokens_to_keep == 1
+            if type(processor) is hf.TemperatureLogitsWarper and filters == cls():
+                filters = replace(filters, temperature=processor.temperature)
+            elif type(processor) is hf.TopKLogitsWarper and filters == cls(filters.temperature) and bars:
+                filters = replace(filters, top_k=processor.top_k)
+            elif (
+                type(processor) is hf.TopPLogitsWarper
+                and filters.top_p is filters.min_p is None
+                and alone
+                and 0 < processor.top_p < 1
+            ):
+                filters = replace(filters, top_p=processor.top_p)
+            elif type(processor) is hf.MinPLogitsWarper and filters.min_p is None and alone:
+                filters = replace(filters, min_p=processor.min_p or None)
+            else:
+                return None
+        return filters
 
-    def widths(self, row: Sequence[int], step: Sequence[int]) -> list[int]:
-        """Widths of the prefixes before the positions `step` tokens after the committed ones of `row`, n each."""
-        spans = map(self.rows.generated_span, row)
-        return [
-            self._input_ids.shape[1] + span.stop - span.start + more for span, more in zip(spans, step, strict=True)
-        ]
+    def floors(self, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Smallest logits `[n]` float32, divided by the temperature, that may be drawn from `logits` `[n, V]`; and of
+        those that just equal it, the first token that may be (`[n]` int32; None: the first of all)."""
+        floors = first = None
+        if self.top_k is not None:
+            best = logits.topk(min(self.top_k, logits.shape[1]), sorted=False).values
+            floors = best.amin(1).float() / self.temperature
+        if self.top_p is not None:
+            from .kernels.sampling import top_p_floors  # imports Triton
 
-    def groups(self, row: Sequence[int], widths: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
-        """Groups places in `row` by the `widths` of the prefixes before them, n each; yields m indices into both, and
-        prefixes `[m, width]`."""
-        for width in sorted(set(widths)):
-            member = [i for i, other in enumerate(widths) if other == width]
-            yield member, self.prefixes(self.on_device([row[i] for i in member]), width)
-
-    def batch(self, step: int) -> Tensor:
-        """Prefixes `[B, width]` of all rows in the caller's order; all have generated equally many tokens."""
-        return self.prefixes(self.order, self.widths([0], [step])[0])
-
-    def on_device(self, numbers: Sequence[int]) -> Tensor:
-        """Copies `[n]` int64 to the device of the rows, without waiting."""
-        return sent(torch.tensor(numbers, dtype=torch.int64), self.rows.tokens.device)
-
-    @property
-    def order(self) -> Tensor:
-        """`[B]` int64: which row holds each request."""
-        return self.rows.requests.argsort()
-
-    def prefixes(self, row: Tensor, width: int) -> Tensor:
-        """`[n, width]` tokens of `row` (`[n]` int64), drafts included; later columns are undefined."""
-        padded, rows = self._input_ids.shape[1], self.rows
-        output = torch.arange(width - padded, device=row.device) + rows.prompt_lengths[row, None]  # [n, new]
-        output.clamp_(max=rows.columns - 1)
-        return torch.cat([self._input_ids[rows.requests[row]], rows.tokens[row[:, None], output]], dim=1)
+            floors, first = top_p_floors(logits, self.top_p, self.temperature, floors)
+        if self.min_p is not None:
+            # p >= min_p * p_max does not depend on top-k and top-p: both sides have the same normaliser.
+            least = (logits.amax(1).float() + self.temperature * math.log(self.min_p)) / self.temperature
+            if first is not None and floors is not None:
+                first = first.masked_fill(least > floors, 0)
+            floors = least if floors is None else torch.maximum(least, floors)
+        return floors, first
 
 
+_NO_FILTERS = Filters()
 _WARPERS = (
     (hf.TemperatureLogitsWarper, "temperature"),
     (hf.TopKLogitsWarper, "top_k"),
@@ -228,7 +237,8 @@ class LogitsPipeline:
         """As :meth:`draw`, at all positions of a round `[B, γ + 1, vocabulary]`, as far as a row's drafts are the
         tokens drawn; `most` as of :meth:`process_verified`, None where no processor refuses a prefix."""
         if not self.may_refuse:
-            self._show(proposal)
+            if self._looks_at_prefixes:
+                self._prefixes.rows.write(0, proposal.tokens)
             return self.draw(logits, noise, want_logprobs=want_logprobs)
 
         def is_drawn(step: int, scores: Tensor, draft: Tensor) -> Tensor:
@@ -256,7 +266,8 @@ class LogitsPipeline:
         Returns:
             The processed logits, and `[B]` int64: most drafts that a row may accept and still draw a token after them.
         """
-        self._show(proposal)
+        if self._looks_at_prefixes:  # which read drafts after the committed tokens
+            self._prefixes.rows.write(0, proposal.tokens)
         if not self.may_refuse:
             return self(widen(logits)), proposal.drafted()
         drafts = F.pad(proposal.tokens, (0, 1))  # [B, γ + 1], the last one is no draft
@@ -278,11 +289,6 @@ class LogitsPipeline:
             )
             going = going & taken & (lengths > step)
         return torch.stack(processed, dim=1), most
-
-    def _show(self, proposal: Proposal) -> None:
-        """Writes the drafts after the committed tokens, where processors read them."""
-        if self._looks_at_prefixes:
-            self._prefixes.rows.write(0, proposal.tokens)
 
     def attempt(self, scores: Tensor, step: int, shown: Tensor) -> tuple[Tensor, Tensor]:
         """Processes scores `[B, vocabulary]` at the place `step` of the rows `shown` (`[B]` bool).

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduling.admission import plain_rounds
@@ -33,7 +34,7 @@ from .statistics import (
 
 LENGTH_BIN = 128
 """Rounds whose mean lengths fall into the same bin of this width are one :class:`RoundPoint`."""
-ROUNDS_AT_ONCE = 1024
+ROUNDS_AT_ONCE = 128
 """Rounds whose drafts are counted together: a bound on memory."""
 
 
@@ -50,19 +51,19 @@ class DraftedChains:
     """The chains that a round verified. In each of N lanes a row has one chain or none.
 
     Args:
-        depths: `[B]`, generated tokens of each row before the round.
-        owners: N lists of B numbers: the drafter of each chain, -1 where the row has none.
+        depths: `[B]` int32, generated tokens of each row before the round. All others are int16.
+        owners: `[N, B]`: the drafter of each chain, -1 where the row has none.
         drafted, accepted: `[N, B]` tokens of each chain, up to the row's end.
         committed: `[B]` tokens that each row took.
         winner: `[B]`, the lane whose chain the row goes on with.
     """
 
-    depths: Integers
-    owners: Sequence[Sequence[int]]
-    drafted: Integers
-    accepted: Integers
-    committed: Integers
-    winner: Integers
+    depths: NDArray[np.int32]
+    owners: NDArray[np.int16]
+    drafted: NDArray[np.int16]
+    accepted: NDArray[np.int16]
+    committed: NDArray[np.int16]
+    winner: NDArray[np.int16]
 
 
 @dataclass
@@ -179,6 +180,7 @@ class Record:
             timeline=timelines(self.rounds, self._names, self._ends, completed),
             predicted_speedup=explanation.predicted_speedup,
             measured_speedup=sum(control.tallies, Tally()).measured_speedup,
+            tallies=dict(zip((candidate.name for candidate in control.candidates), control.tallies, strict=True)),
             reason=explanation.reason,
             cache_bytes=target.cache.bytes_of([length + control.most_drafted for length in rows.most]),
             preemptions=self.preemptions,
@@ -190,7 +192,7 @@ class Record:
             statistics.tokens += len(completion.tokens)
             if completion.logprobs is not None:
                 statistics.logprob_sum += float(completion.logprobs.double().sum())
-        for finished, seconds in enumerate(sorted(self._ends[index][0] for index in completed), start=1):
+        for finished, seconds in enumerate(sorted([self._ends[index][0] for index in completed]), start=1):
             if statistics.completion_curve and statistics.completion_curve[-1][0] == seconds:
                 statistics.completion_curve.pop()
             statistics.completion_curve.append((seconds, finished))
@@ -306,9 +308,9 @@ def count_drafts(
             some = like[start : start + ROUNDS_AT_ONCE]
             parts = [vars(round_.chains) for round_ in some]
             # M rows of several rounds at once. owners, drafted, accepted: [N, M]; depths, committed, winner: [M]
-            depths, owners, drafted, accepted, committed, winner = (
+            depths, owners, drafted, accepted, committed, winner = [
                 np.concatenate([part[name] for part in parts], axis=-1) for name in parts[0]
-            )
+            ]
             request = np.concatenate([round_.requests for round_ in some])  # [M]
             ones = np.ones_like(drafted)
             columns = [drafted, accepted, ones, drafted.clip(max=1), accepted.clip(max=1)]

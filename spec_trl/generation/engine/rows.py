@@ -1,8 +1,8 @@
-"""The rows in flight: which request sits in which row of the cache, and its tokens so far."""
+"""The rows in flight: the request in each row of the cache, and its tokens, also as `generate` shows them."""
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -205,7 +205,7 @@ class Rows:
     def admit(self, requests: list[Request]) -> Admission:
         """Puts `requests` into the free rows after the active ones."""
         first = self.active
-        row_of_prompt = {prompt: row for row, prompt in enumerate(self.prompts)} if self._shares else {}
+        row_of_prompt = dict(zip(self.prompts, range(first), strict=True)) if self._shares else {}
         leaders: list[tuple[bytes, Request]] = []
         followers: list[tuple[bytes, Request]] = []
         moved: dict[int, Request] = {}
@@ -297,6 +297,53 @@ class Rows:
         del self.prompts[remaining:], self.indices[remaining:]
         self.set_active(remaining)
         return source, destination
+
+
+class PrefixView:
+    """Rows as `generate` would show them: the caller's padded prompts `input_ids` `[requests, width]`, then the
+    output."""
+
+    def __init__(self, rows: Rows, input_ids: Tensor) -> None:
+        self.rows = rows
+        self._input_ids = input_ids.to(rows.tokens.device)
+
+    def over(self, rows: Rows) -> "PrefixView":
+        """A view of other `rows` of the same requests."""
+        return PrefixView(rows, self._input_ids)
+
+    def widths(self, row: Sequence[int], step: Sequence[int]) -> list[int]:
+        """Widths of the prefixes before the positions `step` tokens after the committed ones of `row`, n each."""
+        spans = map(self.rows.generated_span, row)
+        return [
+            self._input_ids.shape[1] + span.stop - span.start + more for span, more in zip(spans, step, strict=True)
+        ]
+
+    def groups(self, row: Sequence[int], widths: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
+        """Groups places in `row` by the `widths` of the prefixes before them, n each; yields m indices into both, and
+        prefixes `[m, width]`."""
+        for width in sorted(set(widths)):
+            member = [i for i, other in enumerate(widths) if other == width]
+            yield member, self.prefixes(self.on_device([row[i] for i in member]), width)
+
+    def batch(self, step: int) -> Tensor:
+        """Prefixes `[B, width]` of all rows in the caller's order; all have generated equally many tokens."""
+        return self.prefixes(self.order, self.widths([0], [step])[0])
+
+    def on_device(self, numbers: Sequence[int]) -> Tensor:
+        """Copies `[n]` int64 to the device of the rows, without waiting."""
+        return sent(torch.tensor(numbers, dtype=torch.int64), self.rows.tokens.device)
+
+    @property
+    def order(self) -> Tensor:
+        """`[B]` int64: which row holds each request."""
+        return self.rows.requests.argsort()
+
+    def prefixes(self, row: Tensor, width: int) -> Tensor:
+        """`[n, width]` tokens of `row` (`[n]` int64), drafts included; later columns are undefined."""
+        padded, rows = self._input_ids.shape[1], self.rows
+        output = torch.arange(width - padded, device=row.device) + rows.prompt_lengths[row, None]  # [n, new]
+        output.clamp_(max=rows.columns - 1)
+        return torch.cat([self._input_ids[rows.requests[row]], rows.tokens[row[:, None], output]], dim=1)
 
 
 @functools.lru_cache(maxsize=256)

@@ -135,7 +135,8 @@ class EagerRunner:
         self.forwards += 1
         self.cache.feeds(is_step=is_step)
         logits, features = self._run(tokens, positions, columns, first_row)
-        self._tell(features, positions, first_row)
+        if features is not None:
+            self._tell(features, positions, first_row)
         return logits
 
     def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
@@ -164,7 +165,7 @@ class EagerRunner:
         self.cache.move_columns(layout.columns.gather(1, slots), positions)
         if features is not None:
             features = features.gather(1, slots[..., None].expand(-1, -1, features.shape[2]))  # [B, n, F]
-        self._tell(features, positions, 0)
+            self._tell(features, positions, 0)
 
     def prefill(
         self,
@@ -179,7 +180,8 @@ class EagerRunner:
         self.forwards += 1
         if not places:
             _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # few, if it can
-            self._tell(features, positions, first_row)
+            if features is not None:
+                self._tell(features, positions, first_row)
             return None
         from_end = torch.tensor(places) - torch.tensor([0, tokens.shape[1]])  # the same after `logits_to_keep`
         kept_logits = -int(from_end[:, 1].min())
@@ -196,7 +198,8 @@ class EagerRunner:
         finally:
             if hook is not None:
                 hook.remove()
-        self._tell(features, positions, first_row)
+        if features is not None:
+            self._tell(features, positions, first_row)
         is_narrow = logits.shape[:2] == (len(places), 1)  # else the network has no head, or does not call it
         return logits if is_narrow else logits[at][:, None]
 
@@ -240,7 +243,7 @@ class EagerRunner:
 
     def _read(self, rows: Rows, admission: Admission, lengths: list[int], ends: Collection[int]) -> list[Tensor]:
         """Writes the first `lengths` columns of the admitted rows; returns logits `[n, 1, vocab]` of the last columns
-        of leaders in `ends`. Lengths ascend."""
+        of leaders in `ends`. Lengths of leaders that are not moved ascend."""
         device, logits = rows.tokens.device, list[Tensor]()
         self.cache.reserve(lengths[: admission.leaders], admission.first)
         self.cache.forget(admission.first, admission.first + len(lengths))
@@ -255,10 +258,10 @@ class EagerRunner:
             is_moved = first in admission.moved
             is_short = _is_short(rows, first)
             while end < admission.leaders and not is_moved and admission.first + end not in admission.moved:
-                too_many = max(longest, lengths[end]) * (end + 1 - start) > most
+                too_many = lengths[end] * (end + 1 - start) > most
                 if too_many or _is_short(rows, admission.first + end) != is_short:
                     break
-                end, longest = end + 1, max(longest, lengths[end])
+                end, longest = end + 1, lengths[end]
             last = admission.first + end
             # Generated tokens are computed like steps, in the same order of sums.
             prompt = min(int(rows.host_prompt_lengths[first]), longest) if is_moved else longest
@@ -393,19 +396,15 @@ class EagerRunner:
             **{self._cache_argument: self.cache},
             **({"logits_to_keep": logits_to_keep} if self._keeps_last_logits else {}),
         ).logits
-        return logits, self._features()
+        return logits, self._features() if self._kept else None
 
-    def _features(self) -> Tensor | None:
+    def _features(self) -> Tensor:
         """`[B, q, len(kept) * hidden]` of the forward that just ran."""
-        if not self._kept:
-            return None
         features = torch.cat([self._states[index] for index in self._kept], dim=-1)
         self._states.clear()
         return features
 
-    def _tell(self, features: Tensor | None, positions: Tensor, first_row: int) -> None:
-        if features is None:
-            return
+    def _tell(self, features: Tensor, positions: Tensor, first_row: int) -> None:
         states = features.chunk(len(self._kept), dim=-1)  # [B, q, hidden] each
         for layers, heard in self._listeners:
             is_all = layers == self._kept

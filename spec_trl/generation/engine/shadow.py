@@ -101,6 +101,12 @@ def unwrapped(module: nn.Module) -> Any:
     return module if inside is None else unwrapped(inside)
 
 
+def plain_class(module: nn.Module) -> Any:
+    """The class of the module inside the wrappers of :func:`unwrapped`, as its family has it."""
+    kind: Any = type(unwrapped(module))
+    return kind.__bases__[1] if kind.__bases__[0].__name__ == "FSDPModule" else kind  # FSDP2 inserts a class before
+
+
 def _cloned(network: nn.Module, config_memo: dict[int, Any], exact: bool = False) -> Any:
     clones: dict[int, nn.Module] = {}
     twin = _clone(network, clones, config_memo, exact)
@@ -112,10 +118,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     module = unwrapped(module)
     if id(module) in clones:  # a module registered twice stays one module
         return clones[id(module)]
-    kind: Any = type(module)
-    if kind.__bases__[0].__name__ == "FSDPModule":  # FSDP2 inserts a class before the module's
-        kind = kind.__bases__[1]
-    kind = mixer_class(kind)
+    kind: Any = mixer_class(plain_class(module))
     kind = exact_kind(kind) if exact else dense_class(kind, module)
     kind = with_fused_kernels(attention_class(kind), module)
     clone = kind.__new__(kind)

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
+from ...scheduling.control import Tally
+
 
 DEPTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Lower edges of the output-depth bins in tokens; from 512 on those of ER Tab. 7."""
@@ -201,6 +203,7 @@ class SpeculationStatistics:
             weights and caches.
         copied_bytes: of 16-bit copies of the target's wider weights, under autocast.
         learning: None: no drafter learns while it drafts.
+        tallies: rounds of each drafter, with their seconds and predictions, by strategy.
         drafter_failure: why the drafter was dropped, or None.
     """
 
@@ -233,6 +236,7 @@ class SpeculationStatistics:
     graph_bytes: int = 0
     copied_bytes: int = 0
     learning: LearningStatistics | None = None
+    tallies: dict[str, Tally] = field(default_factory=dict)
     drafter_failure: str | None = None
 
     @property

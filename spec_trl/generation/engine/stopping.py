@@ -10,7 +10,8 @@ from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from .accept import Bools, Integers
-from .processors import PrefixView, is_known, needs_batch
+from .processors import is_known, needs_batch
+from .rows import PrefixView
 
 
 class Stopping:

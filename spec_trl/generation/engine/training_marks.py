@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 
 HOOK_DICTS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+_WHICH_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks_" in name)  # take keywords
 # Of gradient checkpointing, which a network in eval mode does not do: switching it on makes new ones. And the forward
 # that accelerate wraps autocast around.
 _MARKS = ("_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks", "_original_forward")
@@ -28,6 +29,8 @@ def lasting_attributes(module: nn.Module) -> dict[str, Any]:
     state = {name: value for name, value in vars(module).items() if name not in _MARKS}
     if patched_forward(module) is None:  # accelerate sets the class's forward
         state.pop("forward", None)
+    for name in _WHICH_HOOKS & state.keys():
+        state[name] = state[name].copy()
     for name in HOOK_DICTS & state.keys():
         state[name] = state[name].copy()
         for key, hook in vars(module)[name].items():

@@ -18,7 +18,7 @@ from tests.generation.calls import generate, pad_left, random_rows
 from tests.generation.drafters.eagle3 import reference
 
 
-KINDS = ["self", "model", "eagle3", "dflash"]
+KINDS = ["self", "model", "eagle3", "dflash", "mtp"]
 BATCH = pad_left(random_rows([5, 9, 1, 12, 7]))
 ALONE = pad_left(random_rows([9]))
 

@@ -18,8 +18,8 @@ from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
 from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.generation.engine.processors import LogitsPipeline, PrefixView
-from spec_trl.generation.engine.rows import Rows
+from spec_trl.generation.engine.processors import LogitsPipeline
+from spec_trl.generation.engine.rows import PrefixView, Rows
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
 from spec_trl.generation.engine.accept import Proposal, judge, verify_rejection
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.noise import Draw, RoundNoise, draw

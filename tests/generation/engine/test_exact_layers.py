@@ -117,9 +117,9 @@ def test_drafts_change_no_bit_of_a_log_probability(strategy: str, on_a_gpu) -> N
     """In float32: with drafts, and with fewer rows in flight. One begins where another has read the prompt."""
     model = model_of("llama")
     rows = random_rows([3, 5])
-    prompts, options = pad_left([*rows, rows[1]]), dict(max_new_tokens=6)
+    prompts, options = pad_left([*rows, rows[1]]), dict(max_new_tokens=5)
     expected = generate(model, prompts, "none", {"exact": True}, **options)
-    found = generate(model, prompts, strategy, {"draft_length": 3, "max_batch_size": 2, "exact": True}, **options)
+    found = generate(model, prompts, strategy, {"draft_length": 2, "max_batch_size": 2, "exact": True}, **options)
     assert expected.statistics.exact is found.statistics.exact is True
     assert found.statistics.total.drafted > 0 and found.statistics.drafter_failure is None
     assert outputs(found) == outputs(expected)

@@ -124,10 +124,9 @@ def test_operations_outside_the_networks(
     monkeypatch.setattr(tape, "record", recorded)
     monkeypatch.setattr(Rollout, "decode_round", counted)
     config = {"runner": "graph", "draft_length": 5, "draft_kernel": "reference"}
-    is_learned = strategy in checkpoints  # its drafts are seldom accepted: more rounds, each of them slow here
-    prompts, count = pad_left(random_rows([4] * (4 if is_learned else 16))), 20 if is_learned else 60
-    model = tiny_llama(num_hidden_layers=2 if is_learned else 1).float()
-    generate(model, prompts, strategy, config, max_new_tokens=count, assistant_model=checkpoints.get(strategy))
+    model = tiny_llama().float()
+    options = dict(max_new_tokens=40 if strategy == "self" else 20, assistant_model=checkpoints.get(strategy))
+    generate(model, pad_left(random_rows([4] * 4)), strategy, config, **options)
     drafted = [] if strategy == "none" else [5]
     settled = [found for lengths, found in rounds if lengths == drafted]
     assert len(settled) > 3 and len(settled[0]) <= most, " ".join(settled[0])

@@ -203,16 +203,16 @@ def test_captured_forwards_outlive_rollouts(
     expected = outputs(generate(model, PROMPTS, config={"runner": "eager"}, **ENDS))
     caches.clear()
     taken = []
-    for _ in range(3):
+    for _ in range(2):
         found = generate(model, PROMPTS, strategy, {"runner": "graph"}, **more, **ENDS)
         assert outputs(found) == expected and found.statistics.preemptions > 0
         taken.append((tape.recorded, len(caches), caches[0].layers[0].keys.data_ptr(), found.statistics.cache_bytes))
-    assert taken[0][1:] == taken[1][1:] == taken[2][1:] and taken[2][0] < 3 * taken[0][0] and tape.replayed > 50
+    assert taken[0][1:] == taken[1][1:] and taken[1][0] < 2 * taken[0][0] and tape.replayed > 50
     larger = pad_left([*random_rows([5, 9, 7, 4]), *random_rows([8] * 8, seed=1)])
     alone = outputs(generate(model, larger, config={"runner": "eager"}, max_new_tokens=30))
     caches.clear()
     assert outputs(generate(model, larger, strategy, {"runner": "graph"}, **more, max_new_tokens=30)) == alone
-    assert caches and tape.recorded > taken[2][0]
+    assert caches and tape.recorded > taken[1][0]
     release(model)
 
 

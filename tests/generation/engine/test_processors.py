@@ -21,10 +21,10 @@ from transformers.generation import logits_process as hf
 
 from spec_trl.generation.engine import processors
 from spec_trl.generation.engine.accept import Proposal
-from spec_trl.generation.engine.filters import Filters, keep_top_p
+from spec_trl.generation.engine.filters import keep_top_p
 from spec_trl.generation.engine.noise import RoundNoise, draw, position_keys, stream_keys
-from spec_trl.generation.engine.processors import LogitsPipeline, PrefixView
-from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.generation.engine.processors import Filters, LogitsPipeline
+from spec_trl.generation.engine.rows import PrefixView, Request, Rows
 from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import (
     Alternate,

@@ -20,8 +20,7 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.generation.engine.processors import PrefixView
-from spec_trl.generation.engine.rows import Request, RequestQueue, Rows
+from spec_trl.generation.engine.rows import PrefixView, Request, RequestQueue, Rows
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.engine.stopping import Stopping

@@ -68,6 +68,13 @@ def test_what_training_leaves_on_a_policy_is_no_change_of_it(fresh: LlamaForCaus
     assert structure(fresh) != before
 
 
+def test_hooks_of_a_shadow_leave_no_trace_on_the_policy(fresh: LlamaForCausalLM) -> None:
+    before = structure(fresh), [dict(layer._forward_pre_hooks_with_kwargs) for layer in fresh.model.layers]
+    for layer in make_shadow(fresh).model.layers:
+        layer.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
+    assert before == (structure(fresh), [dict(layer._forward_pre_hooks_with_kwargs) for layer in fresh.model.layers])
+
+
 def test_methods_bound_below_the_root_are_bound_to_the_clone(fresh: LlamaForCausalLM) -> None:
     fresh.lm_head.forward = MethodType(lambda self, x: seen.append(self), fresh.lm_head)
     seen: list[nn.Module] = []

@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ...engine.cache import autocast_dtype
 from ...engine.drafter import Forward
-from ...engine.linear_layers import NarrowProduct
 from ...registry import register_drafter
 from ..feature_drafter import FeatureDrafter
 from ..feature_network import Store
@@ -56,14 +54,6 @@ class DFlashDrafter(FeatureDrafter):
     def catch_up(self, count: int) -> int:
         return 1
 
-    @property
-    def casts_weights(self) -> bool:  # type: ignore[override]
-        if isinstance(self._head, NarrowProduct) and self._head.copies is not None:
-            return False
-        weight = next(self._head.parameters(), None)
-        narrow = autocast_dtype(self.network.fc.weight.device)
-        return narrow is not None and weight is not None and weight.is_floating_point() and weight.dtype != narrow
-
     def forward_over(self, columns: int, count: int) -> Forward:
         logits = torch.empty(0)  # [B, count, draft vocabulary]
 
@@ -101,13 +91,6 @@ class DFlashDrafter(FeatureDrafter):
         through both, not below 1, for others."""
         decay = max(4 + (self.config.block_size - 8) * (7 - 4) / (16 - 8), 1.0)
         return [math.exp(-k / decay) for k in range(count)]
-
-    @property
-    def _head(self) -> nn.Module:
-        if self.network.lm_head is not None:
-            return self.network.lm_head
-        assert self.session.target is not None
-        return self.session.target.network.get_output_embeddings()
 
     def _masks(self, slots: Tensor, columns: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Additive masks of each layer for blocks in `slots` `[B, n]`, over the first `columns`."""

@@ -20,12 +20,13 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...engine.attention import SLIDING, as_spans
-from ..borrowed import in_dtype_of
+from ..borrowed import changed, in_dtype_of
 from ..feature_network import (
     DECODER_KEYS,
     Attention,
     FeatureConfig,
     FeatureNetwork,
+    Rotary,
     Store,
     check_keys,
     integer,
@@ -216,6 +217,7 @@ class DFlashNetwork(FeatureNetwork):
         decoder = config.decoder
         layers = [_Layer(decoder, index) for index in range(decoder.num_hidden_layers)]
         super().__init__(config, feature_width, layers, tensors)
+        self.rotary = Rotary(decoder)
         self.hidden_norm = nn.RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
 
     def remember(self, features: Tensor, positions: Tensor, store: Store) -> None:
@@ -242,10 +244,8 @@ class DFlashNetwork(FeatureNetwork):
     def logits(self, states: Tensor, target: nn.Module) -> Tensor:
         """Scores `[..., draft vocabulary]` of block states by its own head, or by the `target`'s."""
         head = target if self.lm_head is None else self.lm_head
-        logits = head(in_dtype_of(head, states)) * self.config.output_multiplier
-        if self.config.softcap is not None:
-            logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
-        return self._of_target(logits)
+        scores = head(in_dtype_of(head, states))
+        return self._of_target(changed(scores, self.config.output_multiplier, self.config.softcap))
 
 
 class _Layer(nn.Module):

@@ -47,6 +47,7 @@ class Eagle3Drafter(FeatureDrafter):
     least_tokens = 2  # a row of one token has no features yet
     lag = 1
     attended_layers = 1
+    casts_weights = False
 
     def parse(self, settings: Mapping[str, Any], target: PreTrainedConfig) -> Eagle3Config:
         return Eagle3Config.parse(settings, target.num_hidden_layers)
@@ -114,9 +115,14 @@ class Eagle3Drafter(FeatureDrafter):
             with self.own_dtype():
                 states = self.network.fed_back(h) if step else self._states(pairs)  # [B, q, H]
                 h = self._run(tokens, pairs, states, columns, spans=self._runner.uses_spans)[:, -1:]
-                return self.network.logits(h)
+            return self.scores(self.network, h)
 
         return forward
+
+    def scores(self, network: Eagle3Network, h: Tensor) -> Tensor:
+        """Logits `[..., draft vocabulary]` of h `[..., H]`, by `network`, this drafter's or a copy of it."""
+        with self.own_dtype():
+            return network.logits(h, self._head)
 
     @property
     def column_bytes(self) -> float:
@@ -135,10 +141,10 @@ class Eagle3Drafter(FeatureDrafter):
         context = canvas.context
         states = network.project(canvas.features.to(network.dtype))  # [B, context, H]
         h = feed(canvas.columns_after(-1 - context, context), canvas.tokens_after(-context, context), states)[:, -1:]
-        logits = [network.logits(h)]  # [B, 1, draft vocabulary] each
+        logits = [self.scores(network, h)]  # [B, 1, draft vocabulary] each
         for step in range(canvas.draft_length - 1):
             h = feed(canvas.columns_after(step - 1, 1), canvas.tokens_after(step, 1), network.fed_back(h))  # [B, 1, H]
-            logits.append(network.logits(h))
+            logits.append(self.scores(network, h))
         return torch.cat(logits, dim=1)
 
     def _states(self, columns: Tensor, first_row: int = 0) -> Tensor:

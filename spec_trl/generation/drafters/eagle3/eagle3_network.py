@@ -15,6 +15,7 @@ from ..feature_network import (
     Attention,
     FeatureConfig,
     FeatureNetwork,
+    Rotary,
     Rotation,
     Store,
     check_keys,
@@ -122,6 +123,7 @@ class Eagle3Network(FeatureNetwork):
 
     def __init__(self, config: Eagle3Config, feature_width: int, tensors: Collection[str]) -> None:
         super().__init__(config, feature_width, [_Layer(config)], {*tensors, "lm_head.weight"})
+        self.rotary = Rotary(config.decoder)
         count, eps = len(config.feature_layers), config.decoder.rms_norm_eps
         self.input_norm = nn.RMSNorm(feature_width, eps) if config.norm_before_fc else None
         norms = (nn.RMSNorm(feature_width // count, eps) for _ in range(count))
@@ -153,8 +155,8 @@ class Eagle3Network(FeatureNetwork):
         """What takes the place of r in the next pair, `[..., H]`."""
         return self.norm(h) if self.config.norm_output else h
 
-    def logits(self, h: Tensor) -> Tensor:
-        """Scores `[..., draft vocabulary]` of h `[..., H]`."""
+    def logits(self, h: Tensor, target: nn.Module) -> Tensor:
+        """Scores `[..., draft vocabulary]` of h `[..., H]`, by its own head; others use the `target`'s."""
         assert self.lm_head is not None
         return self._of_target(self.lm_head(self.norm(h)))
 

@@ -26,12 +26,12 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_a_row_is_the_same_whatever_rows_share_the_product(more: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     inputs = kernel.tile_for(40, dtype).inputs + more
-    x, weight, bias = random(64, 65, inputs, dtype=dtype), random(40, inputs, dtype=dtype), random(40, dtype=dtype)
-    whole = dense_product(x, weight, bias)  # [64, 65, 40]
-    assert whole.shape == (64, 65, 40) and whole.dtype == dtype and whole.is_contiguous()
-    for batch in (1, 7, 64):
+    x, weight, bias = random(5, 65, inputs, dtype=dtype), random(40, inputs, dtype=dtype), random(40, dtype=dtype)
+    whole = dense_product(x, weight, bias)  # [5, 65, 40]
+    assert whole.shape == (5, 65, 40) and whole.dtype == dtype and whole.is_contiguous()
+    for batch in (1, 3, 5):
         for length in (1, 6, 9, 65):
-            rows, steps = slice(64 - batch, 64), slice(65 - length, 65)
+            rows, steps = slice(5 - batch, 5), slice(65 - length, 65)
             assert torch.equal(dense_product(x[rows, steps], weight, bias), whole[rows, steps]), (batch, length)
 
 

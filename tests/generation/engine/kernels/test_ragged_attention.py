@@ -139,7 +139,7 @@ def test_pages(dtype: torch.dtype, limits: dict[str, int], monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("batch", "length"),
     [
-        pytest.param(batch, length, marks=pytest.mark.slow if batch * length > 70 else [])
+        pytest.param(batch, length, marks=pytest.mark.slow if batch == 64 or batch * length > 70 else [])
         for batch in (1, 7, 64)
         for length in (1, 6, 9, 65)
     ],
@@ -157,7 +157,7 @@ def test_exact_results_do_not_depend_on_what_else_is_attended(
     starts = torch.randint(0, COLUMNS - length + 1, (batch,)).tolist()
     spans, sinks = causal(starts, length, window=37 if length == 9 else None), random(heads)
     whole = attend(query, keys, values, spans, 0.3, sinks=sinks, exact=True)  # [B, q, heads, d]
-    for row in range(0, batch, 1 if batch < 10 else 21):
+    for row in range(0, batch, 3 if batch < 10 else 21):
         for step in {0, length // 2, length - 1}:
             alone = slice(row, row + 1), slice(step, step + 1)
             end = int(spans[row, step, 1]) + 1

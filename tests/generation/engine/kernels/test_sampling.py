@@ -181,15 +181,15 @@ def of_stable_sort(x: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     return removed.logical_not().scatter(1, tokens, removed.logical_not()), close
 
 
-@settings(deadline=None, max_examples=25, derandomize=True, database=None, phases=[Phase.generate])  # it is slow
+@settings(deadline=None, max_examples=20, derandomize=True, database=None, phases=[Phase.generate])  # it is slow
 @given(
     top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.99]), seed=st.integers(0, 2**32),
-    vocabulary=st.sampled_from([1, 7, 40, 75]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    vocabulary=st.sampled_from([1, 7, 40, 61]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     temperature=st.sampled_from([1.0, 0.7]), top_k=st.sampled_from([None, 1, 5]), scale=st.sampled_from([0.1, 3.0]),
 )  # fmt: skip
 def test_keeps_what_a_stable_sort_keeps(top_p, seed, vocabulary, dtype, temperature, top_k, scale) -> None:
     generator = torch.Generator().manual_seed(seed)
-    logits = (scale * torch.randn(4, 2, vocabulary, generator=generator)).to(DEVICE, dtype)[:, 1]
+    logits = (scale * torch.randn(3, 2, vocabulary, generator=generator)).to(DEVICE, dtype)[:, 1]
     logits[1] = logits[1].round()  # ties, zeros of either sign
     logits[2] = 0.5
     x = logits.float() * (1 / torch.tensor(temperature))
@@ -207,9 +207,9 @@ def test_keeps_what_a_stable_sort_keeps(top_p, seed, vocabulary, dtype, temperat
 
 
 def random_logits(dtype: torch.dtype) -> Tensor:
-    """`[6, 75]`, of any size, with ties, zeros of either sign and numbers that a float32 hardly holds."""
+    """`[6, 61]`, of any size, with ties, zeros of either sign and numbers that a float32 hardly holds."""
     scales = torch.tensor([0.3, 3, 3, 9, 1e-42, 0])[:, None]
-    logits = scales * torch.randn(6, 75, generator=torch.Generator().manual_seed(0))
+    logits = scales * torch.randn(6, 61, generator=torch.Generator().manual_seed(0))
     logits[1] = logits[1].round()
     logits[2] -= 20
     return logits.to(DEVICE, dtype)
@@ -245,15 +245,15 @@ def test_passes_over_the_logits(dtype, passes, monkeypatch) -> None:
         return load(builder, pointers, *others)
 
     def count_all(logits, dim):
-        read.append(logits.shape[0] * 96)
+        read.append(logits.shape[0] * 64)
         return amax(logits, dim)
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", count)
     monkeypatch.setattr(Tensor, "amax", count_all)
     monkeypatch.setattr(sampling, "CHUNK", 32)
-    logits = random_logits(dtype)  # three chunks
+    logits = random_logits(dtype)  # two chunks
     sampling.top_p_floors(logits, 0.9)
-    assert sum(read) == passes * len(logits) * 96 + len(logits) * 32
+    assert sum(read) == passes * len(logits) * 64 + len(logits) * 32
 
 
 def test_rows_that_are_broken() -> None:

@@ -1,0 +1,177 @@
+"""Speculative rollouts for any on-policy trainer, and for a loop of one's own: what `generate` of one model does by
+default from then on."""
+
+import copy
+import inspect
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import torch
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from ..generation.configuration import SpeculativeConfig, check_combination, check_strategy
+from ..generation.engine.requirements import check_model, policy_in
+from ..generation.generate import DEFAULTS, SpeculativeOutput, setting
+from ..generation.registry import check_use
+from ..generation.session import Session
+from ..generation.strategies import Assistant, check_states, make_drafters
+from ..measuring.machine import hardware_name
+from .rollout_memory import whole_weights
+from .run_log import LOG_FILE, Mode, RunHeader, RunLog, Verdict
+from .step_totals import RolloutTotals
+from .trainer_checks import check_generation
+
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_OTHER_ENGINES = "use_vllm", "use_transformers_continuous_batching"
+"""Options of TRL's trainers with which `generate` is never called."""
+
+
+def speculate(
+    target: Any, strategy: str = "auto", assistant_model: Assistant = None, output_dir: str | Path | None = None,
+    **options: Any,
+) -> "Speculation":  # fmt: skip
+    """Lets all sampling from a policy draft, without a change of the trainer or loop that samples.
+
+    Calls of the policy's `generate` that name no `assistant_strategy` then draft with `strategy`, and sample the
+    tokens of `strategy="none"`. A call that asks for what speculation cannot serve, such as beams, is plain, with one
+    warning. Ranks do not pool their rows, as those of :class:`SpecGRPOTrainer` do.
+
+    Args:
+        target: a trainer with `model`, `args` and `accelerator`, such as TRL's, or a model, which may be wrapped.
+        strategy: see :func:`~spec_trl.generation.configuration.check_strategy`.
+        assistant_model: of strategies that take one.
+        output_dir: folder of the log, `rollout_log.jsonl`; by default the trainer's. A model alone has none.
+        options: fields of :class:`SpeculativeConfig`.
+
+    Raises:
+        ValueError: options, model or trainer ask for what cannot be served; names the argument.
+    """
+    trainer = target if hasattr(target, "accelerator") and hasattr(target, "model") else None
+    model: nn.Module = target if trainer is None else trainer.model
+    config, policy = SpeculativeConfig(**options), policy_in(model)
+    check_use(check_strategy(strategy), config)
+    check_combination(strategy, config)
+    check_model(policy)
+    check_states(policy, strategy, config)
+    with Session.lend(policy) as session:  # raises where the assistant does not fit
+        make_drafters(session, strategy, policy, assistant_model, config)
+    if trainer is not None:
+        for name in _OTHER_ENGINES:
+            if getattr(trainer.args, name, False):
+                raise ValueError(f"{name}=True generates without model.generate; set it to False to speculate.")
+        if (generation_config := getattr(trainer, "generation_config", None)) is not None:
+            check_generation(
+                policy, config, _cached(generation_config), getattr(trainer, "_tokenizer", None), policy.device
+            )
+        if trainer.accelerator.is_main_process and output_dir is None:
+            output_dir = trainer.args.output_dir
+        elif not trainer.accelerator.is_main_process:
+            output_dir = None
+    return Speculation(model, strategy, config, assistant_model, output_dir, trainer)
+
+
+class Speculation(AbstractContextManager["Speculation"]):
+    """What :func:`speculate` returns: ends with `stop()`, or as a context manager.
+
+    Attributes:
+        verdict: whether the rollouts so far gained from drafts, in a sentence.
+        log: of the rollouts; None without `output_dir`.
+    """
+
+    def __init__(
+        self, model: nn.Module, strategy: str, config: SpeculativeConfig, assistant: Assistant,
+        output_dir: str | Path | None, trainer: Any,
+    ) -> None:  # fmt: skip
+        self.verdict = Verdict()
+        self.log = None if output_dir is None else RunLog(Path(output_dir) / LOG_FILE)
+        self._model, self._trainer = ref(model), None if trainer is None else ref(trainer)
+        self._strategy, self._config, self._assistant = strategy, config, assistant
+        self._counts: dict[Mode, int] = {"train": 0, "eval": 0}
+        self._has_warned = False
+        DEFAULTS[policy_in(model)] = self._generate
+
+    def stop(self) -> None:
+        """Lets `generate` be plain again."""
+        for policy in [policy for policy, default in DEFAULTS.items() if default == self._generate]:
+            del DEFAULTS[policy]
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _generate(
+        self, generate: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Generates for `generate(model, *args, **kwargs)`, which would be plain."""
+        names = list(inspect.signature(generate).parameters)[1:]
+        kwargs = dict(zip(names, args, strict=False)) | kwargs
+        wants_dict = setting("return_dict_in_generate", kwargs.get("return_dict_in_generate"), model, (), kwargs)
+        asked = {"return_dict_in_generate": True, "use_cache": True}  # no token depends on the latter
+        call = kwargs | {"assistant_strategy": self._strategy, "speculative_config": self._config}
+        if (config := kwargs.get("generation_config")) is None:
+            call |= asked
+        else:  # next to a config they are deprecated
+            call = {name: value for name, value in call.items() if name not in asked}
+            call["generation_config"] = _cached(config)
+            call["generation_config"].return_dict_in_generate = True
+        if self._assistant is not None:
+            call["assistant_model"] = self._assistant
+        outer, started = self._model() or model, time.perf_counter()
+        try:
+            with whole_weights(outer), self._autocast(outer, model.device):
+                output: SpeculativeOutput = model.generate(**call)
+        except ValueError as error:
+            if not self._has_warned:
+                warnings.warn(f"a call of generate does not speculate: {error}", stacklevel=3)
+                self._has_warned = True
+            return generate(model, **kwargs)
+        self._add(model, output, time.perf_counter() - started)
+        return output if wants_dict else output.sequences
+
+    @staticmethod
+    def _autocast(model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
+        """Autocast as Accelerate puts it around forwards of a model that it has prepared."""
+        if "_original_forward" not in vars(model):
+            return nullcontext()
+        return torch.autocast(device.type, _AUTOCAST.get(AcceleratorState().mixed_precision))
+
+    def _add(self, model: Any, output: SpeculativeOutput, seconds: float) -> None:
+        """Adds a rollout to verdict and log."""
+        statistics, trainer = output.statistics, None if self._trainer is None else self._trainer()
+        assert statistics is not None and output.lengths is not None
+        mode: Mode = "train"
+        if trainer is not None and (not trainer.is_in_train or trainer.control.should_evaluate):
+            mode = "eval"
+        totals = RolloutTotals()
+        totals.add(statistics, len(output.lengths), seconds)
+        step = sum(self._counts.values()) if trainer is None else trainer.state.global_step
+        lengths = dict.fromkeys(statistics.tallies, self._config.draft_length)
+        record = totals.record(mode, self._counts[mode], step, self._strategy, lengths)
+        if not any(self._counts.values()):
+            header = RunHeader(
+                started=datetime.now(UTC).isoformat(timespec="seconds"),
+                hardware=hardware_name(model.device),
+                model=model.config._name_or_path or type(model).__name__,
+                dtype=str(model.dtype).removeprefix("torch."),
+                strategy=self._strategy,
+            )
+            if self.log is not None:
+                self.log.append(header)
+        self._counts[mode] += 1
+        self.verdict.add(record)
+        if self.log is not None:
+            self.log.append(record)
+
+
+def _cached(config: Any) -> Any:
+    """A copy of a generation config with `use_cache=True`, which gradient checkpointing makes False in TRL."""
+    config = copy.copy(config)
+    config.use_cache = True
+    return config

@@ -1,0 +1,161 @@
+"""MTP heads in training: trained along, and written back into saved policies under the names they came with."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from spec_trl.generation.drafters.mtp.mtp_drafter import MtpDrafter
+from spec_trl.trainers.saved_heads import save_heads
+from tests.generation.drafters.mtp.heads import add, random_head, write_heads
+from tests.trainers.harness import Run, assert_same_training, make_run, tiny_policy, train, train_plainly
+
+
+OPTIONS: dict[str, Any] = dict(max_steps=2, drafter_learning_rate=1e-3, draft_lengths=[4])
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> PreTrainedModel:
+    """From a checkpoint with a head, of which one tensor is stored in another dtype."""
+    made = tiny_policy(num_nextn_predict_layers=1)
+    made.save_pretrained(tmp_path / "policy")
+    head = random_head(made, "llama")
+    head["mtp.fc.weight"] = head["mtp.fc.weight"].bfloat16()
+    add(tmp_path / "policy", head)
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float64)
+    return loaded
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by its index where it has no single file, and no other file holds some."""
+    if (folder / "model.safetensors").is_file():
+        files = ["model.safetensors"]
+    else:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        files = sorted(set(index["weight_map"].values()))
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(folder / file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+        part = load_file(folder / file)
+        assert len(files) == 1 or {name for name, of in index["weight_map"].items() if of == file} == part.keys()
+        assert not tensors.keys() & part.keys()
+        tensors |= part
+    assert sorted(path.name for path in folder.glob("*.safetensors")) == files
+    if len(files) > 1:
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    return tensors
+
+
+def check_saved(run: Run, folder: Path, source: Path, is_trained: bool) -> None:
+    """Names, shapes and dtypes of the head are those of `source`; values too, unless it was trained."""
+    found, before = stored(folder), stored(source)
+    assert found.keys() == before.keys()
+    heads = [name for name in before if name.startswith("mtp.")]
+    for name in before:
+        assert (found[name].shape, found[name].dtype) == (before[name].shape, before[name].dtype)
+        expected = before[name] if name in heads else run.trainer.model.state_dict()[name]
+        assert name in heads and is_trained or found[name].equal(expected)
+    assert {name for name in heads if not found[name].equal(before[name])} == (set(heads) if is_trained else set())
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assert all(tensor.equal(found[name]) for name, tensor in again.state_dict().items())
+    for name, tensor in MtpDrafter(None, again).tensors().items():
+        assert tensor.equal(found[name])
+
+
+def test_a_head_is_trained_along(policy: PreTrainedModel, tmp_path: Path) -> None:
+    """Nothing of the policy changes; checkpoints and the saved policy have the trained head, also saved over."""
+    run = train(tmp_path / "run", "mtp", policy=policy, save_strategy="steps", save_steps=1, **OPTIONS)
+    drafter = run.calls[-1].drafters[0]
+    assert isinstance(drafter, MtpDrafter) and min(run.metric("rollout/sd_on_fraction")) > 0.9
+    assert len(run.metric("drafter/loss")) == 2
+    assert_same_training(run, train_plainly(max_steps=2))
+    check_saved(run, run.folder / "checkpoint-2", tmp_path / "policy", is_trained=True)
+    for _ in range(2):
+        run.trainer.save_model()
+        check_saved(run, run.folder, tmp_path / "policy", is_trained=True)
+    drafted = load_file(run.folder / "drafter/model.safetensors")
+    assert drafted.keys() == {name for name in stored(run.folder) if name.startswith("mtp.")}
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float64)
+    rest = train(tmp_path / "rest", "mtp", resume=run.folder / "checkpoint-1", policy=policy, **OPTIONS)
+    assert rest.completions == run.completions[1:] and rest.losses == run.losses[1:]
+    rest.trainer.save_model()
+    assert all(tensor.equal(stored(run.folder)[name]) for name, tensor in stored(rest.folder).items())
+
+
+@pytest.mark.parametrize("strategy", ["none", "auto"])
+def test_a_head_stays_as_it_was(strategy: str, policy: PreTrainedModel, tmp_path: Path) -> None:
+    """Where nothing trains it. "auto" takes it among its drafters."""
+    run = train(tmp_path / "run", strategy, policy=policy, drafter_adaptation=False, **OPTIONS)
+    expected = ["self", "history", "mtp"] if strategy == "auto" else []
+    assert [drafter.strategy for drafter in run.calls[0].drafters] == expected
+    run.trainer.save_model()
+    check_saved(run, run.folder, tmp_path / "policy", is_trained=False)
+
+
+def test_auto_trains_a_head_along(policy: PreTrainedModel, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "auto", policy=policy, **OPTIONS)
+    assert len(run.metric("drafter/loss")) == 2
+    assert_same_training(run, train_plainly(max_steps=2))
+    run.trainer.save_model()
+    check_saved(run, run.folder, tmp_path / "policy", is_trained=True)
+
+
+def test_an_adapter_is_saved_without_a_head(policy: PreTrainedModel, tmp_path: Path) -> None:
+    """Which lies in the drafter's folder."""
+    adapter = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
+    run = train(tmp_path / "run", "mtp", policy=policy, trainer=adapter, **OPTIONS)
+    run.trainer.save_model()
+    assert [path.name for path in run.folder.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    assert not (run.folder / "model.safetensors.index.json").exists()
+    drafted, before = load_file(run.folder / "drafter/model.safetensors"), stored(tmp_path / "policy")
+    assert drafted.keys() == {name for name in before if name.startswith("mtp.")}
+    assert not any(tensor.equal(before[name]) for name, tensor in drafted.items())
+
+
+def test_sharded_policies_of_experts(tmp_path: Path) -> None:
+    """Two heads and the copies that they bring along, which nobody drafts with, come back as well."""
+    model, head = write_heads(tmp_path / "policy", "glm4_moe", shards=True)
+    second = {name.replace("layers.2.", "layers.3."): tensor + 1 for name, tensor in head.items()}
+    save_file(second, tmp_path / "policy/model-00003-of-00003.safetensors", metadata={"format": "pt"})
+    index = tmp_path / "policy/model.safetensors.index.json"
+    settings = json.loads(index.read_text())
+    settings["weight_map"] |= dict.fromkeys(second, "model-00003-of-00003.safetensors")
+    index.write_text(json.dumps(settings))
+    drafter = MtpDrafter(None, model)
+    with torch.no_grad():
+        drafter.network.layers[0].mlp.experts.down_proj[1] += 1
+    model.save_pretrained(tmp_path / "saved", max_shard_size="100KB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
+    before = stored(tmp_path / "saved")
+    save_heads(model, tmp_path / "saved", drafter)
+    found = stored(tmp_path / "saved")
+    assert found.keys() == before.keys() | head.keys() | second.keys()
+    changed = "model.layers.2.mlp.experts.1.down_proj.weight"
+    expected = before | head | second | {changed: head[changed] + 1}
+    assert all(tensor.equal(expected[name]) for name, tensor in found.items())
+
+
+def test_a_source_that_is_gone(policy: PreTrainedModel, tmp_path: Path) -> None:
+    policy.save_pretrained(tmp_path / "saved")
+    shutil.rmtree(tmp_path / "policy")
+    with pytest.warns(UserWarning, match="saved is saved without the policy's multi-token-prediction head"):
+        save_heads(policy, tmp_path / "saved", None)
+    policy.config.name_or_path = ""
+    save_heads(policy, tmp_path / "saved", None)
+    assert stored(tmp_path / "saved").keys() == policy.state_dict().keys()
+
+
+def test_bad_heads_end_a_run_before_it_begins(policy: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "policy/model.safetensors").unlink()
+    policy.save_pretrained(tmp_path / "policy")
+    with pytest.raises(ValueError, match="config.name_or_path=.* has no multi-token-prediction head"):
+        make_run(tmp_path / "run", "mtp", policy=policy)

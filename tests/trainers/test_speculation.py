@@ -1,0 +1,282 @@
+"""`spec_trl.speculate`: trainers of TRL and loops that know nothing of spec_trl draft, and train as without drafts."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import GenerationConfig, LlamaForCausalLM
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.a2po import A2POConfig, A2POTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+from trl.experimental.gold import GOLDConfig, GOLDTrainer
+from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+from trl.experimental.sdft import SDFTConfig, SDFTTrainer
+from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
+
+import spec_trl
+from examples.demo.task import build_tokenizer
+from spec_trl.trainers.run_log import RolloutRecord, read_run
+from tests.trainers.harness import PROMPTS, tiny_dataset, tiny_policy
+
+
+slow = pytest.mark.slow
+GROUPS = dict(num_generations=4, per_device_train_batch_size=4)
+MESSAGES = Dataset.from_list(
+    [{"messages": [{"role": "user", "content": p}, {"role": "assistant", "content": "11"}]} for p in PROMPTS]
+)
+TOLD = Dataset.from_list([{"prompt": prompt, "privileged_context": "a1"} for prompt in PROMPTS])
+
+
+def count_digits(completions: list[Any], **_: Any) -> list[float]:
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [sum(letter.isdigit() for letter in text) / (1 + len(text)) for text in texts]
+
+
+def some_digits(completions: list[Any], **_: Any) -> list[float]:
+    return [float("1" in text) for text in completions]
+
+
+def rewarded(kind: Any, reward: Callable[..., list[float]] = count_digits) -> Callable[..., Any]:
+    return lambda **given: kind(reward_funcs=reward, **given)
+
+
+def taught(kind: Any) -> Callable[..., Any]:
+    return lambda **given: kind(teacher_model=stored(tiny_policy(1), Path(given["args"].output_dir) / "of"), **given)
+
+
+def stored(model: LlamaForCausalLM, folder: Path) -> LlamaForCausalLM:
+    """Some trainers load a model, or its tokenizer, again."""
+    build_tokenizer().save_pretrained(folder)
+    model.save_pretrained(folder)
+    model.config._name_or_path = model.name_or_path = str(folder)
+    return model
+
+
+TRAINERS: dict[str, tuple[Callable[..., Any], Any, Dataset, dict[str, Any]]] = {
+    "rloo": (rewarded(RLOOTrainer), RLOOConfig, tiny_dataset(8), GROUPS),
+    "grpo": (rewarded(GRPOTrainer), GRPOConfig, tiny_dataset(8), GROUPS),
+    "gmpo": (rewarded(GMPOTrainer), GMPOConfig, tiny_dataset(8), GROUPS),
+    "online_dpo": (rewarded(OnlineDPOTrainer), OnlineDPOConfig, tiny_dataset(8), dict(max_new_tokens=16)),
+    "distillation": (taught(DistillationTrainer), DistillationConfig, tiny_dataset(8), {}),
+    "gkd": (taught(GKDTrainer), GKDConfig, MESSAGES, dict(max_new_tokens=16, lmbda=1.0)),
+    "gold": (taught(GOLDTrainer), GOLDConfig, MESSAGES, dict(lmbda=1.0, use_extended_uld=False)),
+    "iw_opd": (taught(IWOPDTrainer), IWOPDConfig, MESSAGES, dict(lmbda=1.0)),
+    "sdft": (SDFTTrainer, SDFTConfig, TOLD, GROUPS | dict(distillation_topk=8)),
+    "sdpo": (rewarded(SDPOTrainer), SDPOConfig, tiny_dataset(8), GROUPS | dict(success_reward_threshold=0.1)),
+    "a2po": (rewarded(A2POTrainer, some_digits), A2POConfig, tiny_dataset(8), dict(filter_all_incorrect=False)),
+}
+
+
+def make_trainer(name: str, folder: Path, trainer: dict[str, Any] | None = None, **options: Any) -> Any:
+    kind, config, dataset, needed = TRAINERS[name]
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    settings = dict(
+        output_dir=str(folder), max_steps=3, per_device_train_batch_size=4, learning_rate=3e-3, logging_steps=1,
+        report_to="none", save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, seed=3,
+        disable_tqdm=True,
+    )  # fmt: skip
+    length = {} if {"max_new_tokens"} & needed.keys() else {"max_completion_length": 16}
+    policy, args = stored(tiny_policy(), folder / "policy"), config(**(settings | length | needed | options))
+    made = kind(model=policy, args=args, train_dataset=dataset, processing_class=tokenizer, **(trainer or {}))
+    made.generate_calls = watch(spec_trl.generation.engine.requirements.policy_in(made.model))
+    return made
+
+
+def watch(policy: LlamaForCausalLM) -> list[list[list[int]]]:
+    """What each call of `generate` returned that named no strategy."""
+    calls, generate = [], policy.generate
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = generate(*args, **kwargs)
+        if not {"assistant_strategy", "custom_generate"} & kwargs.keys():
+            calls.append((output if isinstance(output, torch.Tensor) else output.sequences).tolist())
+        return output
+
+    policy.generate = watched  # type: ignore[method-assign]
+    return calls
+
+
+def train(name: str, folder: Path, strategy: str, resume: Path | None = None, **options: Any) -> tuple[Any, Any]:
+    """The trainer after training, and what `speculate` returned."""
+    trainer = make_trainer(name, folder, **options)
+    toggle = "measured" if strategy == "auto" else "always"
+    with spec_trl.speculate(trainer, strategy, sd_toggle=toggle, draft_length=3) as speculation:
+        trainer.train(None if resume is None else str(resume))
+    return trainer, speculation
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one.generate_calls and one.generate_calls == other.generate_calls
+    assert losses(one) and losses(one) == losses(other)
+    for (name, mine), theirs in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def rollouts(folder: Path) -> list[RolloutRecord]:
+    return read_run(folder).rollouts
+
+
+def some(*fast: str) -> list[Any]:
+    """All trainers, of which these are `fast` enough for each run of the tests."""
+    return [pytest.param(name, marks=[] if name in fast else [slow]) for name in TRAINERS]
+
+
+@pytest.mark.parametrize("name", some("rloo", "gkd"))
+def test_trainers_train_as_without_drafts(name: str, tmp_path: Path) -> None:
+    plain, _ = train(name, tmp_path / "none", "none")
+    for strategy in ("self", "auto"):
+        drafted, speculation = train(name, tmp_path / strategy, strategy)
+        assert_same(plain, drafted)
+        records = rollouts(tmp_path / strategy)
+        assert len(records) == len(plain.generate_calls) == speculation.verdict.rollouts
+        if strategy == "self":
+            assert min(record.block_efficiency or 0.0 for record in records) > 2, "the copy is stale"
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": dict(trainer={"peft_config": LoraConfig(r=4, target_modules="all-linear")}, learning_rate=5e-2),
+    "autocast": dict(bf16=True, learning_rate=1e-3),
+    "checkpointing": dict(gradient_checkpointing=True),
+    "evaluation": dict(eval_strategy="steps", eval_steps=1, trainer={"eval_dataset": tiny_dataset(4)}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        pytest.param(name, variant, marks=[] if name == "online_dpo" else [slow])
+        for name in ("rloo", "gkd", "online_dpo")
+        for variant in VARIANTS
+        if name == "rloo" or variant != "evaluation"  # the others' evaluations do not sample
+    ],
+)
+def test_however_they_train(name: str, variant: str, tmp_path: Path) -> None:
+    options = VARIANTS[variant]
+    plain, _ = train(name, tmp_path / "none", "none", **options)
+    drafted, _ = train(name, tmp_path / "self", "self", **options)
+    assert_same(plain, drafted)
+    records = rollouts(tmp_path / "self")
+    assert all(record.block_efficiency for record in records)
+    assert {record.mode for record in records} == ({"train", "eval"} if variant == "evaluation" else {"train"})
+
+
+def test_a_run_resumes(tmp_path: Path) -> None:
+    options = dict(max_steps=4, save_strategy="steps", save_steps=2)
+    whole, _ = train("rloo", tmp_path / "whole", "self", **options)
+    rest, _ = train("rloo", tmp_path / "rest", "self", tmp_path / "whole" / "checkpoint-2", **options)
+    assert rest.generate_calls == whole.generate_calls[2:]
+
+
+# ---- loops of one's own -------------------------------------------------------------------------------------------
+
+
+IDS = torch.tensor([[0, 0, 1, 14, 6, 40], [1, 16, 7, 40, 17, 40]])
+PROMPT = {"input_ids": IDS, "attention_mask": (IDS > 0).long()}
+
+
+def loop(policy: LlamaForCausalLM, kind: str, is_fresh: bool) -> list[list[list[int]]]:
+    """Samples, and raises the likelihood of what it sampled; `is_fresh`: nothing is left of earlier calls."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare_model(policy)
+    if kind == "AdamW8bit":
+        optimizer = pytest.importorskip("bitsandbytes").optim.AdamW8bit(model.parameters(), lr=3e-3)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    sampled = []
+    torch.manual_seed(5)
+    for _ in range(6):
+        if is_fresh:
+            spec_trl.release(policy)
+        config = GenerationConfig(do_sample=True, max_new_tokens=24, pad_token_id=0, top_k=0)
+        ids = accelerator.unwrap_model(model).generate(**PROMPT, generation_config=config)
+        sampled.append(ids.tolist())
+        accelerator.backward(model(ids, labels=ids).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return sampled
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "AdamW8bit"])
+def test_a_loop_drafts_with_a_fresh_copy(kind: str, tmp_path: Path) -> None:
+    """No version counter moves; with a copy of the first weights τ would fall to 1.5."""
+    sampled, efficiencies = [], []
+    for name, strategy, is_fresh in (("none", "none", False), ("self", "self", False), ("fresh", "self", True)):
+        policy = tiny_policy().float()
+        folder = tmp_path / name
+        with spec_trl.speculate(policy, strategy, output_dir=folder, sd_toggle="always") as speculation:
+            sampled.append(loop(policy, kind, is_fresh))
+        assert speculation.verdict.rollouts == 6
+        efficiencies.append([record.block_efficiency for record in rollouts(folder)])
+    assert sampled[0] == sampled[1] == sampled[2]
+    assert efficiencies[1] == efficiencies[2] and min(efficiencies[1]) > 2
+
+
+def test_what_it_cannot_serve_is_plain(tmp_path: Path) -> None:
+    policy = tiny_policy()
+    calls = [dict(num_beams=2), dict(do_sample=True, output_logits=True, return_dict_in_generate=True), {}]
+    torch.manual_seed(0)
+    plain = [policy.generate(**PROMPT, max_new_tokens=8, **call) for call in calls]
+    with spec_trl.speculate(policy, "self", sd_toggle="always") as speculation:
+        torch.manual_seed(0)
+        with pytest.warns(UserWarning, match="num_beams") as warned:
+            mixed = [policy.generate(**PROMPT, max_new_tokens=8, **call) for call in calls]
+    assert len([one for one in warned if "does not speculate" in str(one.message)]) == 1
+    assert plain[0].tolist() == mixed[0].tolist() and plain[1].sequences.tolist() == mixed[1].sequences.tolist()
+    assert plain[2].tolist() == mixed[2].tolist() and speculation.verdict.rollouts == 1
+
+
+def test_it_ends(tmp_path: Path) -> None:
+    policy = tiny_policy()
+    first, second = spec_trl.speculate(policy, "none"), spec_trl.speculate(policy, "self", sd_toggle="always")
+    first.stop()  # the second has taken its place
+    policy.generate(**PROMPT, max_new_tokens=8)
+    assert (first.verdict.rollouts, second.verdict.rollouts) == (0, 1)
+    copied = copy.deepcopy(policy)
+    copied.generate(**PROMPT, max_new_tokens=8)
+    second.stop()
+    policy.generate(**PROMPT, max_new_tokens=8)
+    assert second.verdict.rollouts == 1
+    spec_trl.speculate(policy, "self")
+    left = weakref.ref(policy)
+    del policy, copied
+    gc.collect()
+    assert left() is None
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        (dict(use_transformers_continuous_batching=True), "use_transformers_continuous_batching=True"),
+        (dict(generation_kwargs={"num_beams": 2}), "num_beams"),
+        (dict(cache_implementation="static"), "cache_implementation"),
+    ],
+)
+def test_what_a_trainer_asks_for_is_refused_at_once(option: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=named):
+        spec_trl.speculate(make_trainer("rloo", tmp_path, **option))
+
+
+def test_arguments_are_checked_at_once(tmp_path: Path) -> None:
+    for given, named in (
+        (dict(strategy="slef"), "slef"),
+        (dict(draft_length=0), "draft_length"),
+        (dict(strategy="model"), "assistant_model"),
+        (dict(strategy="self", ngram_size=5), "ngram_size"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            spec_trl.speculate(tiny_policy(), **given)
