@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .attention import keeps_states
-from .cache import RaggedCache
+from .cache import RaggedCache, copy_rows_of
 from .family_hooks import CACHE_NAMES
 
 
@@ -398,8 +398,7 @@ class States(RaggedCache):
 
     def copy_rows(self, source: list[int], destination: list[int], columns: list[int], differing: int = 0) -> None:
         super().copy_rows(source, destination, columns, differing)
-        for state in self.states:
-            state[destination] = state[source]
+        copy_rows_of(self.states, source, destination)
 
     @property
     def states(self) -> list[Tensor]:
