@@ -24,7 +24,7 @@ from .family_hooks import adapt
 from .fused_layers import has_fused_sums, launches, with_fused_kernels
 from .kernels import run_on
 from .linear_layers import ExactConv1D, ExactLinear, NarrowProduct, exact_kind
-from .states import mixer_class
+from .scans import mixer_class
 from .training_marks import lasting_attributes, patched_forward, rebind
 
 
