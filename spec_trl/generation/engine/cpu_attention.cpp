@@ -47,6 +47,8 @@ typedef Real Vector __attribute__((vector_size(LANES * sizeof(Real)), aligned(si
 typedef Integer Integers __attribute__((vector_size(LANES * sizeof(Real))));
 typedef uint16_t Narrow __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
+#include "cpu_exp.h"
+
 struct Sizes {
   int64_t rows, kv_heads, groups, count;  // `count` queries per row and head, `groups` heads per head of K/V
   int64_t query_strides[3];               // of rows, heads, queries
@@ -84,32 +86,6 @@ static void store(T* to, Vector value) {
   } else {
     for (int64_t l = 0; l < LANES; ++l) to[l] = (T)value[l];
   }
-}
-
-// exp(x) - 1 = power - 1 + power * rest, with rest = exp(r) - 1 for the remainder r of x by log(2)
-static void split_exp(Vector x, Vector& power, Vector& rest) {
-  constexpr bool is_wide = sizeof(Real) == 8;
-  constexpr Real ROUND = is_wide ? 6755399441055744. : 12582912.f;  // 1.5 * 2^bits: a number that is added to it is rounded
-  constexpr Real HIGH = is_wide ? 0x1.62e42fee00000p-1 : 0x1.62e4p-1f;  // of log(2): times n without rounding
-  constexpr Real LOW = is_wide ? 0x1.a39ef35793c76p-33 : 0x1.7f7d1cp-20f;
-  constexpr int TERMS = is_wide ? 13 : 7;  // of the series; the next one is below the last bit
-  const Vector shifted = x * (Real)1.4426950408889634 + ROUND, n = shifted - ROUND;
-  const Vector r = (x - n * HIGH) - n * LOW;
-  Real factorial = 1;
-  for (int k = 2; k <= TERMS; ++k) factorial *= k;
-  Vector series = Vector{} + 1 / factorial;
-  for (int k = TERMS; k > 1; --k) series = series * r + 1 / (factorial /= k);
-  rest = series * r;
-  const Integers exponent = (Integers)shifted - (Integers)(Vector{} + ROUND);
-  power = (Vector)((exponent + (is_wide ? 1023 : 127)) << (is_wide ? 52 : 23));
-}
-
-constexpr Real LEAST = sizeof(Real) == 8 ? -708 : -87;  // exp of less is not a normal number, and 0 here
-
-static Vector exponential(Vector x) {
-  Vector power, rest;
-  split_exp(x, power, rest);
-  return x < LEAST ? Vector{} : power + power * rest;
 }
 
 static Vector tanh_of(Vector x) {

@@ -18,8 +18,8 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from ..session import Snapshot, snapshot_of
 from .attention import STATELESS, MaskPlan, keeps_states
 from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
+from .scans import follows_states
 from .shadow import unwrapped
-from .states import follows_states
 from .training_marks import unfollowed_patch
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spec_trl import cpu_products
-from spec_trl.generation.engine import runner_choice
+from spec_trl.generation.engine import cpu_states, runner_choice
 from spec_trl.generation.engine.graph_capture import Outputs, Recording
 
 
@@ -70,6 +70,7 @@ def install_tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     compiler itself is not ours to test, and takes half a minute."""
     tape, compile_ = Tape(), torch.compile
     monkeypatch.setattr(cpu_products, "library", lambda: None)  # a tape hears torch alone
+    monkeypatch.setattr(cpu_states, "serves", lambda state: False)
     monkeypatch.setattr(runner_choice, "recorder_for", lambda device: tape)
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
     return tape

@@ -15,7 +15,8 @@ from spec_trl import release
 from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import memory
+from spec_trl.generation.engine import cpu_states, memory
+from spec_trl.generation.engine.cpu_states import Replay
 from spec_trl.generation.engine.model_costs import kv_bytes
 from spec_trl.generation.engine.requirements import check_model
 from spec_trl.generation.engine.row_memory import RowMemory, RowNeeds
@@ -50,13 +51,23 @@ class OneChain(Plans):
         super().__init__(2, [[Chain(0, 4)], [], [Chain(1, 7)], [Chain(0, 2, (0, 2)), Chain(1, 3, (1,))], []])
 
 
+@pytest.fixture
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in C++ where there is a compiler, or families' functions."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_states, "serves", lambda state: False)
+
+
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return make("qwen3_5_text")
 
 
 @pytest.mark.parametrize("family", [*FAMILIES[1:], pytest.param(FAMILIES[0], marks=pytest.mark.slow)])
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "do_sample, steps", [(False, "compiled"), (True, "compiled"), (False, "torch")], indirect=["steps"]
+)
+@pytest.mark.usefixtures("steps")
 def test_tokens(family: str, do_sample: bool) -> None:
     """Rows draft different numbers of tokens, of which some are accepted; they end, move and are filled again; rounds
     without drafts follow rounds with some."""
@@ -143,6 +154,8 @@ def states_of(cache: States) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("steps", ["compiled", "torch"], indirect=True)
+@pytest.mark.usefixtures("steps")
 @torch.no_grad()
 def test_a_forward_holds_and_a_commit_replays(family: str) -> None:
     shadow = make_shadow(make(family))
@@ -191,12 +204,17 @@ def test_drafts_begin_at_the_committed_states_and_change_states_of_their_own(mod
 
 
 def test_a_round_takes_one_forward_and_one_commit(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, forwards = [], []
-    commit, forward = States.commit, EagerRunner.forward
+    """So it reads each state twice and writes it once: a verification reads it, and a commit replays it."""
+    held, forwards, reads, writes = [], [], [], []
+    commit, forward, hold = States.commit, EagerRunner.forward, States.hold
 
     def count(cache: States, lengths: Sequence[int]) -> None:
         held.append(cache.holds)
         commit(cache, lengths)
+
+    def read(cache: States, key: object, replay: Replay) -> None:
+        reads.append(key)
+        hold(cache, key, lambda lengths: writes.append(key) or replay(lengths))  # type: ignore[func-returns-value]
 
     def run(runner: EagerRunner, *args: Any, **kwargs: Any) -> Tensor:
         if type(runner.cache) is States:
@@ -204,9 +222,12 @@ def test_a_round_takes_one_forward_and_one_commit(model: PreTrainedModel, monkey
         return forward(runner, *args, **kwargs)
 
     monkeypatch.setattr(States, "commit", count)
+    monkeypatch.setattr(States, "hold", read)
     monkeypatch.setattr(EagerRunner, "forward", run)
     statistics = generate(model, PROMPTS, "self", {"draft_length": 3}, max_new_tokens=NEW).statistics
     assert sum(held) == statistics.drafted_rounds > 0 and len(forwards) == statistics.rounds
+    states = 2 * model.config.layer_types.count("linear_attention")  # a window and a recurrent state
+    assert reads == writes and len(reads) == states * statistics.drafted_rounds
 
 
 def test_the_copy_packs_mixers_but_for_what_sets_decay(model: PreTrainedModel) -> None:
@@ -235,9 +256,7 @@ def test_memory_counts_states(family: str) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "sets"), [("none", 1), ("ngram", 1), ("self", 2), ("model", 3)])
-def test_what_a_call_takes_is_what_it_counts_with(
-    strategy: str, sets: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_call_takes_is_what_it_counts_with(strategy: str, sets: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A set of states for the text, one for the copy's drafts, and a small model's two. Mamba has no K/V."""
     network, counted = make("mamba"), []
     of = RowNeeds.of

@@ -1,0 +1,321 @@
+"""Scans and convolutions of transformers' mixers: a shadow's mixers call ones that mind how long each row is.
+
+:func:`mixer_class` gives a mixer's forward a twin with other functions under the names of the family's scan over many
+tokens and of its convolution; the family's functions stay reachable, kernels that transformers has put there too.
+
+* Prompts: rows of equal length run through the family's function together, cut to their length.
+* Tokens after them, on a CPU with a compiler: our C++ (:mod:`cpu_states`), which steps write with, verifications hold
+  and commits replay. Elsewhere a step is the mixer's, and a verification goes token by token through the family's
+  function for one token, whose sums are those of decoding.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from . import cpu_states
+from .cpu_states import Replay
+
+
+Arguments = dict[str, Any]
+"""Arguments of a scan, by name."""
+_IDLE_STEP = -1e4  # of a Mamba time step: its softplus is exactly 0, in half precision too
+
+
+class Steps(Protocol):
+    """Runs `step`, the family's function for one token, over all tokens of a scan's arguments, from `state` on.
+
+    Returns outputs as the scan's, and the state after the last token. It does not write to `state`.
+    """
+
+    def __call__(self, mixer: Any, step: Callable[..., Any], given: Arguments, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See the class."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A recurrence over tokens, as families of transformers call it.
+
+    Args:
+        step: name of the family's function for one token.
+        axes: arguments with an axis of tokens, and which axis that is; `out_axis`: that of the outputs.
+        state: argument that takes the state; None: the function begins with zeros.
+        idle: values of arguments with which a token leaves the state as it is, bit for bit.
+        run: the scan token by token.
+        compiled: the scan on a CPU, from a state which it may write; returns outputs, and what replays tokens.
+    """
+
+    step: str
+    axes: Mapping[str, int]
+    out_axis: int
+    state: str | None
+    idle: Mapping[str, float]
+    run: Steps
+    compiled: Callable[[Arguments, Tensor, bool], tuple[Tensor, Replay]]
+
+
+class Holder(Protocol):
+    """What a mixer's functions ask of the cache of the present forward."""
+
+    prompt: Sequence[int] | None
+    is_step: bool
+
+    def recurrent_state(self, layer: int) -> Tensor | None: ...
+
+    def hold(self, key: object, replay: Replay) -> None: ...
+
+    def fed_window(self) -> tuple[object, Tensor] | None: ...
+
+
+def _delta_rule(mixer: Any, step: Callable[..., Any], given: Arguments, state: Tensor) -> tuple[Tensor, Tensor]:
+    # Contiguous: Kimi's arguments lie channel by channel where they are several tokens, and sums follow the layout.
+    tokens = {name: given[name].contiguous() for name in ("query", "key", "value", "g", "beta")}
+    more = {"use_qk_l2norm_in_kernel": given["use_qk_l2norm_in_kernel"], "output_final_state": True}
+    outputs: tuple[Tensor, Tensor] = step(**tokens, **more, initial_state=state)
+    return outputs
+
+
+def _mamba_2(mixer: Any, step: Callable[..., Any], given: Arguments, state: Tensor) -> tuple[Tensor, Tensor]:
+    x, state = given["hidden_states"], state.clone()  # [B, T, heads, d], [B, heads, d, n]; a step writes to its state
+    size = x.shape[-1]
+    A = given["A"][:, None, None].expand(-1, size, given["B"].shape[-1])
+    D, bias = (given[name][:, None].expand(-1, size) for name in ("D", "dt_bias"))
+    outputs = [
+        step(
+            state, x[:, at], given["dt"][:, at, :, None].expand(-1, -1, size), A, given["B"][:, at], given["C"][:, at],
+            D=D, dt_bias=bias, dt_softplus=given["dt_softplus"], z=None,
+        )
+        for at in range(x.shape[1])
+    ]  # fmt: skip
+    return torch.stack(outputs, dim=1), state
+
+
+def _mamba_1(mixer: Any, step: Callable[..., Any], given: Arguments, state: Tensor) -> tuple[Tensor, Tensor]:
+    x, state = given["hidden_states"], state.clone()  # [B, d, T], [B, d, n]
+    more = {"dt_bias": given["delta_bias"], "dt_softplus": given["delta_softplus"]}
+    outputs = [
+        # The mixer gives D in float32 to its scan, and as it is to its step.
+        step(
+            state, x[..., at], given["dt"][..., at], given["A"], given["B"][..., at], given["C"][..., at], mixer.D,
+            z=given["z"][..., at], **more,
+        )
+        for at in range(x.shape[2])
+    ]  # fmt: skip
+    return torch.stack(outputs, dim=2), state
+
+
+def _delta(step: str) -> Scan:
+    axes = dict.fromkeys(("query", "key", "value", "g", "beta"), 1)
+    return Scan(step, axes, 1, "initial_state", {"g": 0.0, "beta": 0.0}, _delta_rule, cpu_states.delta_rule)
+
+
+SCANS = {
+    "torch_chunk_gated_delta_rule": _delta("torch_recurrent_gated_delta_rule"),
+    "chunk_kimi_delta_attention": _delta("recurrent_kimi_delta_attention"),
+    "mamba2_chunk_scan": Scan(
+        "mamba2_selective_state_update", dict.fromkeys(("hidden_states", "dt", "B", "C"), 1), 1, "initial_states",
+        {"dt": _IDLE_STEP}, _mamba_2, cpu_states.mamba_2,
+    ),
+    "mamba_selective_scan": Scan(
+        "mamba_selective_state_update", dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2), 2, None,
+        {"dt": _IDLE_STEP}, _mamba_1, cpu_states.mamba_1,
+    ),
+}  # fmt: skip
+"""By the name of the family's function over many tokens."""
+_CONVOLUTION = "causal_conv1d_fn"
+
+
+@functools.cache
+def forward_of(kind: Any) -> FunctionType | None:
+    """The forward of a mixer's class in transformers, below the classes that a shadow puts before it."""
+    kinds = [base for base in kind.__mro__ if "forward" in vars(base) and base.__module__.startswith("transformers.")]
+    forward = inspect.unwrap(kinds[0].forward) if kinds else None
+    return forward if isinstance(forward, FunctionType) else None
+
+
+def _names_in(kind: Any) -> tuple[str, ...]:
+    forward = forward_of(kind)
+    return () if forward is None else forward.__code__.co_names
+
+
+def _scan_in(kind: Any) -> str | None:
+    """The name of the known scan that the forward of a module's class calls; None: none."""
+    return next((name for name in SCANS if name in _names_in(kind)), None)
+
+
+def keeps_windows(kind: Any) -> bool:
+    """Whether modules of class `kind` keep columns of a convolution in a cache."""
+    return "update_conv_state" in _names_in(kind)
+
+
+def convolves() -> bool:
+    """Whether a mixer runs in this thread whose convolution asks for :meth:`Holder.fed_window`."""
+    return _present.mixer is not None and _present.mixer.convolves
+
+
+def follows_states(network: nn.Module) -> bool:
+    """Whether `network` keeps states beside K/V, all of which :class:`States` serves."""
+    kinds = {type(module) for module in network.modules()}
+    scans = [kind for kind in kinds if "update_recurrent_state" in _names_in(kind)]
+    mixers = [kind for kind in kinds if keeps_windows(kind)]
+    asks = all("get_conv_state" in _names_in(kind) for kind in mixers)  # before transformers 5.21 they read attributes
+    return bool(mixers) and asks and all(_scan_in(kind) is not None for kind in scans)
+
+
+def mixer_class(kind: Any) -> Any:
+    """The class that a shadow should have for a module of class `kind`: one whose scan and convolution mind how long
+    rows are, where it has such."""
+    is_mixer = _scan_in(kind) is not None or keeps_windows(kind)
+    return _mixer_class(kind) if is_mixer and not issubclass(kind, _Mixer) else kind
+
+
+@functools.cache
+def _mixer_class(kind: Any) -> Any:
+    convolves = _CONVOLUTION in _names_in(kind)
+    return type(kind.__name__, (_Mixer, kind), {"__module__": kind.__module__, "convolves": convolves})
+
+
+class _Present(threading.local):
+    """The mixer that runs in this thread, and the cache it runs with."""
+
+    mixer: "_Mixer | None" = None
+    cache: Holder | None = None
+
+
+_present = _Present()
+
+
+class _Mixer(nn.Module):
+    """A mixer of transformers, whose forward calls our functions in place of its family's."""
+
+    layer_idx: int
+    convolves: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        cache = next((value for value in (*args, *kwargs.values()) if getattr(value, "has_states", False)), None)
+        if cache is None:
+            return super().forward(*args, **kwargs)
+        _present.mixer, _present.cache = self, cache
+        kind: Any = type(self)
+        try:
+            return _twin_of(kind)(self, *args, **kwargs)
+        finally:  # threads live longer
+            _present.mixer = _present.cache = None
+
+
+@functools.cache
+def _twin_of(kind: Any) -> FunctionType:
+    """The forward of a class of mixers with our functions in place of its scan and its convolution."""
+    forward, name = forward_of(kind), _scan_in(kind)
+    assert forward is not None
+    known = dict(forward.__globals__)
+    if name is not None:
+        scan = SCANS[name]
+        known[name] = _Scanner(scan, known[name], known[scan.step])
+    if _CONVOLUTION in known:
+        known[_CONVOLUTION] = _Convolution(known[_CONVOLUTION])
+    twin = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__)
+    twin.__kwdefaults__ = forward.__kwdefaults__
+    return twin
+
+
+class _Convolution:
+    """Takes the place of the convolution over many tokens of a class of mixers."""
+
+    def __init__(self, many: Callable[..., Tensor]) -> None:
+        self._many = many
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
+    ) -> Tensor:
+        cache = _present.cache
+        fed = None if cache is None else cache.fed_window()
+        if cache is None or fed is None:
+            return self._many(x, weight, bias, activation=activation, **kwargs)
+        key, state = fed
+        is_silu = activation in ("silu", "swish")
+        outputs, replay = cpu_states.convolve(x, state, weight, bias, is_silu, cache.is_step)
+        if not cache.is_step:
+            cache.hold(key, replay)
+        return outputs if is_silu or activation is None else ACT2FN[activation](outputs)
+
+
+class _Scanner:
+    """Takes the place of the scan over many tokens of a class of mixers."""
+
+    def __init__(self, scan: Scan, many: Callable[..., Any], step: Callable[..., Any]) -> None:
+        self._scan, self._many, self._step = scan, many, step
+        parameters = inspect.signature(many).parameters.values()
+        self._names = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+        self._defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache, mixer = _present.cache, _present.mixer
+        assert cache is not None and mixer is not None
+        given = self._defaults | dict(zip(self._names, args, strict=False)) | kwargs
+        state = cache.recurrent_state(mixer.layer_idx)
+        if cache.prompt is not None:
+            return self._over_prompts(given, state, cache.prompt)
+        if state is None:  # no row has a text: something is timed
+            return self._many(**given)
+        if cpu_states.serves(state):
+            outputs, replay = self._scan.compiled(given, state, cache.is_step)
+        else:
+            outputs, _ = self._scan.run(mixer, self._step, given, state)
+            replay = partial(self._replay, mixer, given, state)
+        if not cache.is_step:
+            cache.hold(mixer.layer_idx, replay)
+        return outputs, state
+
+    def _over_prompts(self, given: Arguments, state: Tensor | None, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Outputs and states of the first `lengths[b]` tokens of each row; outputs of other tokens are zeros."""
+        scan, outputs = self._scan, None
+        tokens = next(given[name].shape[axis] for name, axis in scan.axes.items() if given[name] is not None)
+        for length in sorted(set(lengths) - {0}):
+            rows = [row for row, count in enumerate(lengths) if count == length]
+            part = {
+                name: value[rows].narrow(scan.axes[name], 0, length)
+                if name in scan.axes and value is not None
+                else value
+                for name, value in given.items()
+            }
+            before = None if state is None else state[rows]
+            if scan.state is None and before is not None and bool(before.any()):
+                # The function would begin with zeros.
+                result, after = scan.run(_present.mixer, self._step, part, before)
+            else:
+                result, after = self._many(**(part if scan.state is None else part | {scan.state: before}))
+            if outputs is None:
+                shape = list(result.shape)
+                shape[0], shape[scan.out_axis] = len(lengths), tokens
+                outputs = result.new_zeros(shape)
+                state = after.new_zeros(len(lengths), *after.shape[1:]) if state is None else state.clone()
+            assert state is not None
+            outputs.narrow(scan.out_axis, 0, length)[rows] = result
+            state[rows] = after.to(state.dtype)
+        assert outputs is not None and state is not None
+        return outputs, state
+
+    def _replay(self, mixer: _Mixer, given: Arguments, state: Tensor, lengths: Tensor) -> None:
+        """Takes the first `lengths[b]` tokens of each row of the arguments that a forward held into `state`."""
+        scan, most = self._scan, int(lengths.max())
+        given = dict(given)
+        stays = torch.arange(most)[None] >= lengths[:, None]  # [B, most]
+        for name, axis in scan.axes.items():
+            if given[name] is None:
+                continue
+            given[name] = value = given[name].narrow(axis, 0, most)
+            if name in scan.idle:
+                shape = [1] * value.dim()
+                shape[0], shape[axis] = stays.shape
+                given[name] = value.masked_fill(stays.view(shape).to(value.device), scan.idle[name])
+        state.copy_(scan.run(mixer, self._step, given, state)[1])
