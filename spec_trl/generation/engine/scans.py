@@ -24,6 +24,7 @@ from transformers.activations import ACT2FN
 
 from . import cpu_states
 from .cpu_states import Replay
+from .memory import sent
 
 
 Arguments = dict[str, Any]
@@ -317,5 +318,5 @@ class _Scanner:
             if name in scan.idle:
                 shape = [1] * value.dim()
                 shape[0], shape[axis] = stays.shape
-                given[name] = value.masked_fill(stays.view(shape).to(value.device), scan.idle[name])
+                given[name] = value.masked_fill(sent(stays.view(shape), value.device), scan.idle[name])
         state.copy_(scan.run(mixer, self._step, given, state)[1])

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from . import cpu_states
 from .attention import keeps_states
-from .cache import RaggedCache
+from .cache import RaggedCache, copy_rows_of
 from .cpu_states import Replay
 from .family_hooks import CACHE_NAMES
+from .memory import sent
 from .scans import convolves, forward_of, keeps_windows
 
 
@@ -165,8 +166,7 @@ class States(RaggedCache):
 
     def copy_rows(self, source: list[int], destination: list[int], columns: list[int], differing: int = 0) -> None:
         super().copy_rows(source, destination, columns, differing)
-        for state in self.states:
-            state[destination] = state[source]
+        copy_rows_of(self.states, source, destination)
 
     @property
     def states(self) -> list[Tensor]:
@@ -197,7 +197,7 @@ class States(RaggedCache):
 def _write_window(state: Tensor, window: Tensor, lengths: Tensor) -> None:
     """Takes the first `lengths[b]` new columns of each row of `window` [B, channels, kernel + q] into `state`."""
     columns = lengths[:, None] + torch.arange(state.shape[-1])  # [B, kernel], up to the last token
-    state.copy_(window.gather(-1, columns.to(window.device)[:, None].expand(-1, state.shape[1], -1)))
+    state.copy_(window.gather(-1, sent(columns, window.device)[:, None].expand(-1, state.shape[1], -1)))
 
 
 class DraftStates(States):
