@@ -82,7 +82,7 @@ def make_trainer(name: str, folder: Path, trainer: dict[str, Any] | None = None,
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     settings = dict(
-        output_dir=str(folder), max_steps=3, per_device_train_batch_size=4, learning_rate=3e-3, logging_steps=1,
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=4, learning_rate=3e-3, logging_steps=1,
         report_to="none", save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, seed=3,
         disable_tqdm=True,
     )  # fmt: skip
