@@ -26,7 +26,7 @@ from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 import spec_trl
 from examples.demo.task import build_tokenizer
 from spec_trl.trainers.run_log import RolloutRecord, read_run
-from tests.trainers.harness import PROMPTS, tiny_dataset, tiny_policy
+from tests.trainers.harness import PROMPTS, make_run, tiny_dataset, tiny_policy
 
 
 slow = pytest.mark.slow
@@ -280,3 +280,7 @@ def test_arguments_are_checked_at_once(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=named):
             spec_trl.speculate(tiny_policy(), **given)
+    with pytest.raises(ValueError, match="target is a str"):
+        spec_trl.speculate("model")
+    with pytest.raises(ValueError, match="SpecGRPOTrainer speculates by itself"):
+        spec_trl.speculate(make_run(tmp_path).trainer)
