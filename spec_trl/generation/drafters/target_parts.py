@@ -17,8 +17,6 @@ _SOFTCAPS = {"final_logit_softcapping"}  # Gemma 2 and later
 # Keys about attention, routers and other heads.
 _ELSEWHERE = re.compile(r"att(n|ention)_|router|num_logits_to_keep|output_auxiliary_logits|mlp_|_init_value")
 _LOGITS = re.compile(r"logit|softcap|soft_cap|lm_head_multiplier")
-
-
 _PADDED_TO = (64, 128, 256, 512)
 """Multiples to which vocabularies are padded. Not 1024, by which Mistral's 32,768 would pass for Llama's 32,000."""
 
