@@ -187,7 +187,7 @@ class Scenario:
 
 LEARNING = [f"tts {kind} {how}" for kind in ("self", "model", "eagle3", "dflash")
             for how in ("request", "rollout", "rollout together", "request together")]  # fmt: skip
-NAMES = ["right", "half right", "self", "model", "ngram", "history", "eagle3", "pruned", "dflash", "tts"]
+NAMES = ["right", "half right", "self", "model", "ngram", "history", "eagle3", "pruned", "dflash", "mtp", "tts"]
 LOOKUPS = {"right", "half right", "ngram", "history"}
 
 
