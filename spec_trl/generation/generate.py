@@ -30,6 +30,7 @@ from .engine import requirements
 from .engine.attention import keeps_states
 from .engine.cache import PAGE_COLUMNS, autocast_dtype
 from .engine.drafter import Drafter
+from .engine.graph_capture import SMALLEST_COLUMNS
 from .engine.linear_layers import copied_bytes
 from .engine.lockstep import RolloutInStep
 from .engine.memory import check_memory, takes_memory_late
@@ -196,7 +197,7 @@ def speculative_decoding(
         free = free_for_cache(session, device) if in_pool or capacity > 1 else 0
         states = snapshot.find("states", partial(state_bytes, model)) if has_states else 0
         needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, columns if in_pool else 0, states)
-        expected = columns
+        expected = columns if not has_states else -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
         if in_pool and not in_step:
             expected = min(max(columns // _LIMIT_OVER_LENGTH, max(lengths) + PAGE_COLUMNS), columns)
         graphs, most = 0.0, config.max_graph_memory * 2**30 if captures(config, device) else 0.0

@@ -15,7 +15,8 @@ from spec_trl import release
 from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import cpu_states, memory
+from spec_trl.generation.engine import completion_logprobs, cpu_states, memory
+from spec_trl.generation.engine.completion_logprobs import read_completions
 from spec_trl.generation.engine.cpu_states import Replay
 from spec_trl.generation.engine.model_costs import kv_bytes
 from spec_trl.generation.engine.requirements import check_model
@@ -132,18 +133,38 @@ def test_preempted_rows_are_read_again(family: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", *CAPTURED])
-@pytest.mark.parametrize("strategy", ["none", "self"])
-def test_captured_forwards(family: str, strategy: str, tape: Tape) -> None:
-    """A replay holds what it feeds anew; a draft captured whole begins at the committed states each time."""
+@pytest.mark.parametrize(
+    ("strategy", "options", "captures"),
+    [("none", {}, 1), ("self", {}, 2), ("self", {"repetition_penalty": 1.3}, 1)],  # the last one's drafts go by steps
+    ids=["none", "self", "steps"],
+)
+def test_captured_forwards(
+    family: str, strategy: str, options: dict[str, Any], captures: int, tape: Tape
+) -> None:
+    """A replay holds what it feeds anew; a draft captured whole begins at the committed states each time, and single
+    steps, which advance them, run once."""
     network, config = make(family), {"draft_length": 3}
-    expected = generate(network, PROMPTS, strategy, config | {"runner": "eager"}, max_new_tokens=NEW)
+    options = options | {"max_new_tokens": NEW}
+    expected = generate(network, PROMPTS, strategy, config | {"runner": "eager"}, **options)
     assert not tape.recorded
     for _ in range(2):  # captured, then kept
-        result = generate(network, PROMPTS, strategy, config | {"runner": "graph"}, max_new_tokens=NEW)
+        result = generate(network, PROMPTS, strategy, config | {"runner": "graph"}, **options)
         assert outputs(result) == outputs(expected) and result.statistics.total == expected.statistics.total
-    assert tape.recorded == (1 if strategy == "none" else 2) and tape.replayed > 20
+    assert tape.recorded == captures and tape.replayed > 10
     assert strategy == "none" or expected.statistics.total.accepted > 20
     release(network)
+
+
+def test_completions_are_read_in_pieces(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece goes on from the states after the one before."""
+    rows = random_rows([5, 9, 9])
+    done = generate(model, pad_left(rows), max_new_tokens=NEW)
+    monkeypatch.setattr(completion_logprobs, "_LOGITS", 4 * 3 * 64)  # four tokens of three rows
+    cache = cache_for(model, 3, 9 + NEW)
+    runner = EagerRunner(make_shadow(model), cache)
+    found, _ = read_completions(runner, rows, torch.tensor(outputs(done)), [], lambda scores: scores)
+    assert runner.forwards == 1 + 4  # of the prompts, and of four pieces
+    torch.testing.assert_close(found, done.logprobs, rtol=1e-5, atol=1e-5)
 
 
 # ---- states -------------------------------------------------------------------------------------------------------
