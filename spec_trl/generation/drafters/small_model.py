@@ -118,7 +118,7 @@ def read_assistant_config(name: str) -> PreTrainedConfig:
 
 
 def as_assistant(argument: str, assistant: object) -> PreTrainedModel:
-    """Returns the transformers model in `assistant`, without the wrappers of torch.compile and PEFT; raises ValueError,
+    """Returns the transformers model in `assistant`, without wrappers of torch.compile and PEFT; raises ValueError,
     naming the `argument`, if there is none."""
     model = policy_in(assistant) if isinstance(assistant, nn.Module) else assistant
     if not isinstance(model, PreTrainedModel):
