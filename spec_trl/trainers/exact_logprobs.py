@@ -295,6 +295,7 @@ def read_completions(
     for first in range(0, length - 1, most):
         count = min(most, length - 1 - first)
         logits = runner.forward(rows.window(first, count), rows.columns_after(first, count), columns)
+        runner.cache.commit([count] * len(prompts))
         found.append(score(logits, tokens[:, first + 1 : first + 1 + count]))
     logprobs = torch.empty(completions.shape)
     logprobs[order] = torch.cat(found, dim=1)

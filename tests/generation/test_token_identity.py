@@ -187,7 +187,7 @@ class Scenario:
 
 LEARNING = [f"tts {kind} {how}" for kind in ("self", "model", "eagle3", "dflash")
             for how in ("request", "rollout", "rollout together", "request together")]  # fmt: skip
-NAMES = ["right", "half right", "self", "model", "ngram", "history", "eagle3", "pruned", "dflash", "tts"]
+NAMES = ["right", "half right", "self", "model", "ngram", "history", "eagle3", "pruned", "dflash", "mtp", "tts"]
 LOOKUPS = {"right", "half right", "ngram", "history"}
 
 
@@ -239,7 +239,7 @@ def targets(tiny, drafters, tmp_path_factory: pytest.TempPathFactory) -> Targets
     """A target in each dtype, and what makes drafters for it."""
     found = {"float64": (tiny, drafters)}
     heads = dict(num_attention_heads=2)  # of 96, which attention reads in blocks of 32 columns: rows are longer
-    folders = write_checkpoints(tmp_path_factory.mktemp("wide"), **WIDE)
+    folders = write_checkpoints(tmp_path_factory.mktemp("wide"), **WIDE | heads)
     for name in EXACT:
         dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
         model, assistant = (tiny_llama(**WIDE | heads).to(dtype) for _ in range(2))

@@ -65,6 +65,11 @@ class DraftedChains:
     committed: NDArray[np.int16]
     winner: NDArray[np.int16]
 
+    @classmethod
+    def of(cls, depths: Integers, *rest: Any) -> "DraftedChains":
+        """Takes values of any integer dtype. A long rollout has thousands of rounds: 14 bytes for each row of one."""
+        return cls(depths.astype(np.int32), *(np.asarray(values, np.int16) for values in rest))
+
 
 @dataclass
 class Round:

@@ -251,9 +251,7 @@ class Rollout:
             drafted = np.where(ends, np.minimum(outcome.drafted, counts), outcome.drafted)  # [N, B]
             accepted = np.minimum(outcome.accepted, counts)  # [N, B]
             chains = outcome.owners, drafted, accepted, counts, outcome.winner
-            # A long rollout has thousands of rounds: 14 bytes for each row of one.
-            small = (np.asarray(values, np.int16) for values in chains)
-            self.record.rounds[-1].chains = DraftedChains(rows.host_generated.astype(np.int32), *small)
+            self.record.rounds[-1].chains = DraftedChains.of(rows.host_generated, *chains)
         rows.commit(rows.host_lengths + counts, drawn.logprobs)
         self.target.cache.commit(counts.tolist())
         if outcome.width:

@@ -15,7 +15,8 @@ from spec_trl import release
 from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import cpu_states, memory
+from spec_trl.generation.engine import completion_logprobs, cpu_states, memory
+from spec_trl.generation.engine.completion_logprobs import read_completions
 from spec_trl.generation.engine.cpu_states import Replay
 from spec_trl.generation.engine.model_costs import kv_bytes
 from spec_trl.generation.engine.requirements import check_model
@@ -152,6 +153,18 @@ def test_captured_forwards(
     assert tape.recorded == captures and tape.replayed > 10
     assert strategy == "none" or expected.statistics.total.accepted > 20
     release(network)
+
+
+def test_completions_are_read_in_pieces(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece goes on from the states after the one before."""
+    rows = random_rows([5, 9, 9])
+    done = generate(model, pad_left(rows), max_new_tokens=NEW)
+    monkeypatch.setattr(completion_logprobs, "_LOGITS", 4 * 3 * 64)  # four tokens of three rows
+    cache = cache_for(model, 3, 9 + NEW)
+    runner = EagerRunner(make_shadow(model), cache)
+    found, _ = read_completions(runner, rows, torch.tensor(outputs(done)), [], lambda scores: scores)
+    assert runner.forwards == 1 + 4  # of the prompts, and of four pieces
+    torch.testing.assert_close(found, done.logprobs, rtol=1e-5, atol=1e-5)
 
 
 # ---- states -------------------------------------------------------------------------------------------------------
