@@ -275,9 +275,13 @@ def plain(targets: Targets) -> Callable[..., tuple[Answers, list[int]]]:
         sampling: str, places: tuple[tuple[int, int], ...], dtype: str = "float64"
     ) -> tuple[Answers, list[int]]:
         always = {grammars.EOS} if sampling.startswith("grammar") else set()
-        texts = [tokens for tokens, _ in decode(dtype, sampling, tuple(always))]
+        answers = decode(dtype, sampling, tuple(always))
+        texts = [tokens for tokens, _ in answers]
         eos = sorted(always | {texts[row][min(position, len(texts[row]) - 1)] for row, position in places})
-        return decode(dtype, sampling, tuple(eos)), eos
+        if "min_new_tokens" in SAMPLING[sampling]:  # else a text is the same up to its first EOS
+            return decode(dtype, sampling, tuple(eos)), eos
+        ends = [next((end for end, token in enumerate(text, 1) if token in eos), len(text)) for text in texts]
+        return [(text[:end], own[:end]) for (text, own), end in zip(answers, ends, strict=True)], eos
 
     return find
 

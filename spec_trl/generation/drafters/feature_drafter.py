@@ -21,11 +21,10 @@ from ..engine.linear_layers import NarrowProduct
 from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
 from ..engine.runner import COLUMN_BUCKET
-from .borrowed import plain_embedding
 from .checkpoints import ConfigFile, load_exactly, read_checkpoint, read_config, tensors_to_store, write_checkpoint
 from .feature_network import FeatureConfig, FeatureNetwork
+from .target_parts import check_sizes, plain_embedding
 from .trainable_drafter import TrainableDrafter
-from .vocabulary import check_sizes
 
 
 class FeatureDrafter(TrainableDrafter):
