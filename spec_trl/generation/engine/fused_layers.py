@@ -2,8 +2,7 @@
 
 On a GPU they are Triton's; on a CPU they are C++, in forwards of the compiled runner. They replace the forwards of
 classes of known families, recognised by their names and modules. Other classes, subclasses included, classes with a
-replaced forward, and calls that the kernels cannot take (with gradient, without a ragged cache, in several dtypes) run
-unchanged.
+replaced forward, and calls that the kernels cannot take (gradient, no ragged cache, several dtypes) run unchanged.
 """
 
 import dis
@@ -194,8 +193,8 @@ class _DecoderLayer(_Fused):
 
 
 def with_fused_kernels(kind: type, module: nn.Module) -> type:
-    """The class of the clone of `module`, of class `kind`: `kind`, or a subclass with fused kernels if these run and
-    the class is known."""
+    """The class of the clone of `module`, of class `kind`: `kind`, or a subclass with fused kernels if these serve
+    it."""
     parameter = next(module.parameters(), None)
     if parameter is None or patched_forward(module) is not None:
         return kind
@@ -247,8 +246,7 @@ def _fused(kind: type, on_cpu: bool) -> type:
 
 
 def _has_its_forward(kind: Any) -> bool:
-    """Whether the forward of a module class, and the functions that it calls in its module, are those of the source
-    file."""
+    """Whether the forward of a module class, and the functions that it calls in its module, are the original ones."""
     forward = kind.forward
     # This module wraps the forwards of decoder layers.
     while getattr(forward, "__globals__", {}).get("__name__") == "transformers.modeling_layers":

@@ -130,8 +130,7 @@ def _check_model(model: PreTrainedModel) -> None:
 
 
 def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
-    """Returns the reason why `model`, with the text config `config`, is not served, to follow its name; None: it is
-    served."""
+    """Returns the reason why `model`, with the text config `config`, is not served, to follow its name, or None."""
     settings, decoder = vars(config), model.get_decoder()
     if settings.get("alibi"):
         return "with alibi=True is not served: ALiBi needs a two-dimensional mask"
