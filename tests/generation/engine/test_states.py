@@ -353,6 +353,14 @@ def test_drafters_and_controls_that_states_do_not_serve_are_refused(model: PreTr
         DraftThread(SelfDrafter(model, kernel="reference"))
 
 
+def test_attention_without_positions_has_no_last_one() -> None:
+    network, prompts = make("nemotron_h"), pad_left(random_rows([5, 60]))  # of a context of 64
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8}
+    with pytest.warns(UserWarning, match="beyond the model's context of 64"):
+        found = outputs(generate(network, prompts, "ngram", **options))
+    assert found == reference_outputs(network, prompts, max_new_tokens=8)
+
+
 @pytest.mark.parametrize("family", ["zamba", "minimax", "recurrent_gemma", "zaya"])
 def test_states_in_ways_of_their_own_are_refused(family: str) -> None:
     with pytest.raises(ValueError, match=f"'{family}'.*(head by head|not known here|ways of their own)"):
