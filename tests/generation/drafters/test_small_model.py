@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 from spec_trl.generation.drafters.autoregressive import CATCH_UP
 from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
-from spec_trl.generation.drafters.vocabulary import check_sizes
+from spec_trl.generation.drafters.target_parts import check_sizes
 from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.row_memory import RowMemory
 from spec_trl.scheduling.control import Chain

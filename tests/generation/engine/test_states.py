@@ -15,8 +15,7 @@ from spec_trl import release
 from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import completion_logprobs, cpu_states, memory
-from spec_trl.generation.engine.completion_logprobs import read_completions
+from spec_trl.generation.engine import cpu_states, memory
 from spec_trl.generation.engine.cpu_states import Replay
 from spec_trl.generation.engine.model_costs import kv_bytes
 from spec_trl.generation.engine.requirements import check_model
@@ -25,6 +24,8 @@ from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.engine.states import States, cache_for, state_bytes
 from spec_trl.scheduling.control import Chain
+from spec_trl.trainers import exact_logprobs
+from spec_trl.trainers.exact_logprobs import read_completions
 from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows, reference_outputs
 from tests.generation.engine.tape import Tape
@@ -159,7 +160,7 @@ def test_completions_are_read_in_pieces(model: PreTrainedModel, monkeypatch: pyt
     """Each piece goes on from the states after the one before."""
     rows = random_rows([5, 9, 9])
     done = generate(model, pad_left(rows), max_new_tokens=NEW)
-    monkeypatch.setattr(completion_logprobs, "_LOGITS", 4 * 3 * 64)  # four tokens of three rows
+    monkeypatch.setattr(exact_logprobs, "_LOGITS", 4 * 3 * 64)  # four tokens of three rows
     cache = cache_for(model, 3, 9 + NEW)
     runner = EagerRunner(make_shadow(model), cache)
     found, _ = read_completions(runner, rows, torch.tensor(outputs(done)), [], lambda scores: scores)
