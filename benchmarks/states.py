@@ -86,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     findings.append(Finding(what, median(gains), "×", PLAIN, spread(gains)))
     write_result(
         options.output, "rollouts", "Families whose layers keep states",
-        f"Random models, float32, greedy; prompts of {options.prompt_tokens} tokens, {options.new_tokens} new ones. Above 1 "
-        f"is faster: processor time of `{PLAIN}` over the way's; medians, least and most of {options.calls} turns.",
+        f"Random models, float32, greedy; prompts of {options.prompt_tokens} tokens, {options.new_tokens} new ones. "
+        f"Processor time of `{PLAIN}` over the way's; median, least and most of {options.calls} turns.",
         machine, findings, {"options": shown(options), "cells": cells},
     )  # fmt: skip
 
