@@ -86,10 +86,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         if vars(found)[name] is None:
             setattr(found, name, value)
     ones = ("steps", "batch_size", "save_every", "depth", "anchors", "samples")
-    least = dict.fromkeys(ones, 1) | {"window": 2, "learning_rate": 1e-9}
+    least = dict.fromkeys(ones, 1) | {"window": 2, "learning_rate": 1e-9, "held_out": 0, "measure_tokens": 0}
     for name, low in least.items():
         if (value := vars(found)[name]) is not None and not value >= low:
             raise ValueError(f"--{name.replace('_', '-')} {value}: it must be at least {low}.")
+    if found.measure_tokens and not found.held_out:
+        raise ValueError(f"--held-out 0 needs --measure-tokens 0, not {found.measure_tokens}: no prompt is held out.")
     if found.hidden_size < 16 or found.hidden_size % 16:
         raise ValueError(f"--hidden-size {found.hidden_size}: it must be a multiple of 16.")
     return found
@@ -116,13 +118,9 @@ def write_eagle3(folder: str | Path, target: PreTrainedModel, seed: int = 0) -> 
 
 
 def write_dflash(
-    folder: str | Path,
-    target: PreTrainedModel,
-    block_size: int = 16,
-    layers: int = 5,
-    mask_token: int | None = None,
-    seed: int = 0,
-) -> None:
+    folder: str | Path, target: PreTrainedModel, block_size: int = 16, layers: int = 5,
+    mask_token: int | None = None, seed: int = 0,
+) -> None:  # fmt: skip
     """Writes an untrained DFlash checkpoint in the format of its authors and the target's dtype. It drafts blocks of
     `block_size` slots, the first of which holds the last token and the others `mask_token`."""
     own = target.config.get_text_config(decoder=True)
@@ -166,13 +164,12 @@ def write_model(folder: str | Path, target: PreTrainedModel, hidden_size: int, l
 
 
 def write_untrained(folder: Path, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
-    seed, layers = arguments.seed, arguments.layers
     if arguments.drafter == "eagle3":
-        write_eagle3(folder, target, seed)
+        write_eagle3(folder, target, arguments.seed)
     elif arguments.drafter == "dflash":
-        write_dflash(folder, target, arguments.block_size, layers or 5, arguments.mask_token, seed)
+        write_dflash(folder, target, arguments.block_size, arguments.layers or 5, arguments.mask_token, arguments.seed)
     else:
-        write_model(folder, target, arguments.hidden_size, layers or 4, seed)
+        write_model(folder, target, arguments.hidden_size, arguments.layers or 4, arguments.seed)
 
 
 def _layer_settings(target: PreTrainedModel) -> dict[str, Any]:
@@ -182,18 +179,13 @@ def _layer_settings(target: PreTrainedModel) -> dict[str, Any]:
     rope = settings.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # some families have one per layer type
     return {
-        "hidden_size": own.hidden_size,
-        "intermediate_size": settings.get("intermediate_size") or 4 * own.hidden_size,
-        "num_attention_heads": own.num_attention_heads,
+        "hidden_size": own.hidden_size, "intermediate_size": settings.get("intermediate_size") or 4 * own.hidden_size,
+        "num_attention_heads": own.num_attention_heads, "tie_word_embeddings": False,
         "num_key_value_heads": settings.get("num_key_value_heads") or own.num_attention_heads,
-        "head_dim": settings.get("head_dim") or own.hidden_size // own.num_attention_heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": settings.get("rms_norm_eps") or 1e-6,
-        "rope_theta": float(rope.get("rope_theta") or 10000.0),
-        "max_position_embeddings": own.max_position_embeddings,
-        "vocab_size": own.vocab_size,
-        "tie_word_embeddings": False,
-    }
+        "head_dim": settings.get("head_dim") or own.hidden_size // own.num_attention_heads, "hidden_act": "silu",
+        "rms_norm_eps": settings.get("rms_norm_eps") or 1e-6, "rope_theta": float(rope.get("rope_theta") or 10000.0),
+        "max_position_embeddings": own.max_position_embeddings, "vocab_size": own.vocab_size,
+    }  # fmt: skip
 
 
 def _evenly(depth: int, count: int) -> list[int]:
@@ -220,37 +212,36 @@ def _initialise(network: Any, target: PreTrainedModel, seed: int) -> None:
 
 @dataclass(frozen=True)
 class Windows:
-    """Pieces of what the target sampled.
+    """Pieces of what the target sampled."""
 
-    Args:
-        tokens: `[M, W]` int64, right-padded with 0.
-        lengths: `[M]` int64.
-        first: `[M]` int64, index in the window of the first sampled token that has a token before it.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    first: Tensor
+    tokens: Tensor  # [M, W] int64, right-padded with 0
+    lengths: Tensor  # [M] int64
+    first: Tensor  # [M] int64, index in the window of the first sampled token that has a token before it
 
 
 @torch.no_grad()
 def sample(target: PreTrainedModel, prompts: list[list[int]], count: int, length: int, seed: int) -> list[list[int]]:
     """Samples `count` sequences of at most `length` tokens, prompts included, which are taken in turn. The same seed
     and prompts give the same sequences."""
+    chosen = [prompts[row % len(prompts)] for row in range(count)]
     found: list[list[int]] = [[]] * count
-    order = sorted(range(count), key=lambda row: len(prompts[row % len(prompts)]))  # of about one length together
-    for start in tqdm(range(0, count, 4 * SAMPLED_AT_ONCE), desc="sampling"):
-        rows = order[start : start + 4 * SAMPLED_AT_ONCE]
-        inputs = pad_left([prompts[row % len(prompts)] for row in rows], target.device)
+    order = sorted(range(count), key=lambda row: len(chosen[row]))
+    bar = tqdm(total=count, desc="sampling")
+    while order:
+        shortest = len(chosen[order[0]])  # prompts of about this length go together: all grow to about `length`
+        rows = [i for i in order[: 4 * SAMPLED_AT_ONCE] if len(chosen[i]) <= shortest + (length - shortest) // 8]
+        order = order[len(rows) :]
+        inputs = pad_left([chosen[row] for row in rows], target.device)
         width = inputs["input_ids"].shape[1]
         output: Any = target.generate(
             **inputs, assistant_strategy="none", do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0,
             max_new_tokens=length - width, return_dict_in_generate=True, request_ids=rows,
             speculative_config=SpeculativeConfig(seed=seed, max_batch_size=SAMPLED_AT_ONCE),
         )  # fmt: skip
-        new = zip(rows, output.sequences.tolist(), output.lengths.tolist(), strict=True)
-        for row, tokens, size in new:
-            found[row] = prompts[row % len(prompts)] + tokens[width : width + size]
+        for row, tokens, size in zip(rows, output.sequences.tolist(), output.lengths.tolist(), strict=True):
+            found[row] = chosen[row] + tokens[width : width + size]
+        bar.update(len(rows))
+    bar.close()
     return found
 
 
@@ -278,11 +269,12 @@ def choose_prompts(arguments: argparse.Namespace, target: PreTrainedModel, lengt
             raise ValueError("the target has no BOS token to begin with; give --prompts.")
         return [[start]] * (1 + arguments.held_out)
     longest = arguments.prompt_tokens or max(length // 4, 1)
-    prompts = token_ids(read_prompts(arguments.prompts), AutoTokenizer.from_pretrained(arguments.target), longest)
-    if not 1 <= arguments.held_out < len(prompts):
-        raise ValueError(
-            f"--held-out {arguments.held_out}: of {len(prompts)} prompts, at least 1 and not all can be held out."
-        )
+    texts, tokenizer = read_prompts(arguments.prompts), AutoTokenizer.from_pretrained(arguments.target)
+    prompts = [tokenizer(text, verbose=False).input_ids[:longest] for text in texts]  # special tokens count
+    if tokenizer.chat_template is not None:
+        prompts = token_ids(texts, tokenizer, longest)
+    if not arguments.held_out < len(prompts):
+        raise ValueError(f"--held-out {arguments.held_out}: of {len(prompts)} prompts, not all can be held out.")
     if max(map(len, prompts)) >= length:
         raise ValueError(f"a prompt has {max(map(len, prompts))} tokens; --sample-tokens {length} leaves no room.")
     return prompts
@@ -316,7 +308,13 @@ def load_trainee(folder: Path, arguments: argparse.Namespace, target: PreTrained
             entropies = -(wanted.softmax(-1) * scores.log_softmax(-1)).sum(-1)  # [n]
             return entropies.mean(), (wanted.argmax(-1) == scores.argmax(-1)).float().mean()
 
-        return Trainee(list(model.parameters()), (), distil, model.save_pretrained)
+        def save(folder: Path) -> None:  # each file whole or not at all: a killed run can be resumed
+            with tempfile.TemporaryDirectory(dir=folder) as fresh:
+                model.save_pretrained(fresh)
+                for file in Path(fresh).iterdir():
+                    file.replace(folder / file.name)
+
+        return Trainee(list(model.parameters()), (), distil, save)
     kind = Eagle3Drafter if arguments.drafter == "eagle3" else DFlashDrafter
     drafter = kind(folder, target, torch.float32)
 
@@ -415,11 +413,13 @@ def main(given: list[str] | None = None) -> None:
         raise ValueError(f"--output {output} holds a model already; choose another folder, or --resume.")
     if arguments.resume and not (output / STATE_FILE).exists():
         raise ValueError(f"--resume: {output} has no {STATE_FILE} to go on from.")
+    if arguments.resume and not (output / WINDOWS_FILE).exists():
+        raise ValueError(f"--resume: an older version wrote {output}; resume with it, or train in another --output.")
     target = load_model(arguments.target, arguments.dtype, find_device(arguments.device))
     context = target.config.get_text_config(decoder=True).max_position_embeddings
     length = arguments.sample_tokens or arguments.window or min(context, 512)
     prompts = choose_prompts(arguments, target, length)
-    prompts, held_out = prompts[: -arguments.held_out], prompts[-arguments.held_out :]
+    prompts, held_out = prompts[: -arguments.held_out or None], prompts[len(prompts) - arguments.held_out :]
     with tempfile.TemporaryDirectory() as folder:  # whatever does not fit is refused before any sampling
         write_untrained(Path(folder), arguments, target)
         load_trainee(Path(folder), arguments, target)

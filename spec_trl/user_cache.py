@@ -25,7 +25,7 @@ def file_name(readable: str, text: str) -> str:
     return f"{start}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
 
 
-def read_kept(path: Path, load: Callable[[Path], T], then: str = "") -> T | None:
+def read_cached(path: Path, load: Callable[[Path], T], then: str = "") -> T | None:
     """Returns `load(path)`; None if there is no file, or if it is damaged, with a warning that says what happens
     `then`."""
     try:
@@ -35,7 +35,7 @@ def read_kept(path: Path, load: Callable[[Path], T], then: str = "") -> T | None
         return None
 
 
-def save_kept(save: Callable[[Path], object], path: Path, what: str) -> None:
+def save_cached(save: Callable[[Path], object], path: Path, what: str) -> None:
     """Saves `what` to `path`; warns if that cannot be written, as in a read-only home."""
     try:
         save(path)

@@ -75,13 +75,16 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libraries: Path) -> Iterator[Path]:
+def cache(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, libraries: Path
+) -> Iterator[Path]:
     """The folder of profiles, ladders and ledgers: empty at first. Beside it lies what was compiled before."""
-    kernels = tmp_path / "cache/spec_trl/kernels"
+    folder = tmp_path_factory.mktemp("cache")
+    kernels = folder / "spec_trl/kernels"
     kernels.mkdir(parents=True)
     for library in libraries.iterdir():
         (kernels / library.name).symlink_to(library)
-    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(folder))
     yield kernels.parent / "profiles"
     for compiled in kernels.glob("*.so"):
         if not compiled.is_symlink():

@@ -240,9 +240,9 @@ def timeline(timelines: Sequence[RequestTimeline], requests: int | None = None) 
     figure, (axes,) = canvas(("seconds since the rollout's start", f"{whose} requests, by when they ended"))
     legend = {name: drafter_colour(name) for name, _ in boxes}
     draw_boxes(axes, [(legend[name], box) for name, box in boxes], legend)
-    ended = lanes[-1].ended
-    axes.set(xlim=(0, ended), ylim=(len(lanes) - 0.5, -0.5), yticks=[])
-    shares = {together: spent / sum(seconds.values()) for together, spent in seconds.items()}
+    ended, total = lanes[-1].ended, sum(seconds.values()) or 1.0  # 0: all requests ended with their first token
+    axes.set(xlim=(0, ended or 1.0), ylim=(len(lanes) - 0.5, -0.5), yticks=[])
+    shares = {together: spent / total for together, spent in seconds.items()}
     races = f"{len(raced)} of them raced, the first after {min(raced.values()):.3g} s" if raced else "nobody raced"
     text = f"{whose} requests, the last of which ended after {ended:.3g} s: {percent(shares)} of their time; {races}."
     return Drawing(figure, text)

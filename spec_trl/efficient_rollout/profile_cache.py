@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ..generation.configuration import SpeculativeConfig
 from ..measuring.machine import NO_KERNEL, profile_key
 from ..scheduling.model_constants import ProfileKey
-from ..user_cache import cache_directory, read_kept, save_kept
+from ..user_cache import cache_directory, read_cached, save_cached
 from .calibration import calibrate
 from .profile import Profile, ProfileMismatch
 
@@ -87,7 +87,7 @@ def _load_named(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Profi
 
 def _load_cached(key: ProfileKey) -> Profile | None:
     path = cache_directory("profiles") / key.file_name
-    profile = read_kept(path, Profile.load)
+    profile = read_cached(path, Profile.load)
     if profile is not None and profile.key != key:  # a user has edited it or put it there
         warnings.warn(f"{path} is left aside: it was calibrated for something else.", stacklevel=2)
         return None
@@ -110,5 +110,5 @@ def _cached_or_new(
         message = f"the machine could not be calibrated, so measured rounds alone decide when to speculate: {error}"
         warnings.warn(message, stacklevel=2)
         return None
-    save_kept(profile.save, cached, "roofline profile")
+    save_cached(profile.save, cached, "roofline profile")
     return profile

@@ -1,5 +1,5 @@
-"""The keyword `assistant_strategy`, and the decoding method that transformers' `custom_generate` hook calls for it: it
-refuses what cannot be served, chooses drafters and control, rolls out, and assembles the output."""
+"""The keyword `assistant_strategy`, and the decoding method behind it, which transformers' `custom_generate` hook
+calls: it checks the call, chooses drafters and control, runs the rollout, and assembles the output."""
 
 import functools
 import inspect
@@ -30,6 +30,7 @@ from .engine import requirements
 from .engine.attention import keeps_states
 from .engine.cache import PAGE_COLUMNS, autocast_dtype
 from .engine.drafter import Drafter
+from .engine.graph_capture import SMALLEST_COLUMNS
 from .engine.linear_layers import copied_bytes
 from .engine.lockstep import RolloutInStep
 from .engine.memory import check_memory, takes_memory_late
@@ -60,20 +61,20 @@ from .strategies import (
 
 
 _LIMIT_OVER_LENGTH = 4
-"""As many rows share a pool as it holds at this part of their limit: lengths have a long tail, and with an eighth of
-the limit on average they took up to 0.16 of rows x limit (`kv_memory`, benchmarks/RESULTS.md)."""
+"""Share of the length limit per row for which a pool has pages: lengths have a long tail, and with a mean of an eighth
+of the limit rows took at most 0.16 of rows x limit (`kv_memory`, benchmarks/RESULTS.md)."""
 
 
 @dataclass
 class SpeculativeOutput(ModelOutput):
-    """What `generate(assistant_strategy=..., return_dict_in_generate=True)` returns.
+    """Result of `generate(assistant_strategy=..., return_dict_in_generate=True)`.
 
     Args:
-        sequences: `[B, prompt width + new]` int64, prompts as given, outputs right-padded.
+        sequences: `[B, prompt width + new]` int64, prompts as passed, outputs right-padded.
         logprobs: `[B, new]` float32, log-probability (nats) of each sampled token under the processed target
             distribution; 0 after a row's end.
         lengths: `[B]` int64, generated tokens of each row, EOS included.
-        statistics: what the generation did.
+        statistics: of the generation.
     """
 
     sequences: Tensor | None = None
@@ -82,7 +83,7 @@ class SpeculativeOutput(ModelOutput):
     statistics: SpeculationStatistics | None = None
 
 
-@torch.inference_mode(False)  # what is kept for the next call must not be bound to this one's inference mode
+@torch.inference_mode(False)  # the session's tensors must not be inference tensors
 @torch.no_grad()
 def speculative_decoding(
     model: PreTrainedModel,
@@ -103,24 +104,24 @@ def speculative_decoding(
     Args:
         model: the target.
         input_ids: `[B, width]` int64, left-padded.
-        logits_processor: prepared by `generate`; acts as there.
-        stopping_criteria: prepared by `generate`; acts as there.
+        logits_processor: prepared by `generate`; acts as in `generate`.
+        stopping_criteria: prepared by `generate`; acts as in `generate`.
         generation_config: prepared by `generate`.
         assistant_strategy: see :func:`~spec_trl.generation.configuration.check_strategy`.
         speculative_config: options, a :class:`SpeculativeConfig` or a dict of its fields.
-        drafter: a drafter made before, or several, in place of the strategy's own.
-        request_ids: B ints that key the noise with the seed; by default 0..B. Two calls with the same seed and the
-            same ids sample the same tokens, whatever else differs.
-        control: decides in each round which of the drafters given with it draft; by default one made from the config.
-        make_queue: gives the requests of all rows to those in flight; some queues share them with other ranks
-            (:class:`~spec_trl.distributed.pool.SharedPool`), and rows that these decode have a length of 0 here.
-        model_kwargs: `attention_mask` and what else `generate` prepares.
+        drafter: a drafter or several, instead of those of the strategy.
+        request_ids: B ints that key the noise with the seed; by default 0..B. Two calls with the same seed and ids
+            sample the same tokens.
+        control: decides in every round which drafters draft; by default made from the config.
+        make_queue: makes the queue of requests. A queue may share them with other ranks
+            (:class:`~spec_trl.distributed.pool.SharedPool`); rows that another rank decodes have a length of 0 here.
+        model_kwargs: `attention_mask` and other inputs that `generate` prepares.
 
     Returns:
         `[B, width + new]` int64, or a :class:`SpeculativeOutput` with `return_dict_in_generate=True`.
 
     Raises:
-        ValueError: the call asks for something that cannot be served; raised before any work.
+        ValueError: the call cannot be served; raised before any work.
         FloatingPointError: the target's logits are NaN.
     """
     # `generate` gives a custom method no assistant and no streamer; the keyword's wrapper hands them over by these.
@@ -134,7 +135,7 @@ def speculative_decoding(
     with Session.lend(model) as session, ExitStack() as claims:
         snapshot = session.snapshot
         assert snapshot is not None
-        # ---- what cannot be served is refused before any work
+        # ---- checks before any work
         check_strategy(assistant_strategy)
         if drafter is None:
             check_combination(assistant_strategy, config)
@@ -157,7 +158,7 @@ def speculative_decoding(
         drafts = bool(drafter) or assistant_strategy != "none"
         in_step = must_run_in_step([*logits_processor, *stopping_criteria], batch, capacity, drafts)
 
-        # ---- who drafts, and when
+        # ---- drafters and control
         longest = max(lengths) + new_tokens
         if in_step:
             drafter, control = [], NeverSpeculate("a processor or criterion is shown one step at a time")
@@ -186,21 +187,21 @@ def speculative_decoding(
             )
         if has_states:
             check_races(model, control.races)
-        # "none" gets the same columns: attention over other widths would differ in the last bits.
+        # "none" gets the same columns: attention over another width would differ in the last bits.
         most_drafted = max(config.draft_length, control.most_drafted)
         columns = longest + most_drafted
 
-        # ---- for how many rows there is memory
+        # ---- number of rows in flight, by memory
         in_pool = takes_pool(config, device, has_states)
         # One row shares memory with no other.
         free = free_for_cache(session, device) if in_pool or capacity > 1 else 0
         states = snapshot.find("states", partial(state_bytes, model)) if has_states else 0
         needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, columns if in_pool else 0, states)
-        expected = columns
+        expected = columns if not has_states else -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
         if in_pool and not in_step:
             expected = min(max(columns // _LIMIT_OVER_LENGTH, max(lengths) + PAGE_COLUMNS), columns)
         graphs, most = 0.0, config.max_graph_memory * 2**30 if captures(config, device) else 0.0
-        if most:  # little memory makes them fewer before it makes the batch smaller
+        if most:  # little memory means fewer captured forwards before fewer rows
             graphs = needs.graph_memory(capacity, expected, free, most)
             needs = needs.with_graphs(graphs)
         if in_step:  # all rows stay to the end
@@ -263,7 +264,7 @@ def speculative_decoding(
             with suppress(Exception):
                 rollout.end()
             session.shadow = None
-            session.drop_runner()  # its cache may hold broken or half-written K/V
+            session.drop_runner()  # its cache may hold broken K/V
             raise
         statistics.exact, statistics.copied_bytes = exact, copied
         if config.decoupled_execution != "never":
@@ -284,7 +285,7 @@ def _assemble(
     statistics: SpeculationStatistics,
     return_dict: bool,
 ) -> SpeculativeOutput | Tensor:
-    """Puts prompts and completions into rectangles."""
+    """Pads prompts and completions to rectangles."""
     lengths = torch.tensor([0 if completion is None else len(completion.tokens) for completion in completions])  # [B]
     new = torch.full((len(completions), int(lengths.max())), pad_token_id, dtype=input_ids.dtype)  # [B, new]
     logprobs = torch.zeros(new.shape)  # [B, new]
@@ -326,7 +327,7 @@ def install() -> None:
         is_other = custom is not None and custom is not speculative_decoding
         if is_other and assistant_strategy is not None:
             raise ValueError("custom_generate and assistant_strategy both name a decoding method; pass one of them.")
-        if not is_other:  # it comes before what a config says, like all arguments
+        if not is_other:  # arguments precede configs
             assistant_strategy = setting("assistant_strategy", assistant_strategy, self, args, kwargs)
         is_argument = speculative_config is not None
         speculative_config = setting("speculative_config", speculative_config, self, args, kwargs)
@@ -338,7 +339,7 @@ def install() -> None:
             return original(self, *args, **kwargs)
         strategy = check_strategy("self" if assistant_strategy is None else assistant_strategy)
         config = SpeculativeConfig.coerce(speculative_config)
-        if kwargs.get("drafter") is None:  # else it was made with other options
+        if kwargs.get("drafter") is None:  # else a config with other options
             check_use(strategy, config)
         _check_before_generate(self, args, kwargs)
         kwargs["custom_generate"] = custom = functools.partial(
@@ -357,7 +358,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes the keyword away again; `custom_generate=spec_trl.speculative_decoding` goes on working."""
+    """Removes the keyword; `custom_generate=spec_trl.speculative_decoding` still works."""
     global _generate
     if _generate is not None:
         GenerationMixin.generate = _generate
@@ -365,9 +366,9 @@ def uninstall() -> None:
 
 
 def setting(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument `name`: its `value`, else that of the call's generation_config, else of the model's own. That is
-    the order of `generate`, whose configs carry entries they do not know."""
-    if name in kwargs:  # which `generate` takes itself
+    """Returns the argument `name`: its `value`, else the entry of the call's generation_config, else of the model's
+    generation_config, as in `generate`. Configs carry unknown entries."""
+    if name in kwargs:  # a keyword of `generate`
         return kwargs[name]
     of_call = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     for config in (of_call, getattr(model, "generation_config", None)):
@@ -376,8 +377,8 @@ def setting(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses what `generate` would act on, or fail at, before it calls the decoding method. Makes a criterion of stop
-    strings, because `generate` does not pass the tokenizer on to a custom method."""
+    """Refuses arguments on which `generate` would act or fail before it calls the decoding method. Turns stop strings
+    into a criterion, because `generate` does not pass the tokenizer on to a custom method."""
     prompts = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
     if prompts is not None:
         check_input_ids(prompts, model.device)
@@ -392,7 +393,7 @@ def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def move_stop_strings(stop_strings: str | list[str], kwargs: dict[str, Any]) -> None:
-    """Puts a criterion in place of `stop_strings` and the tokenizer among the keywords of a call of `generate`."""
+    """Replaces `stop_strings` and the tokenizer among the keywords of a call of `generate` by a criterion."""
     tokenizer = kwargs.pop("tokenizer", None)
     if tokenizer is None:
         raise ValueError(f"stop_strings={stop_strings!r} needs tokenizer=..., to match strings across tokens.")

@@ -1,13 +1,13 @@
-"""Drafters by the `assistant_strategy` that names them, and the strategies that read an option."""
+"""Drafter classes by `assistant_strategy`, and which strategies read an option."""
 
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 
 CHOOSING = ("auto", "best_of_n")
-"""Strategies of several drafters."""
+"""Strategies with several drafters."""
 DRAFTERS: dict[str, Any] = {}
-"""Classes of drafters by strategy, those of users included (:func:`register_drafter`)."""
+"""Drafter classes by strategy, those of users included (:func:`register_drafter`)."""
 T = TypeVar("T", bound=type)
 
 
@@ -15,7 +15,7 @@ def register_drafter(kind: T) -> T:
     """Class decorator: `generate(assistant_strategy=kind.strategy)`, and the trainer, draft with `kind`, a
     :class:`~spec_trl.generation.engine.drafter.Drafter`.
 
-    A class of the same module and name takes the other's place, as when a notebook's cell runs again.
+    A class of the same module and name replaces the older one, as when a notebook's cell runs again.
 
     Raises:
         ValueError: another class has the name.
@@ -40,7 +40,7 @@ def needing_assistant() -> tuple[str, ...]:
 
 
 def taking_assistant() -> tuple[str, ...]:
-    """Strategies that may be given one."""
+    """Strategies that accept an `assistant_model`."""
     return (*(name for name, kind in DRAFTERS.items() if kind.assistant != "none"), *CHOOSING)
 
 
@@ -50,14 +50,14 @@ def drafting_ahead() -> tuple[str, ...]:
 
 
 _READ_BY = {"tts_": "tts", "best_of_n_": "best_of_n", "ngram_size": "ngram", "history_max_tokens": "history"}
-"""Strategy or drafter by the beginning of an option's name. Options of all drafters, and of the quantized copy that
-most strategies may draft with, are not here: strategies are compared under one config."""
+"""Strategy or drafter by prefix of an option's name. Options of all drafters, and of the quantized copy, which most
+strategies use, are left out: strategies are compared under one config."""
 
 
 def check_use(strategy: str, config: Any) -> None:
-    """Raises ValueError where `config`, a SpeculativeConfig or a dataclass with options of the same names, sets one
-    to another value than its default that `strategy` does not read. `"none"` may have any: it is what others are
-    compared with."""
+    """Raises ValueError if `config`, a SpeculativeConfig or a dataclass with options of the same names, sets an option
+    that `strategy` does not read to a value other than its default. `"none"` may have any: other strategies are
+    compared with it."""
     reading = {"auto": {"history"}, "best_of_n": {"best_of_n", *config.best_of_n_drafters}}.get(strategy, {strategy})
     for each in fields(config) if strategy != "none" else ():
         for begin, reader in _READ_BY.items():

@@ -1,9 +1,9 @@
-"""What calls for one model leave to the next: one session per model, one fingerprint, one release.
+"""Objects that the next call for a model reuses: one session per model, one fingerprint, one release.
 
 A call borrows the session of its model. When it begins, the fingerprint of the model (modules, hooks, plain attributes
-such as active adapters and their scaling, dtypes and devices) is compared with that of the last call, and what was
-made for another structure goes. The values of the weights may change: who copies them compares :class:`WeightState`,
-and captured forwards, which read them where they lie, compare :func:`addresses`.
+such as active adapters and their scaling, dtypes and devices) is compared with that of the last call, and objects made
+for another structure are dropped. The values of the weights may change: copies of weights compare
+:class:`WeightState`, and captured forwards, which read weights by address, compare :func:`addresses`.
 """
 
 import copy
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from ..specactor.ladder import Ladder
     from .engine.drafter import Drafter
     from .engine.graph_runner import GraphRunner
-    from .strategies import KeptControl
+    from .strategies import CachedControl
 
 
 T = TypeVar("T")
-_TENSORS = "_parameters", "_buffers"  # a shadow has the same dicts; copies would keep alive what leaves them
+_TENSORS = "_parameters", "_buffers"  # a shadow has the same dicts; copies would keep removed entries alive
 _CODE = {FunctionType, MethodType, partial}
 _PLAIN = (bool, int, float, str)
-_OF_TRAINING = ("training", "gradient_checkpointing")  # which a shadow, in eval mode, does not act on
+_OF_TRAINING = ("training", "gradient_checkpointing")  # ignored by a shadow, which is in eval mode
 # Objects that attributes may lead to, beside what lies in them: to look at these takes a few milliseconds.
 _MOST_OBJECTS = 10_000
-_VALUES = 256  # of a weight that are compared; an optimizer step moves most of them
+_VALUES = 256  # values of a weight that are compared; an optimizer step changes most of them
 _sessions: "WeakKeyDictionary[nn.Module, Session]" = WeakKeyDictionary()
 _snapshots: "WeakKeyDictionary[nn.Module, Snapshot]" = WeakKeyDictionary()
 
@@ -47,7 +47,7 @@ _snapshots: "WeakKeyDictionary[nn.Module, Snapshot]" = WeakKeyDictionary()
 
 
 class Shadow(NamedTuple):
-    """The network that ran the last call, and its snapshot when it was made."""
+    """The network that ran the last call, with its first snapshot."""
 
     network: PreTrainedModel
     exact: bool
@@ -55,14 +55,15 @@ class Shadow(NamedTuple):
 
 
 class Session:
-    """What calls for one model share, one call at a time. Nothing in it may hold the model, or it would never die.
+    """Objects that calls for one model share, one call at a time. They must not reference the model, or it would never
+    be freed.
 
     Attributes:
-        snapshot: of the model, taken or compared when the call began; None before the first call.
-        shadow: the network that the last call ran. It stays while the snapshot does.
-        runner: with the forwards that it captured. It stays while the structure of the model does.
-        drafters: by strategy. They stay while the structure does, or longer (`Drafter.outlives_changes`).
-        controls: by the drafters and options that they serve, with what they have measured.
+        snapshot: of the model, taken or compared at the beginning of the call; None before the first call.
+        shadow: the network of the last call. It stays while the snapshot holds.
+        runner: with captured forwards. It stays while the structure of the model is the same.
+        drafters: by strategy. They stay while the structure is the same, or longer (`Drafter.outlives_changes`).
+        controls: by drafters and options, with their measurements.
         ladder: of the drafters that were profiled last.
         acceptance: first-token acceptance by strategy.
         heads: whether a checkpoint, by its name, has an MTP head that can draft for the model.
@@ -73,7 +74,7 @@ class Session:
         self.shadow: Shadow | None = None
         self.runner: GraphRunner | None = None
         self.drafters: dict[str, Drafter] = {}
-        self.controls: dict[str, KeptControl] = {}
+        self.controls: dict[str, CachedControl] = {}
         self.ladder: Ladder | None = None
         self.acceptance: dict[str, float] = {}
         self.heads: dict[str, bool] = {}
@@ -83,12 +84,12 @@ class Session:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Session":
-        """The session of `model`."""
+        """Returns the session of `model`."""
         return _sessions.setdefault(model, cls())
 
     @classmethod
     def below(cls, model: nn.Module) -> "list[Session]":
-        """The sessions of `model` and what it wraps, and their spare ones."""
+        """Returns the sessions of `model` and of the models that it wraps, spare ones included."""
         sessions = [_sessions[module] for module in model.modules() if module in _sessions]
         for session in sessions:
             if session._spare is not None:
@@ -98,9 +99,9 @@ class Session:
     @classmethod
     @contextmanager
     def lend(cls, model: nn.Module) -> "Iterator[Session]":
-        """Lends the session of `model` to one call. A call that begins while another one runs gets a spare one, which
-        serves the next such call too, but captures nothing for it. A session that is released meanwhile ends with the
-        call."""
+        """Lends the session of `model` to one call. A call that begins while another runs gets a spare session, which
+        serves the next such call as well, but keeps no captured forwards. A session that is released during a call is
+        freed after it."""
         first = session = cls.of(model)
         while not session._in_use.acquire(blocking=False):
             if session._spare is None:
@@ -122,7 +123,7 @@ class Session:
                 session._in_use.release()
 
     def _follow(self, model: nn.Module) -> None:
-        """Drops what was made for `model` before it changed."""
+        """Drops objects that were made for `model` before it changed."""
         snapshot = snapshot_of(model)
         if snapshot is self.snapshot:
             return
@@ -135,18 +136,19 @@ class Session:
 
     @property
     def _depends(self) -> bool:
-        """Whether something was made for one structure of the model."""
+        """Whether it holds objects for one structure of the model."""
         return self.runner is not None or any(not drafter.outlives_changes for drafter in self.drafters.values())
 
     def check_shadow(self) -> None:
-        """Drops the shadow if a call has left something on it."""
+        """Drops the shadow if a call has changed it."""
         if self.shadow is not None:
             snapshot = self.shadow.snapshot
             if not (snapshot.is_complete and snapshot.holds(self.shadow.network)):
                 self.shadow = None
 
     def drop_runner(self) -> None:
-        """Frees what was captured. A runner and its captures hold each other, so this takes a collection: 0.3 s."""
+        """Frees captured forwards. A runner and its captures reference each other, so this needs a garbage collection:
+        0.3 s."""
         if self.runner is not None:
             self.runner = None
             gc.collect()
@@ -162,14 +164,14 @@ class Session:
 
 
 def capturing_session(model: nn.Module) -> Session | None:
-    """The session of `model`, also if it is wrapped, in which a runner with captured forwards waits for a call."""
+    """Returns the session of `model`, also if it is wrapped, that holds a runner with captured forwards, or None."""
     return next((session for session in Session.below(model) if session.runner is not None), None)
 
 
 def release(model: nn.Module) -> None:
-    """Frees all that is kept for `model`, also if it is wrapped: the K/V cache and captured forwards, the quantized
-    copy, a drafter of `"tts"` with what it has learned, the texts of earlier calls, and what is known of drafters and
-    rounds. What a running call uses is freed when that call ends.
+    """Frees all objects that calls for `model`, also if it is wrapped, have left: K/V cache and captured forwards, the
+    quantized copy, a `"tts"` drafter with its learned weights, texts of earlier calls, and measurements of drafters
+    and rounds. Objects of a running call are freed when that call ends.
     """
     for module in model.modules():
         _snapshots.pop(module, None)
@@ -182,21 +184,21 @@ def release(model: nn.Module) -> None:
 
 
 def structure(model: nn.Module) -> tuple[object, ...]:
-    """What decides the weights of `model` and is no weight: modules, their hooks and plain attributes, such as which
-    adapters are active, merged or scaled, and the dtypes and devices of their tensors. While it stays equal, a copy
-    of `model` needs new weights at most."""
+    """Structure of `model` without its weights: modules, their hooks and plain attributes, such as which adapters are
+    active, merged or scaled, and the dtypes and devices of tensors. While it is equal, a copy of `model` needs at most
+    new weights."""
     return snapshot_of(model).find("structure", partial(_structure, model))
 
 
 def addresses(network: nn.Module) -> tuple[int, ...]:
-    """Where the parameters and buffers of `network` lie."""
+    """Addresses of the parameters and buffers of `network`."""
     return tuple(tensor.data_ptr() for tensor in (*network.parameters(), *network.buffers()))
 
 
 class WeightState:
-    """Where the parameters of `network` lie, how often they were written to, and some of their values: fused
-    optimizers and writes through `.data` move no version counter. What changes other values alone in such a way is
-    not seen. Takes 2 ms with 272 parameters."""
+    """Addresses of the parameters of `network`, their version counters, and some of their values, since fused
+    optimizers and writes through `.data` do not count versions. Such a write that changes only other values is not
+    seen. Takes 2 ms with 272 parameters."""
 
     def __init__(self, network: nn.Module) -> None:
         parameters = list(network.parameters())
@@ -223,7 +225,7 @@ def _structure(model: Any) -> tuple[object, ...]:
     for module in model.modules():
         marks += [id(module), type(module), type(module).forward]
         for name, value in lasting_attributes(module).items():
-            if "_hooks_" in name or name in _OF_TRAINING:  # the former say which hooks take keywords
+            if "_hooks_" in name or name in _OF_TRAINING:  # the former name hooks that take keywords
                 continue
             if isinstance(value, _PLAIN):
                 marks.append((name, value))
@@ -240,7 +242,7 @@ def _structure(model: Any) -> tuple[object, ...]:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """A config without what `save_pretrained` writes into it."""
+    """A config without the entries that `save_pretrained` adds."""
     written = ("architectures", "dtype")
     return {
         name: _settings(value) if isinstance(value, dict) else value
@@ -253,14 +255,14 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Snapshot:
-    """What the modules of `network` hold: their classes and forwards, attributes, what lies in attributes that are
-    containers, configs, and kind, dtype and device of tensors, but not which tensors these are; and without what
-    training leaves on them (:mod:`~spec_trl.generation.engine.training_marks`).
+    """Content of the modules of `network`: classes and forwards, attributes, elements of attributes that are
+    containers, configs, and kind, dtype and device of tensors, but not their identity; and without the marks of
+    training (:mod:`~spec_trl.generation.engine.training_marks`).
 
     Attributes:
-        is_complete: False for a network with hooks, methods or closures as attributes, since what they do may change
-            unseen, and for one whose attributes lead to itself: what is kept would hold it for ever. Such a snapshot
-            holds nothing, and serves one call.
+        is_complete: False for a network with hooks, methods or closures as attributes, whose effect may change unseen,
+            and for a network whose attributes lead back to it: a reference would keep it alive for ever. Such a
+            snapshot is empty, and serves one call.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -291,7 +293,7 @@ class Snapshot:
         """Whether nothing of it has changed."""
         try:
             for module, kind, state in zip([network, *self._below], self._kinds, self._states, strict=True):
-                # To see that values are the same objects takes little; few modules have marks of training.
+                # Comparing identities is cheap; few modules have marks of training.
                 if kind != (type(module), type(module).forward) or (
                     vars(module) != state and _state_of(module) != state
                 ):
@@ -300,7 +302,7 @@ class Snapshot:
                 if vars(config) != settings:
                     return False
             return self._read_tensors() == self._kinds_of_tensors
-        except (RuntimeError, ValueError):  # another tensor or array stands where one stood: they have no one truth
+        except (RuntimeError, ValueError):  # a different tensor or array: its comparison has no single truth value
             return False
 
     def _read_tensors(self) -> list[Any]:
@@ -309,7 +311,7 @@ class Snapshot:
 
 
 def snapshot_of(network: nn.Module) -> Snapshot:
-    """The last snapshot of `network`, where it holds; else a new one."""
+    """Returns the last snapshot of `network` if it still holds; else a new one."""
     snapshot = _snapshots.get(network)
     if snapshot is None or not snapshot.holds(network):
         snapshot = Snapshot(network)
@@ -319,7 +321,7 @@ def snapshot_of(network: nn.Module) -> Snapshot:
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
-    """What `module` holds, without marks of training; its containers are copied."""
+    """Content of `module`, without marks of training; containers are copied."""
     return {
         name: value.copy() if name not in _TENSORS and isinstance(value, dict | list | set) else value
         for name, value in lasting_attributes(module).items()
@@ -327,7 +329,7 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _may_change(value: Any) -> bool:
-    """Whether `value` is code that holds values, and is not just a function of a module."""
+    """Whether `value` is code with bound values, not a plain function of a module."""
     if type(value) not in _CODE:
         return False
     if not isinstance(value, FunctionType):
@@ -336,9 +338,9 @@ def _may_change(value: Any) -> bool:
 
 
 def _lead_to(network: nn.Module, values: Sequence[Any], below: Sequence[nn.Module]) -> bool:
-    """Whether something in `values`, which the modules `below` the network have too, holds `network`, or leads to so
-    much that this is not known."""
-    seen: dict[int, Any] = {id(module): module for module in below}  # objects, so that no id is given out twice
+    """Whether `values`, shared with the modules `below` the network, reference `network`, or lead to too many objects
+    to tell."""
+    seen: dict[int, Any] = {id(module): module for module in below}  # holds the objects, so that ids stay unique
     left, most = list(values), len(values) + len(below) + _MOST_OBJECTS
     while left and len(seen) <= most:
         value = left.pop()

@@ -1,5 +1,5 @@
-"""What an `assistant_strategy` means: which drafters draft, whether they run decoupled (SA §4.1), and the control that
-decides when they do."""
+"""The meaning of an `assistant_strategy`: its drafters, whether they run decoupled (SA §4.1), and the control that
+decides when they draft."""
 
 import math
 import warnings
@@ -43,10 +43,9 @@ Assistant: TypeAlias = "PreTrainedModel | str | None"
 def make_drafters(
     session: Session, strategy: str, model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig
 ) -> list[Drafter]:
-    """The drafters of `strategy` for `model`: none for `"none"`, all that there can be for `"auto"`, those that
-    `best_of_n_drafters` names for `"best_of_n"`, else one. Those that can serve further calls stay in the session.
-
-    Raises ValueError where the strategy does not go with the assistant.
+    """Returns the drafters of `strategy` for `model`: none for `"none"`, all possible ones for `"auto"`, those of
+    `best_of_n_drafters` for `"best_of_n"`, else one. Drafters that can serve further calls stay in the session. Raises
+    ValueError if the strategy does not take the assistant.
     """
     if assistant is not None and strategy not in taking_assistant():
         raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
@@ -55,7 +54,7 @@ def make_drafters(
     members: dict[str, Assistant] = {strategy: assistant}
     if strategy == "none":
         members = {}
-    elif strategy == "auto":  # a history looks in the row's own text too: prompt lookup has nothing to add to it
+    elif strategy == "auto":  # a history also searches the row's text: prompt lookup adds nothing
         members = {"self": None, "history": None} | ({} if assistant is None else {"model": assistant})
         members |= {MtpDrafter.strategy: None} if has_head(model, session.heads) else {}
     elif strategy == "best_of_n":
@@ -67,7 +66,7 @@ def make_drafters(
         drafter = session.drafters.get(name)
         if drafter is None or drafter.made_for != made_for:
             drafter = None
-            session.drafters.pop(name, None)  # frees its memory before another one takes some
+            session.drafters.pop(name, None)  # frees its memory before another drafter allocates
             try:
                 drafter = DRAFTERS[name].make(model, of_member, config)
             except ValueError as error:
@@ -86,7 +85,7 @@ def make_drafters(
 
 
 def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfig, draft_ranks: int = 0) -> None:
-    """Raises ValueError where a rollout asks for what this `model`, whose layers keep states, cannot do."""
+    """Raises ValueError if `model`, whose layers keep states, cannot do what a rollout asks."""
     copies, ahead = strategy == "self", "the copy would need states of its own for each window"
     races = strategy == "best_of_n" and config.best_of_n_race
     learns = strategy == "tts" and config.tts_drafter == "self"
@@ -102,7 +101,7 @@ def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfi
 
 
 def check_races(model: PreTrainedModel, races: bool) -> None:
-    """The same for a control that comes with a call, and `races`."""
+    """The same for the control of a call, and `races`."""
     if races:
         raise ValueError(f"{_of_states(model)}: the control of this call is not served, since {_NO_RACES}.")
 
@@ -115,16 +114,16 @@ def _of_states(model: PreTrainedModel) -> str:
 
 
 def policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
-    """The policy's quantized copies among `drafters`, including those that learn low-rank corrections."""
+    """Returns the policy's quantized copies among `drafters`, including those that learn low-rank corrections."""
     drafting = [drafter.student if isinstance(drafter, DistilledDrafter) else drafter for drafter in drafters]
     return [drafter for drafter in drafting if isinstance(drafter, SelfDrafter)]
 
 
 def refresh(model: nn.Module) -> None:
-    """Lets the quantized copies of `model`, also if it is wrapped, take its weights anew before they draft next.
+    """Requantizes the copies of `model`, also if it is wrapped, before their next draft.
 
-    Calls see by themselves that weights have changed, unless they were written in place, through `.data` or by a fused
-    optimizer, and the change leaves a sample of 256 to 1024 values of each weight as it was.
+    Needed only for in-place changes, through `.data` or by a fused optimizer, that leave a sample of 256 to 1024
+    values per weight unchanged; calls detect all others.
     """
     for session in Session.below(model):
         for copied in policy_copies(session.drafters.values()):
@@ -132,8 +131,8 @@ def refresh(model: nn.Module) -> None:
 
 
 def copy_again(drafters: list[Drafter], model: PreTrainedModel, config: SpeculativeConfig) -> None:
-    """Makes the copies of `model` among `drafters` anew, in place, after its structure has changed (other adapters);
-    they keep what they have learned."""
+    """Makes the copies of `model` among `drafters` again, in place, after its structure has changed (other adapters);
+    learned corrections stay."""
     for place, drafter in enumerate(drafters):
         if policy_copies([drafter]):
             memory = drafter.state_dict() if isinstance(drafter, DistilledDrafter) else None
@@ -143,8 +142,8 @@ def copy_again(drafters: list[Drafter], model: PreTrainedModel, config: Speculat
 
 
 def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeConfig, target: PreTrainedModel) -> None:
-    """Raises ValueError, naming the argument, where an assistant is no model, or one given by a path or hub id is not
-    there or has another vocabulary than the target. Reads its config alone."""
+    """Raises ValueError, naming the argument, if an assistant is no model, or if its path or hub id does not exist or
+    has another vocabulary than the target. Reads only its config."""
     named = {"assistant_model": ("model" if strategy == "auto" else strategy, assistant)}
     if strategy == "best_of_n":
         of_members = config.best_of_n_assistants or {}
@@ -158,7 +157,7 @@ def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeCon
 
 
 def as_drafters(given: Drafter | Sequence[Drafter]) -> list[Drafter]:
-    """The drafters of `generate(drafter=...)`; raises ValueError where it is something else."""
+    """Returns the drafters of `generate(drafter=...)`; raises ValueError for other objects."""
     drafters = [given] if isinstance(given, Drafter) else given
     if not isinstance(drafters, list | tuple) or not all(isinstance(drafter, Drafter) for drafter in drafters):
         raise ValueError(
@@ -178,7 +177,7 @@ def decoupled(
     capacity: int,
     length: int,
 ) -> list[Drafter]:
-    """The call's `drafters`, with a thread for each one that runs decoupled.
+    """Returns the call's `drafters`; those that run decoupled get a thread.
 
     Args:
         drafters: of the call.
@@ -202,7 +201,7 @@ def decoupled(
             else DecoupledDrafter(DraftThread(drafter), _plans(drafter, model, config, capacity, length))
             for drafter in drafters
         ]
-    # A thread would share a GPU with the target: only idle cores of a CPU make a second worker.
+    # A thread would share a GPU with the target: only idle CPU cores are a second worker.
     is_open = config.decoupled_execution == "auto" and model.device.type == "cpu" and _drafting_share() > 0
     if is_open and len(drafters) == 1 and drafters[0].drafts_ahead and not rejects:
         plans = _plans(drafters[0], model, config, capacity, length)
@@ -214,8 +213,8 @@ def decoupled(
 def check_device(
     config: SpeculativeConfig, device: torch.device, drafter: Drafter | Sequence[Drafter] | None = None
 ) -> None:
-    """Raises ValueError where a drafter would run on a thread beside a target on `device`, which is no CPU; `drafter`:
-    drafts in place of the strategy's."""
+    """Raises ValueError if a drafter would run on a thread beside a target on `device`, which is not a CPU; `drafter`:
+    instead of the strategy's drafters."""
     if device.type == "cpu":
         return
     drafters = [None] if drafter is None else as_drafters(drafter)
@@ -234,7 +233,7 @@ def check_device(
 
 
 def keep_acceptance(session: Session, drafters: Sequence[Drafter], statistics: SpeculationStatistics) -> None:
-    """Keeps how often first drafts were accepted, by which later calls plan."""
+    """Stores the acceptance of first drafts, by which later calls plan."""
     for drafter in drafters:
         acceptance = statistics.per_drafter[drafter.strategy].first_token_acceptance
         if not math.isnan(acceptance):
@@ -242,15 +241,15 @@ def keep_acceptance(session: Session, drafters: Sequence[Drafter], statistics: S
 
 
 def _drafting_share() -> float:
-    """The cores that the drafter's thread gets over those that a profile was measured with, at most 1."""
+    """Cores of the drafter's thread over those that a profile was measured with, at most 1."""
     return min(idle_cores() / torch.get_num_threads(), 1.0)
 
 
 def _plans(
     drafter: Drafter, model: PreTrainedModel, config: SpeculativeConfig, capacity: int, length: int
 ) -> "RequestPlans[int] | None":
-    """The plans of requests, which begin as the machine's; None: there is no profile, or no acceptance of an earlier
-    call, to predict by."""
+    """Returns the plans of requests, which begin as the machine's; None without a profile, or without acceptance of an
+    earlier call."""
     acceptance = Session.of(model).acceptance.get(drafter.strategy)
     if acceptance is None:
         return None
@@ -274,12 +273,12 @@ def make_control(
     ladder: "Ladder | None" = None,
     known: KnownRounds | None = None,
 ) -> Control:
-    """The control that `config.sd_toggle` asks for, over `drafters` in their order. A planner chooses among
-    `draft_lengths`; it predicts rounds by what was calibrated, a `profile` or a `ladder` of these drafters, else by
-    what is `known` of them, which must then be given.
+    """Makes the control of `config.sd_toggle` over `drafters`, in their order. A planner chooses among
+    `draft_lengths`; it predicts rounds by a calibrated `profile` or `ladder` of these drafters, else by `known`
+    rounds.
 
     Raises:
-        ValueError: two drafters have the same strategy name, or several are to draft always.
+        ValueError: two drafters have the same strategy name, or several must always draft.
     """
     if config.sd_toggle == "never" or not drafters:
         return NeverSpeculate("sd_toggle=never" if config.sd_toggle == "never" else "no drafter")
@@ -318,8 +317,8 @@ def make_control(
     return Planner(candidates, draft_lengths, costs, times, drafts, config.sd_margin, race, budget)
 
 
-class KeptControl(NamedTuple):
-    """A control, made of the `sources` profile and ladder, or of what is `known` of rounds without them."""
+class CachedControl(NamedTuple):
+    """A control, made from the `sources` profile and ladder, or from `known` rounds."""
 
     sources: "tuple[Profile | None, Ladder | None]"
     control: Control
@@ -334,9 +333,9 @@ def control_for(
     config: SpeculativeConfig,
     capacity: int,
     length: int,
-) -> KeptControl:
-    """The control of a call with these drafters: the one that the last call with the same options left, which has
-    measured rounds by now, else a new one, which may calibrate the machine first.
+) -> CachedControl:
+    """Returns the control of a call with these drafters: that of the last call with the same options, with its
+    measurements, else a new one, which may calibrate the machine first.
 
     Args:
         session: of the call; the control stays in it.
@@ -352,7 +351,7 @@ def control_for(
         profile = find_profile(model, config, capacity, length)
         if strategy in CHOOSING:
             ladder = find_ladder(model, drafters, config, capacity, lengths)
-    # Assistants go by their costs: a key that held them would keep them alive.
+    # Costs instead of assistants: a key that referenced them would keep them alive.
     members = [(drafter.strategy, drafter.max_rows, drafter.cost) for drafter in drafters]
     races = strategy == "best_of_n"
     options = vars(config) | {"seed": None, "best_of_n_assistants": None}
@@ -362,5 +361,5 @@ def control_for(
         known = None if profile or ladder else find_known_rounds(model, drafters, config)
         config = config if races else replace(config, best_of_n_race=False)
         control = make_control(drafters, config, lengths, profile, ladder, known)
-        session.controls[key] = entry = KeptControl((profile, ladder), control, known)
+        session.controls[key] = entry = CachedControl((profile, ladder), control, known)
     return entry

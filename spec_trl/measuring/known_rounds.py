@@ -14,7 +14,7 @@ from ..generation.engine.drafter import Drafter
 from ..json_files import read_json, write_json
 from ..papers import load
 from ..scheduling.ledger import ForwardSeconds, ProbedRounds, Times
-from ..user_cache import cache_directory, read_kept
+from ..user_cache import cache_directory, read_cached
 from .machine import profile_key
 from .probe import probe
 
@@ -59,7 +59,7 @@ def find_known_rounds(
     text = f"{members} {config.decoupled_execution} {draft_ranks}"
     stem = profile_key(model, config).file_name.removesuffix(".json")
     path = cache_directory("profiles") / f"{stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.rounds.json"
-    found = read_kept(path, _read, ", and rounds are measured anew")
+    found = read_cached(path, _read, ", and rounds are measured anew")
     return found or KnownRounds(path, probe(model, drafters, config), Times(PROBE_ERROR), 0)
 
 

@@ -1,5 +1,5 @@
-"""When free rows are given to waiting requests, and the rounds that decoding without drafts would have run, which its
-admissions decide."""
+"""When free rows are given to waiting requests; and, by these admissions, the rounds that decoding without drafts
+would have run."""
 
 import heapq
 import math
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 
 MAX_EMPTY_ROUNDS = 0.25
-"""Rounds that empty rows may cost until more are free: each costs a round over the number of all rows. A forward over
-several short prompts takes little longer than over one, and a wait that saves nothing has cost no more than this. Of
-the values simulated (benchmarks/admission.py) the largest that lengthens no case by more than 0.2 %."""
+"""Most rounds that waiting with empty rows may cost: an empty row costs a round divided by the number of rows. A
+forward over several short prompts takes little longer than over one, so admitting several rows at once saves time. The
+largest simulated value (benchmarks/admission.py) that lengthens no case by more than 0.2 %."""
 
 
 class AdmissionDelay:
-    """Decides when free rows are given to requests: when several can be, whose prompts are then read at once.
+    """Delays free rows until several requests can enter, whose prompts are then read together.
 
     Args:
         capacity: number of all rows.
@@ -22,11 +22,11 @@ class AdmissionDelay:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._empty = 0  # rows times rounds that were empty since the last admission
+        self._empty = 0  # sum over rounds of empty rows, since the last admission
 
     def rounds(self, free: int, in_flight: Collection[str], upcoming: str | None) -> int:
-        """Rounds to wait before `free` rows are filled. Returns 0, and starts counting anew, when no row decodes, or
-        when the key of the next prompt, `upcoming` (None: unknown), is among those `in_flight`: its K/V is there."""
+        """Rounds to wait before `free` rows are filled. Returns 0, and resets the count, if no row decodes, or if the
+        key of the next prompt, `upcoming` (None: unknown), is among those `in_flight`: its K/V exists."""
         left = math.ceil((MAX_EMPTY_ROUNDS * self._capacity - self._empty) / free) - 1
         if left > 0 and in_flight and upcoming not in in_flight:
             return left
@@ -34,14 +34,14 @@ class AdmissionDelay:
         return 0
 
     def waits(self, free: int, in_flight: Collection[str], upcoming: str | None) -> bool:
-        """Whether `free` rows stay empty for the next round, which then counts."""
+        """Whether `free` rows stay empty for the next round, and counts it."""
         if not self.rounds(free, in_flight, upcoming):
             return False
         self.wait(free, 1)
         return True
 
     def wait(self, free: int, rounds: int) -> None:
-        """`free` rows were empty for `rounds` rounds."""
+        """Counts `rounds` rounds with `free` empty rows."""
         self._empty += free * rounds
 
 
@@ -60,8 +60,8 @@ def plain_rounds(
 
     Args:
         prompts: tokens of each request when its first round begins, and its prompt's key.
-        tokens: of each request that come from rounds; with 0 it gives its row to the next one at once.
-        capacity: rows; further requests wait, and follow in order.
+        tokens: by request, tokens from rounds; with 0 the row is free again at once.
+        capacity: rows; further requests wait in order.
         done: rounds to leave out at the beginning.
     """
     rounds: list[PlainRounds] = []

@@ -1,7 +1,5 @@
-"""A control decides when drafters draft: it plans each decoding round, and learns what the round did.
-
-`NeverSpeculate` and `AlwaysSpeculate` ignore what rounds did; `planner.py` learns from it, and
-`efficient_rollout/toggle.py` goes by a roofline.
+"""A control decides when drafters draft: it plans every decoding round, and records its result. `NeverSpeculate` and
+`AlwaysSpeculate` ignore results; `planner.py` learns from them; `efficient_rollout/toggle.py` predicts by a roofline.
 """
 
 import operator
@@ -21,7 +19,7 @@ RoundSeconds: TypeAlias = Callable[[Mapping[str, int], int, int, float], float]
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a control predicted for a rollout, and why its rows drafted or did not."""
+    """A control's prediction for a rollout, and why its rows drafted or did not."""
 
     # Over plain decoding: the mean over the rounds that drafted or, where none did, the largest prediction. None:
     # nothing is predicted.
@@ -30,7 +28,7 @@ class Explanation:
 
     @classmethod
     def too_many_rows(cls, batch: int, max_rows: int) -> "Explanation":
-        """Why nothing drafts for `batch` rows."""
+        """Says why nothing drafts for `batch` rows."""
         return cls(None, f"more rows ({batch}) than the drafter's kernels serve ({max_rows})")
 
 
@@ -38,12 +36,12 @@ FAILED = "the drafter failed"  # the engine has already warned of the error
 
 
 def promise(name: str, speedup: float, batch: int, length: float, by: str = "predicted") -> str:
-    """The speedup that `name` promises for a round of `batch` rows of mean length `length`."""
+    """Says the predicted speedup of `name` for a round of `batch` rows of mean length `length`."""
     return f"{name} {by} {speedup:.2f}× at {batch} {'row' if batch == 1 else 'rows'} × {length:.0f} tokens"
 
 
 def decision(speedup: float, margin: float) -> str:
-    """What follows from a promised speedup."""
+    """Says what follows from a predicted speedup."""
     if speedup >= 1 + margin:
         return "speculating"
     asked = f", since sd_margin asks for {1 + margin:.2f}×" if speedup >= 1 else ""
@@ -52,24 +50,24 @@ def decision(speedup: float, margin: float) -> str:
 
 @dataclass
 class Candidate:
-    """One drafter as a control sees it."""
+    """A drafter, described for a control."""
 
     name: str  # its strategy
     draft_length: int  # γ
-    block_efficiency: float  # τ_prev, of the last rollout that it drafted for; at first, what is expected
+    block_efficiency: float  # τ_prev, of its last rollout; at first the expected τ
     max_rows: int  # most rows that its kernels serve
     is_network: bool = True  # False: drafts are looked up, and cost no forward
 
 
 @dataclass
 class Tally:
-    """What one candidate did in one rollout."""
+    """Counts of one candidate in one rollout."""
 
     rounds: int = 0  # in which it drafted
     blocks: int = 0  # rows verified, summed over the rounds
     tokens: int = 0  # committed
     seconds: float = 0.0  # of the rounds
-    baseline_seconds: float = 0.0  # of autoregressive rounds for the same tokens, by what is known of them
+    baseline_seconds: float = 0.0  # estimate for autoregressive rounds with the same tokens
     predicted_sum: float = 0.0  # of the predicted speedups
     predicted_rounds: int = 0  # rounds that had one
 
@@ -95,7 +93,7 @@ class Tally:
 
     @property
     def measured_speedup(self) -> float | None:
-        """Over the autoregressive time; None where that is not known, or without rounds."""
+        """Speedup over the autoregressive time; None if that is unknown, or without rounds."""
         return self.baseline_seconds / self.seconds if self.baseline_seconds and self.seconds else None
 
 
@@ -109,45 +107,45 @@ class Chain:
 
 
 class Control(ABC):
-    """Decides in each round which candidates draft for which rows, and how far.
+    """Decides in every round which candidates draft for which rows, and how far.
 
-    A rollout is `begin`, then for each round `plan`, `record_rows` (after rounds that drafted) and `record`, and in
-    the end `finish`, unless it ended in an error.
+    A rollout calls `begin`; in every round `plan`, `record_rows` (if it drafted) and `record`; and in the end
+    `finish`, unless an error ends it.
     """
 
     candidates: Sequence[Candidate]
     tallies: list[Tally]
     races = False  # whether a row may get chains of several candidates in one round
-    # Lookups whose unverified drafts the engine compares with the text (`record_unverified`), and how many tokens.
+    # Lookup drafters to evaluate on the committed text (`record_unverified`), and their number of tokens.
     compared_lookups: Sequence[int] = ()
     compared_length = 0
 
     @property
     def most_drafted(self) -> int:
-        """Most draft tokens of a row in one round, over all its chains: cache columns are allotted for them."""
+        """Most draft tokens of a row in one round, over all its chains: the cache has columns for them."""
         return max(map(operator.attrgetter("draft_length"), self.candidates), default=0)
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
-        """A rollout starts.
+        """Starts a rollout.
 
         Args:
             capacity: most rows at a time.
-            prompts: a key of each request's prompt, in the caller's order; equal prompts have equal keys.
+            prompts: keys of the requests' prompts, in the caller's order; equal prompts have equal keys.
         """
         return
 
     @abstractmethod
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
-        """The chains of a round; none: decode autoregressively.
+        """Returns the chains of a round; empty: decode autoregressively.
 
-        A row that several candidates draft for is raced: of its chains the one with most accepted tokens counts, the
-        first in the plan among equals; of several chains of one candidate the longest. A row without a chain decodes
-        autoregressively next to the others.
+        A row with chains of several candidates is raced: the chain with most accepted tokens wins, among equals the
+        first in the plan; of several chains of one candidate the longest. A row without a chain decodes
+        autoregressively in the same round.
 
         Args:
             requests: index, in the caller's batch, of the request in each row.
             length: mean length of the rows.
-            waiting: number of requests that have no row yet.
+            waiting: number of requests without a row.
         """
 
     def record_rows(
@@ -156,9 +154,9 @@ class Control(ABC):
         """Records the verdicts on a round's chains, before `record`; not called after autoregressive rounds.
 
         Args:
-            requests: those that the plan was made for.
-            accepted: by candidate, per row: draft tokens accepted, whether or not its chain won; -1: it had none.
-            drafted: likewise tokens drafted, up to the row's end; fewer than γ, or 0, where it knew no more.
+            requests: as passed to `plan`.
+            accepted: by candidate, per row: accepted draft tokens, whether or not its chain won; -1: no chain.
+            drafted: likewise drafted tokens, up to the row's end; may be fewer than γ.
         """
         return
 
@@ -169,54 +167,53 @@ class Control(ABC):
             draft_length: most draft tokens verified in any row; less than planned where no row had more tokens left.
             seconds: of the round.
             tokens: committed, all rows together.
-            is_typical: False where forwards were captured in the round, or ran eagerly before they are: its seconds
-                say nothing of later rounds.
+            is_typical: False if forwards were captured in the round, or ran eagerly before a capture: its seconds say
+                nothing about later rounds.
         """
         return
 
     def record_unverified(
         self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
     ) -> None:
-        """Records drafts of candidate `which` that no forward verified, judged by the text of `requests`: of
-        `attempted` tokens `accepted` were right."""
+        """Records unverified drafts of candidate `which`, judged against the text of `requests`: `accepted` of
+        `attempted` tokens were right."""
         return
 
     def spend(self, seconds: float) -> bool:
-        """Takes `seconds` from the exploration budget; False: the budget holds less. A control without a budget pays
-        all."""
+        """Takes `seconds` from the exploration budget; returns False if the budget holds less. Without a budget always
+        True."""
         return True
 
     def further_method(
         self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
     ) -> tuple[str, list[int]] | None:
-        """A method with which a free rank may race for some of `requests`, and for which; None: no race pays.
-        `helpers`: the ranks that race already, by request and method."""
+        """Returns a method with which a free rank may race, and the `requests` to race for; None: no race pays.
+        `helpers`: ranks that race already, by request and method."""
         return None
 
     def helper(self, which: int) -> "Control":
-        """The control of rows for which this rank races, drafted for by candidate `which`."""
+        """Returns the control of rows for which this rank races with candidate `which`."""
         helper: Control = load("specactor.assignment").RaceHelper(self, which)
         return helper
 
     @abstractmethod
     def drop(self, index: int) -> None:
-        """Candidate `index` failed and must not be chosen again in this rollout."""
+        """Excludes candidate `index`, which failed, for the rest of this rollout."""
 
     def finish(self) -> None:
-        """The rollout is over."""
+        """Ends the rollout."""
         return
 
     def explain(self) -> Explanation:
-        """Of the newest rollout."""
+        """Explains the newest rollout."""
         return Explanation(sum(self.tallies, Tally()).predicted_speedup, f"decided by {type(self).__name__}")
 
     def forecast(self, batch: int, length: float) -> Explanation:
-        """The same before any rollout, for one of `batch` rows of mean length `length`."""
+        """Explains a future rollout of `batch` rows of mean length `length`."""
         return self.explain()
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
-        """Seconds that these autoregressive rounds would take, by what is known of them so far; None: too little
-        is."""
+        """Estimates the seconds of these autoregressive rounds; None: too little is known."""
         return None
 
 

@@ -1,7 +1,7 @@
 """The ledger of decoding rounds: seconds (`Times`) beside their prediction (`ProbedRounds`), and acceptance of drafts
 (`Drafts`).
 
-A control reads them, and records each round. Plain numpy: it runs in every round, and in simulations.
+A control reads them, and records every round. Plain numpy: it runs in every round, and in simulations.
 """
 
 import itertools
@@ -23,19 +23,19 @@ CELL_ERROR = 0.1  # sd of log(measured / predicted) of a plan and size beyond it
 NOISE = 0.02, 0.05  # least, and first, sd of a round's time: formulas are no truer than 2 %
 OUTLIER = 3.0  # sds: a longer round is an outlier or a jump; a machine's noise has such errors once in 400 rounds
 UNTRIED = math.log(6)  # sd of a method's term when it is first measured: a probe may be off six times
-LEAST_SHARE = 0.3  # of a drafted round that its method's term moves at least: the host is in no prediction
+LEAST_SHARE = 0.3  # least share of a drafted round that its method's term moves: predictions leave out the host
 MOST_OFF = math.log(36)  # largest term of a method, either way: a draft that takes less than a 36th counts as free
-OUTLIER_ROUNDS = 20  # rounds of a kind, of which one may be set aside as an outlier
+OUTLIER_ROUNDS = 20  # of so many rounds of a kind one may be an outlier
 STEPS = 5  # of a fit of a method's term: one that is off by e^2 is fitted within 1 %
-FADE = 0.95  # weight of the noise and of a row's evidence one round, and of all evidence one rollout, later
-FIRST_GUESS = 0.6, 2.0  # acceptance of a method that never drafted, and the draft positions that this guess counts
+FADE = 0.95  # decay: of noise and of a row's evidence per round, and of all evidence per rollout
+FIRST_GUESS = 0.6, 2.0  # prior acceptance of a method, and its weight in draft positions
 LIKENESS = 15.0  # prior strength, in draft positions: of a method for a prompt, and of a prompt for a row
 VERSION = 3  # of the state of `Times`, which says how rounds differ from the probe's predictions
-MOST_PROMPTS = 4096  # prompts that are remembered; those that came last stay
+MOST_PROMPTS = 4096  # most stored prompts; the newest stay
 
 
 class Kind(NamedTuple):
-    """Rounds that are alike: of no method, they are autoregressive."""
+    """A kind of round; without methods: autoregressive."""
 
     methods: tuple[str, ...]  # strategies that draft
     plan: tuple[int, ...]  # γ of each, and whether rows get chains of all
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The terms by which rounds of several kinds differ from a baseline; M methods at most draft in one."""
+    """The terms by which rounds of several kinds differ from a baseline; at most M methods draft in a round."""
 
     weights: Floats  # [kinds, terms] of the terms that add up: level and kinds
     methods: Integers  # [kinds, M], places of the methods' terms
@@ -55,15 +55,15 @@ class Times:
 
         the machine's level  +  log(1 + Σ share (exp(a term of each method) - 1))  +  a term of the kind  +  noise
 
-    in one Kalman filter. A method's share of the predicted round is what it adds to an autoregressive one: a wrong
-    draft time is wrong by one factor at every γ. The level wanders and jumps, the others hardly move. So what all
-    rounds share (contention, a slow clock, an error of the whole prediction) cancels where kinds are compared, and one
-    is blamed only for what rounds of other kinds do not show. Autoregressive rounds become less certain while others
-    run: so a control comes back to them before long, and sees whether drafts still gain.
+    in one Kalman filter. A method's share is the part of the predicted round that it adds to an autoregressive one: a
+    wrong draft time is wrong by one factor at every γ. The level drifts and jumps, other terms hardly move. So effects
+    on all rounds (contention, a slow clock, an error of the whole prediction) cancel when kinds are compared.
+    Autoregressive rounds become less certain while other kinds run, so a control tries them again before long, and
+    sees whether drafts still gain.
 
     Args:
-        method_error: sd of a method's term before it was measured, in log seconds. The first measurement may find it
-            off by far more (`UNTRIED`).
+        method_error: sd of a method's term before it was measured, in log seconds. The first measurement may differ by
+            far more (`UNTRIED`).
     """
 
     def __init__(self, method_error: float) -> None:
@@ -73,23 +73,23 @@ class Times:
         self._mean, self._covariance = np.zeros(1), np.ones((1, 1))  # [terms], [terms, terms]
         self._noise = NOISE[1] ** 2
         self._last: Kind | None = None
-        self._next_outlier: dict[Kind, int] = {}  # the round from which on one of the kind may be set aside again
-        self.tried: set[str] = set()  # methods of which a round counted
+        self._next_outlier: dict[Kind, int] = {}  # the round from which on an outlier of the kind may be ignored again
+        self.tried: set[str] = set()  # methods with a counted round
         self.rounds = 0
 
     def observe(self, kind: Kind, *log_ratios: float, shares: Sequence[float] = ()) -> Bools:
-        """Records rounds in a row: log(measured / predicted), finite numbers. `shares`: as in `Terms`, of each method;
-        without: all of the round, in equal parts.
+        """Records consecutive rounds: log(measured / predicted), finite numbers. `shares`: by method, as in `Terms`;
+        None: the whole round, in equal parts.
 
         Returns:
-            `[rounds]`: which of them count. One round of a kind in `OUTLIER_ROUNDS` that took far longer than expected
-            is set aside: it compiled, or touched memory for the first time, and the next ones will not.
+            `[rounds]`: which of them count. One much longer round of a kind in `OUTLIER_ROUNDS` is ignored: it
+            compiled, or touched memory for the first time, and the next rounds will not.
         """
         ratios, counts = np.array(log_ratios), np.ones(len(log_ratios), dtype=bool)
         terms = self.terms([kind], None, [shares])
         covariance, places = self._covariance, self._terms_of(kind)
         covariance[0, 0] += len(ratios) * DRIFT**2
-        if kind.methods:  # drafts that got slower look like a slower machine, until an autoregressive round tells
+        if kind.methods:  # slower drafts look like a slower machine until the next autoregressive round
             covariance[self._plain_places, self._plain_places] += len(ratios) * DRIFT**2
         (expected,), (slopes,) = self._linear(terms)
         variance = slopes @ covariance @ slopes + self._noise
@@ -113,13 +113,14 @@ class Times:
         noise, measured = self._noise / len(ratios), float(ratios.mean())
         error, variance = measured - expected, slopes @ covariance @ slopes + noise
         surprise = error * error / variance
-        scatter, weight = surprise * self._noise, 1  # how far it was off, or rounds were from each other
+        scatter, weight = surprise * self._noise, 1  # error of the first prediction, or spread of the rounds
         if len(ratios) > 1:
             scatter, weight = float(ratios.var(ddof=1)), len(ratios) - 1
         scatter = max(min(scatter, OUTLIER**2 * self._noise), NOISE[0] ** 2)
         self._noise += (scatter - self._noise) * weight / (FADE / (1 - FADE) + weight)
         if surprise > OUTLIER**2:
-            # The machine has jumped; or, where drafts ran, their prediction is off: an autoregressive round will tell.
+            # The machine has jumped, or the prediction of the drafts is wrong: an autoregressive round will show
+            # which.
             covariance[0, 0] += error * error
             if kind.methods and kind != self._last:
                 covariance[places, places] += np.minimum((error / slopes[places]) ** 2, MOST_OFF**2) / len(places)
@@ -135,14 +136,14 @@ class Times:
         return counts
 
     def is_untried(self, method: str) -> bool:
-        """Whether a probe predicts rounds of `method`, and no round has counted."""
+        """Whether rounds of `method` are only predicted, by a probe, and none has counted."""
         return self._method_error > CELL_ERROR and method not in self.tried
 
     def terms(
         self, kinds: Sequence[Kind], baseline: Kind | None, shares: Sequence[Sequence[float]] | None = None
     ) -> Terms:
-        """The terms by which rounds of `kinds` differ from `baseline`, an autoregressive one, or, where that is None,
-        from their predictions. `shares` of each kind: as `observe` takes them."""
+        """The terms by which rounds of `kinds` differ from `baseline`, an autoregressive kind, or if that is None from
+        their predictions. `shares`: by kind, as in `observe`."""
         places = list(map(self._terms_of, kinds))  # may add terms
         baseline_places = self._terms_of(baseline) if baseline else []
         count = max(map(len, places)) - 1
@@ -166,8 +167,8 @@ class Times:
         return terms.weights @ self._mean[: slopes.shape[1]] + np.log(whole), slopes
 
     def offsets(self, terms: Terms) -> tuple[Floats, Floats]:
-        """How much longer rounds take than their predictions say, beside the baseline: mean and variance of the
-        logarithm, `[kinds]` each. `terms` may have been made before the last ones were added."""
+        """Log factor of rounds over their predictions, relative to the baseline: mean and variance, `[kinds]` each.
+        `terms` may be older than the newest terms."""
         means, slopes = self._linear(terms)
         count = slopes.shape[1]
         variances = ((slopes @ self._covariance[:count, :count]) * slopes).sum(1)
@@ -179,13 +180,13 @@ class Times:
         return predicted * math.exp(self._mean[places].sum())
 
     def end_rollout(self) -> None:
-        """Anything may have moved a little between rollouts: terms that are known well become less certain."""
+        """Makes well-known terms less certain: anything may have changed a little between rollouts."""
         place = np.arange(1, len(self._mean))
         variance = self._covariance[place, place]
         self._covariance[place, place] = np.where(variance < CELL_ERROR**2, variance / FADE, variance)
 
     def _terms_of(self, kind: Kind) -> list[int]:
-        """Places of its methods' terms and, last, its own term, without the level; unknown ones are added."""
+        """Places of the terms of the kind's methods and, last, of the kind, without the level; adds missing terms."""
         places = []
         for name in (*kind.methods, kind):
             if name not in self._places:
@@ -212,9 +213,9 @@ class Times:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`. The machine may be another: its level is as open as at first. A state that
-        releases before `VERSION` wrote is ignored: they predicted otherwise, and in some a round that compiled could
-        rule out drafts for good.
+        """Continues from a `state_dict`. The machine may be a different one: its level is reset. A state of releases
+        before `VERSION` is ignored: their predictions differ, and in some a compiling round could exclude drafts for
+        ever.
 
         Raises:
             ValueError: the numbers do not fit the terms, or are not finite.
@@ -242,7 +243,7 @@ class Times:
 
 
 class _Rollout:
-    """Acceptance in one rollout, of B requests and P different prompts; M methods, four counts as in `Drafts`."""
+    """Counts of one rollout, of B requests and P different prompts; M methods, four counts as in `Drafts`."""
 
     def __init__(self, prompts: Sequence[str], known: Mapping[str, Floats], methods: int) -> None:
         place = dict(zip(dict.fromkeys(prompts), itertools.count()))
@@ -252,15 +253,15 @@ class _Rollout:
         for key in known.keys() & place.keys():
             self.prompts[place[key]] = known[key] * FADE
         self.rows = np.zeros((len(prompts), methods, 4))  # [B, M, 4]
-        self.continues = np.zeros((len(prompts), methods), dtype=bool)  # [B, M], the last draft was accepted whole
+        self.continues = np.zeros((len(prompts), methods), dtype=bool)  # [B, M], last draft fully accepted
 
 
 class Drafts:
-    """Acceptance of each method, of the method on each prompt, and on each row: each drawn towards the one before.
+    """Acceptance by method, by method and prompt, and by method and row; each level is the prior of the next.
 
     Acceptance is two rates (`acceptance.py`), so four counts: accepted first tokens, first tokens, accepted further
-    ones, further ones. Where `looked_up` text was accepted whole, the copy goes on: the next first token is as likely
-    as a further one, and counts as one.
+    tokens, further tokens. After a fully accepted `looked_up` draft the copied passage continues: the next first token
+    is as likely as a further one, and counts as one.
     """
 
     def __init__(self, methods: Sequence[str], looked_up: Sequence[bool]) -> None:
@@ -271,12 +272,12 @@ class Drafts:
         self.begin([])
 
     def begin(self, prompts: Sequence[str]) -> None:
-        """A rollout of these prompts, one per request, starts."""
+        """Starts a rollout of these prompts, one per request."""
         self._now = _Rollout(prompts, self._prompts, len(self.methods))
 
     def record(self, method: int, requests: Integers, accepted: Integers, attempted: Integers) -> None:
-        """Adds R rounds' drafts for each of `requests` `[n]`: of `attempted` tokens that had a verdict `accepted` were
-        right, `[R, n]` each; -1: there was no draft."""
+        """Adds the drafts of R rounds for `requests` `[n]`: `attempted` judged tokens and `accepted` ones, `[R, n]`
+        each; -1: no draft."""
         now, drew, first = self._now, accepted >= 0, np.ones_like(accepted)  # [R, n]
         continues, whole = now.continues[requests, method], (0 < attempted) & (attempted == accepted)  # [n], [R, n]
         for row, drew_now, whole_now in zip(first, drew, whole, strict=True):
@@ -294,7 +295,8 @@ class Drafts:
         now.rows[requests, method] = FADE ** later[0][:, None] * now.rows[requests, method] + faded
 
     def end_rollout(self) -> None:
-        """Older rollouts fade: a method's counts with every rollout, a prompt's with every one that has it again."""
+        """Decays the counts of older rollouts: of a method at every rollout, of a prompt at every rollout with that
+        prompt."""
         for key, counts in zip(self._now.keys, self._now.prompts, strict=True):
             self._prompts.pop(key, None)
             self._prompts[key] = counts  # at the end: the newest
@@ -304,7 +306,7 @@ class Drafts:
         self.begin([])
 
     def survivals(self, requests: Integers, most: int) -> Floats:
-        """`[B, M, most]`: probabilities that a draft for each of `requests` `[B]` gets 1, 2, … tokens far."""
+        """`[B, M, most]`: probabilities that at least 1, 2, … tokens of a draft for `requests` `[B]` are accepted."""
         now = self._now
         rates = _drawn(now.prompts[now.prompt_of[requests]], self._rates(), LIKENESS)  # [B, M, 2]
         rates = _drawn(now.rows[requests], rates, LIKENESS)
@@ -313,17 +315,17 @@ class Drafts:
         return first[..., None] * rates[..., 1:] ** np.arange(most)
 
     def variances(self, most: int) -> Floats:
-        """`[M, most]`: variance of log τ of each method at γ = 1, 2, …, for want of evidence."""
+        """`[M, most]`: variance of log τ by method at γ = 1, 2, …, due to little evidence."""
         rates = self._rates()
         spread = np.sqrt(rates * (1 - rates) / (self._counts[:, 1::2] + FIRST_GUESS[1] + 1))  # [M, 2], sd of Beta
         higher = np.minimum(rates + spread, 1.0)
-        first = np.stack([rates[:, 0], higher[:, 0], rates[:, 0]])  # [3, M]: as believed, or one rate an sd higher
+        first = np.stack([rates[:, 0], higher[:, 0], rates[:, 0]])  # [3, M]: expected, or one rate an sd higher
         further = np.stack([rates[:, 1], rates[:, 1], higher[:, 1]])
         tau = 1 + (first[..., None] * further[..., None] ** np.arange(most)).cumsum(-1)  # [3, M, most]
         return ((tau[1:] / tau[0] - 1) ** 2).sum(0)
 
     def _rates(self) -> Floats:
-        """`[M, 2]`: a method's rate of first and of further tokens."""
+        """`[M, 2]`: a method's rates of first and of further tokens."""
         return _drawn(self._counts, np.full((len(self.methods), 2), FIRST_GUESS[0]), FIRST_GUESS[1])
 
     def state_dict(self) -> dict[str, Any]:
@@ -336,8 +338,8 @@ class Drafts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`, with as many of its methods as draft here. Earlier releases wrote one number
-        more before a prompt's four counts."""
+        """Continues from a `state_dict`, with those of its methods that draft here. Earlier releases wrote one more
+        number before a prompt's four counts."""
 
         def counts_of(state: Mapping[str, Sequence[float]]) -> Floats:
             return np.array([state.get(name, [0.0] * 4)[-4:] for name in self.methods], dtype=float).reshape(-1, 4)
@@ -347,7 +349,7 @@ class Drafts:
 
 
 def _drawn(counts: Floats, towards: Floats, weight: float) -> Floats:
-    """Rates `[..., 2]` of `counts` `[..., 4]`, drawn `towards` others as if by `weight` positions."""
+    """Rates `[..., 2]` of `counts` `[..., 4]`, with the prior rates `towards` of a weight of `weight` positions."""
     return (counts[..., ::2] + weight * towards) / (counts[..., 1::2] + weight)
 
 
@@ -356,30 +358,30 @@ def _drawn(counts: Floats, towards: Floats, weight: float) -> Floats:
 
 @dataclass(frozen=True)
 class ForwardSeconds:
-    """Seconds of one network's forward, by its tokens: straight lines between those that were timed, and beyond."""
+    """Seconds of one network's forward by number of tokens: straight lines through the timed points, and beyond."""
 
     tokens: Sequence[int]  # ascending, two or more
     seconds: Sequence[float]
 
     def __call__(self, tokens: int) -> float:
-        """Of a forward over `tokens` tokens, all rows together."""
+        """Seconds of a forward over `tokens` tokens, all rows together."""
         if tokens <= self.tokens[-1]:
             return float(np.interp(tokens, self.tokens, self.seconds))
         (before, last), (start, end) = self.tokens[-2:], self.seconds[-2:]
         return end + max(end - start, 0.0) / (last - before) * (tokens - last)
 
     def plus(self, seconds: float) -> "ForwardSeconds":
-        """Of forwards that take `seconds` more."""
+        """The same with `seconds` added to every forward."""
         return ForwardSeconds(self.tokens, [own + seconds for own in self.seconds])
 
     def times(self, share: float) -> "ForwardSeconds":
-        """Of a network that takes `share` of this one's time."""
+        """The same multiplied by `share`, for another network."""
         return ForwardSeconds(self.tokens, [share * seconds for seconds in self.seconds])
 
 
 @dataclass(frozen=True)
 class ProbedRounds:
-    """Rounds by forwards over short texts that were timed; what a round does between them is left out."""
+    """Predicts rounds by timed forwards over short texts; work between forwards is left out."""
 
     target: ForwardSeconds
     drafters: Mapping[str, ForwardSeconds]  # those of networks, per draft token; lookups take no time

@@ -8,10 +8,10 @@ from ..value_checks import require_field
 
 @dataclass(frozen=True)
 class ModelConstants:
-    """What a forward of one target and of its drafter moves and computes, from the model's shape alone (ER App. E.3).
-    Raises ValueError if a number is out of range or a part exceeds its whole."""
+    """Bytes and FLOP of a forward of a target and of its drafter, from the model's shape (ER App. E.3). Raises
+    ValueError if a number is out of range or a part exceeds its whole."""
 
-    name: str  # shown in tables and plots; nothing depends on it
+    name: str  # only shown in tables and plots
     weight_bytes: float  # W_T: of the target's weights; tied embeddings count once
     draft_weight_bytes: float  # W_D: of the drafter's weights; 0 for a drafter without any
     dense_flops: float  # C_dense, per token, without attention, with the lm_head; of experts the active ones count
@@ -42,13 +42,13 @@ class ModelConstants:
         return self.draft_weight_bytes - self.draft_expert_bytes * self._untouched(tokens)
 
     def _untouched(self, tokens: int) -> float:
-        """The share of the routed experts that none of `tokens` tokens uses, routing taken as uniform."""
+        """Share of the routed experts that none of `tokens` tokens uses, if routing is uniform."""
         return (1.0 - self.experts_per_token / self.experts) ** tokens if self.experts else 0.0
 
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """What a profile is valid for. A model's name is no part of it: two models of one shape share a profile."""
+    """Key of what a profile is valid for, without the model's name: two models of one shape share a profile."""
 
     hardware: str  # device name; on a CPU with the number of threads
     shape: str  # fingerprint of the target's and the drafter's shape
@@ -59,6 +59,6 @@ class ProfileKey:
 
     @property
     def file_name(self) -> str:
-        """A readable file name that no other key has."""
+        """A readable file name, unique to this key."""
         text = "_".join(astuple(self))
         return file_name(text, text)

@@ -1,7 +1,7 @@
-"""One rule for when to draft, with what and how far: the plan of least expected time to the last row.
+"""The planner decides when to draft, with which drafter and how far: the plan of least expected time to the last row.
 
-It chooses among no draft, each drafter at each γ, rows divided among two of them, and races of two. What is uncertain
-is tried, and paid for from an exploration budget: so a rollout is never much slower than one without drafts.
+It chooses among no draft, every drafter at every γ, rows divided between two drafters, and races of two. Uncertain
+plans are tried, and paid for from an exploration budget, so a rollout is never much slower than one without drafts.
 """
 
 import math
@@ -18,20 +18,20 @@ from .control import FAILED, NO_METHOD, Candidate, Chain, Control, Explanation, 
 from .ledger import LEAST_SHARE, UNTRIED, Bools, Drafts, Floats, Integers, Kind, Terms, Times
 
 
-ROUND_BUDGET = 0.015  # autoregressive rounds that each round adds to the exploration budget: what trials may cost
-MAX_BUDGET = 8.0  # autoregressive rounds that the budget holds or owes at most: what is long ago counts no more
-CARRIED_BUDGET = 1.0  # autoregressive rounds of it that pass on to the next rollout, which may be short
-SHARE = 0.005  # of a rollout's time that each may take: planning, and each lookup that drafts beside rounds
+ROUND_BUDGET = 0.015  # autoregressive rounds that a round adds to the exploration budget for trials
+MAX_BUDGET = 8.0  # bounds of the budget, in autoregressive rounds: old gains and losses do not count
+CARRIED_BUDGET = 1.0  # most autoregressive rounds of it that the next rollout, which may be short, inherits
+SHARE = 0.005  # most of a rollout's time for planning, and for evaluating a lookup drafter
 CERTAIN = 0.05  # variance of log(arm / plain seconds) above which gains are discounted
-YARDSTICK = 5  # γ at which accepted shares are compared, since shares at different γ cannot be
-CAUTION = 1.5  # sds by which a plan may turn out worse than expected where its worst case is asked for
+YARDSTICK = 5  # γ at which acceptance rates are compared
+CAUTION = 1.5  # sds between the expected and the worst case of a plan
 
 
 class Arm(NamedTuple):
-    """One choice for a round: (candidate, γ) of each chain; none: decode autoregressively."""
+    """One choice for a round: (candidate, γ) by chain; empty: decode autoregressively."""
 
     chains: tuple[tuple[int, int], ...]
-    race: bool = False  # rows get all chains; else each row the best one for it
+    race: bool = False  # rows get all chains; else a row gets the best chain for it
 
     @property
     def width(self) -> int:
@@ -44,7 +44,7 @@ PLAIN = Arm(())
 
 
 class ArmTable(NamedTuple):
-    """Quantities of A arms that stay from round to round while the number of rows stays."""
+    """Quantities of A arms that are constant while the number of rows is."""
 
     arms: tuple[Arm, ...]
     seconds: Floats  # [A, B], predicted of rounds of 1 to B rows
@@ -52,7 +52,7 @@ class ArmTable(NamedTuple):
     shares: list[tuple[float, ...]]  # of each arm's round that its chains add, see `Terms`
     terms: Terms  # by which seconds are corrected
     untried: Floats  # [A], variance of log seconds beyond the ledger's while a method was never measured
-    waits: Bools  # [A], whether another arm must first measure its method
+    waits: Bools  # [A], whether another arm must measure its method first
     most: Floats  # [A], log of the most tokens that a round may commit for a row: γ + 1
     drafters: Integers  # [A, 2], the first and the last candidate
     places: Integers  # [A, 2], of these at their γ in `Drafts.variances`
@@ -60,18 +60,18 @@ class ArmTable(NamedTuple):
 
 @dataclass
 class CurrentPlan:
-    """The plan of the present rounds, and the rounds that the ledger does not hold yet."""
+    """The plan of the current rounds, and the rounds that are not in the ledger yet."""
 
     arm: Arm = PLAIN
     requests: list[int] = field(default_factory=list)
-    waiting: bool = False  # whether requests have no row yet
+    waiting: bool = False  # whether requests wait for a row
     shares: tuple[float, ...] = ()  # of the round that each chain adds, see `Terms`
     predicted: float = math.nan  # seconds of a round
-    plain: float = math.nan  # seconds of an autoregressive round instead, by what was known
+    plain: float = math.nan  # expected seconds of an autoregressive round
     gain: float = math.nan  # expected, of the tokens per second
     width: int = 0  # most draft tokens of a row
     chains: tuple[Chain, ...] = ()
-    lasts: float = 0.0  # seconds of rounds after which another plan is made
+    lasts: float = 0.0  # seconds of rounds after which a new plan is made
     passed: float = 0.0  # seconds of its rounds
     failed: bool = False  # whether a drafter did: the round is of no kind, and has no verdicts
     measured: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens of each round
@@ -80,7 +80,7 @@ class CurrentPlan:
 
     @property
     def loses(self) -> bool:
-        """Whether drafts took longer, so far, than autoregressive rounds for the same tokens."""
+        """Whether drafts so far took longer than autoregressive rounds for the same tokens."""
         if not self.chains or not self.measured:
             return False
         seconds, tokens = map(sum, zip(*self.measured, strict=True))
@@ -88,20 +88,20 @@ class CurrentPlan:
 
 
 class Planner(Control):
-    """The control of all strategies that may choose.
+    """The control of all strategies by default (`sd_toggle="measured"`).
 
-    * **Expected**: an arm's τ on each row in flight (`Drafts`) and its seconds (predicted, corrected by `Times`) give
-      the time until the last row ends; while requests wait for a row, tokens per second count instead.
+    * **Expected**: an arm's τ by row in flight (`Drafts`) and its seconds (predicted, corrected by `Times`) give the
+      time until the last row ends; while requests wait for a row, tokens per second count instead.
     * **Rule**: the arm of largest log gain over autoregressive decoding plus its standard deviation, among those whose
-      worst case the budget covers. So what might be better is tried, and what is known to be worse is not.
-    * **First trial**: a prediction that was never measured may be off six times, either way. A method that would pay
-      then is tried once, at the shortest γ, when the budget holds what that is predicted to cost, or `MAX_BUDGET`:
-      `MAX_BUDGET` / `ROUND_BUDGET` rounds after the first, at most.
-    * **Budget**, in autoregressive rounds: `ROUND_BUDGET` per round, and what speculation measurably gained or lost.
-    * **Planning takes time**: a plan lasts until planning is at most `SHARE` of the time, while its rows stay and it
-      does not lose. The ledger gets its rounds when the next plan is made.
+      worst case the budget covers. So arms that might be better are tried, and arms known to be worse are not.
+    * **First trial**: an unmeasured prediction may be off by a factor of six, either way. A method that would then pay
+      is tried once, at the shortest γ, when the budget holds the predicted cost, or `MAX_BUDGET`: at most `MAX_BUDGET`
+      / `ROUND_BUDGET` rounds after the first round.
+    * **Budget**, in autoregressive rounds: `ROUND_BUDGET` per round, plus measured gains and losses of speculation.
+    * **Planning takes time**: a plan lasts until planning is at most `SHARE` of the time, if its rows stay and it does
+      not lose. The ledger gets its rounds when the next plan is made.
 
-    Without uncertainty, with one candidate of one γ and rows that are alike, the rule is ER's π_SD (Eq. 3).
+    Without uncertainty, with one candidate of one γ and equal rows, the rule is ER's π_SD (Eq. 3).
 
     Args:
         candidates: drafters of different names, at least one.
@@ -157,12 +157,12 @@ class Planner(Control):
 
     def drop(self, index: int) -> None:
         self._max_rows[index] = 0
-        self._current.failed, self._current.lasts = True, 0.0  # perhaps within a round, which then has no verdicts
+        self._current.failed, self._current.lasts = True, 0.0  # possibly within a round, which then has no verdicts
 
     def further_method(
         self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
     ) -> tuple[str, list[int]] | None:
-        """By SA Algorithm 3, for the requests of this rank: methods are ordered by what they gain for one row."""
+        """Runs SA Algorithm 3 for the requests of this rank; methods are ordered by their gain for one row."""
         arms = [arm for arm in self._singles if self._may_race and self._batch <= self._max_rows[arm.chains[0][0]]]
         if not arms or not len(requests):
             return None
@@ -202,7 +202,7 @@ class Planner(Control):
             return before.chains
         self._settle()
         self._batch = len(requests)
-        if not 0.8 < length / self._planned_length < 1.25:  # predictions move little within that
+        if not 0.8 < length / self._planned_length < 1.25:  # predictions change little within that
             self._predicted, self._tables, self._planned_length = {}, {}, length
         survivals = self.drafts.survivals(np.array(requests), self.compared_length)  # [B, M, most γ]
         efficiencies = (1 + survivals.cumsum(-1)[..., self._lengths - 1]).transpose(1, 2, 0)  # [M, Γ, B]
@@ -226,18 +226,19 @@ class Planner(Control):
         return current.chains
 
     def _choose(self, table: ArmTable, gains: Floats) -> int | None:
-        """The arm of largest optimistic gain that the budget covers, None: no drafts; `gains` `[A]` are predicted."""
+        """Returns the arm of largest optimistic gain that the budget covers, None: no drafts; `gains` `[A]` are
+        predicted."""
         offsets, variances = self.times.offsets(table.terms)
         unsure = self.drafts.variances(self.compared_length).ravel()[table.places].max(1)  # [A]
         gains = np.minimum(gains - offsets, table.most)  # no draft makes a round shorter
-        # Each of its rounds commits a token per row at least, so it costs at most this many autoregressive rounds.
+        # A round commits at least a token per row, so it costs at most this many autoregressive rounds.
         ratios = table.seconds[:, -1] / table.plain * np.exp(offsets)
-        # A first trial is covered as predicted: it is one round of the shortest γ, and what it will cost nobody knows.
+        # A first trial, one round of the shortest γ, is covered by its predicted cost: the real cost is unknown.
         caution = np.where(table.untried, 0.0, CAUTION)
         tokens = np.maximum(np.exp(gains - caution * np.sqrt(unsure)) * ratios, 1.0)
         worst = ratios * np.exp(caution * np.sqrt(variances)) - tokens  # [A], rounds that a trial may cost
         worst = np.where(table.untried, np.minimum(worst, MAX_BUDGET), worst)
-        # What a long rollout saves while nothing drafts lets it doubt more: a few unlucky drafts rule no method out.
+        # The budget that grows while nothing drafts allows new trials: a few unlucky drafts exclude no method.
         is_plain = self._current.arm == PLAIN
         doubt = 1 + (max(self.budget - 2 * CARRIED_BUDGET, 0.0) / MAX_BUDGET if is_plain else 0.0)
         begins = math.log1p(self._margin) if is_plain else 0.0
@@ -255,19 +256,19 @@ class Planner(Control):
         if hopes[best] > 0:
             self._explain_arm(table.arms[best], math.exp(gains[best]), "drafting")
             return best
-        if not any(tally.rounds for tally in self.tallies):  # else the newest draft stays explained
+        if not any(tally.rounds for tally in self.tallies):  # else the explanation of the newest draft stays
             self._explain_no_draft(table, np.where(served, gains, -np.inf), worst, trial)
         return None
 
     def _explain_arm(self, arm: Arm, gain: float, then: str) -> None:
-        """`arm` promises `gain`, and `then` follows from it."""
+        """Explains: `arm` has the predicted `gain`, and `then` follows."""
         names = " and ".join(f'"{self.candidates[which].name}" (γ = {length})' for which, length in arm.chains)
         promised = promise(names, gain, self._batch, self._planned_length, by="promises")
         self._explanation = Explanation(gain, f"{promised}: {then}")
 
     def _explain_no_draft(self, table: ArmTable, gains: Floats, worst: Floats, trial: int | None) -> None:
-        """Why the arm that promises most does not draft, or when the first trial, of arm `trial`, will run. `gains`
-        of arms that cannot serve are -inf."""
+        """Explains why the arm of largest gain does not draft, or when the first trial, of arm `trial`, will run.
+        `gains` of impossible arms are -inf."""
         best = int(gains.argmax()) if trial is None else trial
         gain, cost = math.exp(gains[best]), float(worst[best])
         if (most := int(self._max_rows.max())) < self._batch:
@@ -278,14 +279,14 @@ class Planner(Control):
         elif cost > MAX_BUDGET:
             remedy = 'sd_toggle="always" drafts without trials'
             then = f"decoding plainly, since a trial may cost more than {MAX_BUDGET:.0f} rounds; {remedy}"
-        else:  # a first trial may promise little: the prediction may be wrong
+        else:  # a first trial may have a small predicted gain: the prediction may be wrong
             left = max(math.ceil((cost - self.budget) / ROUND_BUDGET), 1)
             kind = "trial (longer completions help)" if trial is None else "first trial"
             then = f"decoding plainly for about {left} more rounds, until the budget covers a {kind}"
         self._explain_arm(table.arms[best], gain, then)
 
     def _pairs(self, gains: Floats, taus: Floats, survivals: Floats, waiting: int) -> dict[Arm, Floats]:
-        """τ of each row, for a network beside a lookup, each at the γ that is best alone."""
+        """τ by row of a network and a lookup together, both at their best γ alone."""
         pairs: dict[Arm, Floats] = {}
         best = gains.reshape(len(self.candidates), -1).argmax(1) + np.arange(len(self.candidates)) * len(self._lengths)
         for network, lookup in self._couples:
@@ -301,22 +302,22 @@ class Planner(Control):
         return pairs
 
     def _log_gains(self, table: ArmTable, taus: Floats, waiting: int) -> Floats:
-        """How much sooner the rows end than autoregressively, `[A]`, with τ of each row `[A, B]`."""
+        """Speedup over autoregressive decoding until the rows end, `[A]`, with τ by row `[A, B]`."""
         if waiting:
             return np.log(taus.mean(1) * table.plain / table.seconds[:, -1])
-        stays = np.sort(1 / taus, axis=1)  # rounds per token of each row, the first to end first
+        stays = np.sort(1 / taus, axis=1)  # rounds per token by row, the first to end first
         stays[:, 1:] -= stays[:, :-1].copy()
         return np.log(table.plain / (stays * table.seconds[:, ::-1]).sum(1))
 
     def _table(self, pairs: tuple[Arm, ...]) -> ArmTable:
-        """All single arms and `pairs`, for rounds of the present size."""
+        """All single arms and `pairs`, for rounds of the current size."""
         key = pairs, self._batch, len(self.times.tried)
         if key not in self._tables:
             arms, batch, plain = (*self._singles, *pairs), self._batch, self._seconds(PLAIN)[self._batch - 1]
             shares = [self._shares(arm, plain) for arm in arms]
             firsts, lasts = (np.array([arm.chains[place] for arm in arms]) for place in (0, -1))  # [A, 2] each
             is_untried = np.array([self.times.is_untried(candidate.name) for candidate in self.candidates])  # [M]
-            # A lookup beside a network needs no first trial: alone it may never promise more than the network.
+            # A lookup beside a network needs no first trial: alone it may never have a larger gain than the network.
             untried = is_untried[firsts[:, 0]]
             most = np.maximum(firsts, lasts)[:, 1]
             drafters = np.stack([firsts[:, 0], lasts[:, 0]], 1)
@@ -335,7 +336,7 @@ class Planner(Control):
         return self._tables[key]
 
     def _chains(self, arm: Arm, efficiencies: Floats) -> tuple[Chain, ...]:
-        """The chains of a plan; where two drafters share the rows, each row gets the one of larger τ."""
+        """Returns the chains of a plan; if two drafters share the rows, a row gets the one of larger τ."""
         if len(arm.chains) < 2 or arm.race:
             return tuple([Chain(which, length) for which, length in arm.chains])
         taus = np.array([efficiencies[which, self._lengths == length][0] for which, length in arm.chains])  # [2, B]
@@ -355,7 +356,7 @@ class Planner(Control):
         current = self._current
         current.passed += seconds
         if current.failed or not is_typical or draft_length < current.width or seconds <= 0:
-            return  # forwards were captured, or these were a rollout's last rounds: they are of no kind
+            return  # forwards were captured, or a rollout's last rounds: no kind fits
         current.measured.append((seconds, tokens))
 
     def record_unverified(
@@ -373,7 +374,7 @@ class Planner(Control):
             gained = 0.0
             if current.arm.chains:
                 plain = self._plain_seconds()
-                # After a jump of the machine drafts may seem cheap, as nothing else was measured: no credit for that.
+                # After a jump of the machine drafts may seem cheap, since no other round was measured: no credit.
                 terms = self.times.terms([kind], self._kind(PLAIN, batch), [current.shares])
                 doubt = math.sqrt(max(self.times.offsets(terms)[1].item() - CERTAIN, 0.0))
                 seconds, tokens = measured[counts].sum(0)
@@ -391,7 +392,7 @@ class Planner(Control):
             if not verdicts:
                 continue
             right, tried = np.array(verdicts).swapaxes(0, 1)  # [R, B] each; -1: no draft
-            if not candidate.is_network:  # it drafts less than γ where it knows no more: that is no hit
+            if not candidate.is_network:  # a lookup drafts less than γ if it finds no more: not a full acceptance
                 tried = np.full_like(tried, dict(current.arm.chains).get(which, 0))
             self.drafts.record(which, np.array(current.requests), right, np.minimum(right + 1, tried))
         current.verdicts.clear()
@@ -404,7 +405,7 @@ class Planner(Control):
         return covered
 
     def _seconds(self, arm: Arm) -> Floats:
-        """Predicted seconds of a round of 1, 2, … rows: `[capacity]`, between powers of two by straight lines."""
+        """Predicted seconds of a round of 1, 2, … rows: `[capacity]`, interpolated linearly between powers of two."""
         if arm not in self._predicted:
             lengths, width = {self.candidates[which].name: length for which, length in arm.chains}, arm.width
             seconds = [self._predict(lengths, width, rows, self._planned_length) for rows in self._sizes]
@@ -412,7 +413,7 @@ class Planner(Control):
         return self._predicted[arm]
 
     def _shares(self, arm: Arm, plain: float) -> tuple[float, ...]:
-        """Of a round that each of its chains adds to an autoregressive one of `plain` seconds, as predicted."""
+        """Predicted share of a round that a chain adds to an autoregressive round of `plain` seconds."""
         added = []
         for chain in arm.chains:
             alone = float(self._seconds(Arm((chain,)))[self._batch - 1])
@@ -438,11 +439,11 @@ class Planner(Control):
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger, as a checkpoint keeps it; JSON."""
+        """The ledger for a checkpoint; JSON."""
         return {"times": self.times.state_dict(), **self.drafts.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`, or from the acceptance that earlier releases kept."""
+        """Continues from a `state_dict`, or from the acceptance in checkpoints of earlier releases."""
         self.drafts.load_state_dict(state)
         if "times" in state:
             self.times.load_state_dict(state["times"])

@@ -1,8 +1,8 @@
-"""How ranks share rollouts: the order in which they take requests, and which rows move to a rank that has none left.
+"""How ranks share rollouts: the order in which they take requests, and which rows move to a rank without rows.
 
-The longest requests go first, by earlier completions of their prompts: one that begins last leaves all other ranks
-waiting for it; RhymeRL, Seer and DAS order theirs likewise. Of a row that moves (SA §4.3) the tail of the K/V is sent
-while the other rank computes the head again: both should end at the same time. No token depends on either.
+The longest requests go first, by earlier completions of their prompts: all ranks would wait for a long request that
+begins last (RhymeRL, Seer and DAS use the same order). The tail of a moving row's K/V (SA §4.3) is sent while the
+other rank computes the head again, so that both end at the same time. No token depends on either.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,25 +17,25 @@ T = TypeVar("T")
 
 
 class ExpectedLengths:
-    """Tokens that a completion of a prompt will have: the mean of those of the newest rollout that had the prompt."""
+    """Predicts the tokens of a completion: the mean of the newest rollout with the same prompt."""
 
     def __init__(self) -> None:
         self._means: dict[str, float] = {}
 
     def record(self, lengths: dict[str, list[int]]) -> None:
-        """Takes the lengths, in tokens, of one rollout's completions, by a key of the prompt."""
+        """Records the lengths, in tokens, of a rollout's completions, by a key of the prompt."""
         self._means |= {prompt: fmean(own) for prompt, own in lengths.items()}
 
     def of(self, prompts: Sequence[str]) -> list[float]:
-        """Expected tokens of a completion of each of `prompts`; of a new one as many as of the others on average."""
+        """Expected tokens of a completion by prompt; for a new prompt the average of the others."""
         known = [self._means[prompt] for prompt in dict.fromkeys(prompts) if prompt in self._means]
         mean = fmean(known) if known else 0.0
         return [self._means.get(prompt, mean) for prompt in prompts]
 
 
 def longest_first(prompts: Sequence[str], expected: Sequence[float], rows: int) -> list[list[int]]:
-    """What ranks take at once, as indices of requests, the longest `expected` first: completions of one prompt, so
-    many that they fill the `rows` of a rank evenly. A rank that takes all of a prompt is the only one to read it."""
+    """Groups of request indices that a rank takes at once, the longest `expected` first: completions of one prompt, in
+    numbers that fill the `rows` of a rank evenly. A prompt whose completions one rank takes is read only there."""
     first = {prompt: index for index, prompt in reversed(list(enumerate(prompts)))}
     order = sorted(range(len(prompts)), key=lambda index: (-expected[index], first[prompts[index]], index))
     by_prompt = [list(own) for _, own in groupby(order, prompts.__getitem__)]
@@ -44,27 +44,27 @@ def longest_first(prompts: Sequence[str], expected: Sequence[float], rows: int) 
 
 
 def dealt(order: Sequence[T], rank: int, ranks: int, rounds: int) -> list[T]:
-    """What `rank` gets of `order` when it is dealt in so many `rounds`, which go back and forth among `ranks`: each
-    rank begins with as much work as another."""
+    """The part of `order` that `rank` gets when it is dealt in `rounds` rounds, back and forth among `ranks`: all
+    ranks begin with equal work."""
     places = (round_ * ranks + (ranks - 1 - rank if round_ % 2 else rank) for round_ in range(rounds))
     return [order[place] for place in places if place < len(order)]
 
 
 @dataclass(frozen=True)
 class MoveCosts:
-    """Seconds per token of a row's K/V: to `compute` it again, and to `send` it. None: nothing was sent yet."""
+    """Seconds per token of a row's K/V: to `compute` it again, and to `send` it. None: nothing was sent so far."""
 
     compute: float
     send: float | None
 
     @property
     def head_share(self) -> float:
-        """Share of the columns that is computed again, so that computing them takes as long as sending the others; a
-        half as long as nothing was sent."""
+        """Share of columns that is computed again, so that computing takes as long as sending the rest; a half while
+        nothing was sent."""
         return 0.5 if self.send is None else self.send / (self.send + self.compute)
 
     def seconds(self, tokens: int) -> float:
-        """What it takes to move `tokens` tokens' K/V."""
+        """Seconds to move the K/V of `tokens` tokens."""
         return tokens * self.compute * self.head_share
 
 
@@ -74,8 +74,8 @@ def measured_send_seconds(tokens: int, computing: float, waiting: float) -> floa
     Args:
         tokens: that were sent.
         computing: seconds in which the head was computed meanwhile.
-        waiting: seconds that the receiver then waited. Where that is next to nothing, sending took less than
-            computing; it is taken to have taken half, so that the next move sends more.
+        waiting: seconds that the receiver then waited. If almost 0, sending took less than computing; half is assumed,
+            so that the next move sends more.
     """
     if not tokens:
         return None
@@ -119,31 +119,31 @@ def fit_affine(times: Sequence[tuple[int, float, float]]) -> AffineSeconds:
     spread = sum(weight * (batch - mean_batch) ** 2 for batch, _, weight in times)
     joint = sum(weight * (batch - mean_batch) * (seconds - mean) for batch, seconds, weight in times)
     slope = max(joint / spread, 0.0) if spread else 0.0
-    if mean < slope * mean_batch:  # it would cross 0: the best line through it
+    if mean < slope * mean_batch:  # would be negative: the best line through 0
         through_zero = sum(w * batch * seconds for batch, seconds, w in times) / sum(w * b * b for b, _, w in times)
         return AffineSeconds(through_zero, 0.0)
     return AffineSeconds(slope, mean - slope * mean_batch)
 
 
 def step_seconds(rounds: Iterable[tuple[int, int, float]]) -> AffineSeconds:
-    """Seconds in which each row of a batch advances by a token.
+    """Seconds per token of a row in a batch.
 
     Args:
-        rounds: (rows, tokens that these committed together, seconds) of measured rounds, at least one.
+        rounds: (rows, committed tokens of all rows, seconds) of measured rounds, at least one.
     """
     return fit_affine([(batch, seconds * batch / tokens, tokens / batch) for batch, tokens, seconds in rounds])
 
 
 def rows_to_give(lengths: Sequence[int], steps: float, step: AffineSeconds, costs: MoveCosts) -> int:
-    """How many rows to give away, the shortest ones; 0: none.
+    """Number of rows to send, the shortest ones; 0: none.
 
-    Both ranks should end as early as possible: this one after the rows that stay, the other one after the move and
-    the rows that came. Beside its K/V a move costs each of them about a round: this one copies the rows, the other one
-    takes them up in a forward of its own.
+    Both ranks should end as early as possible: this rank after the rows that stay, the other rank after the move and
+    the moved rows. Beside its K/V a move costs both about a round: this rank copies the rows, the other rank admits
+    them by a separate forward.
 
     Args:
         lengths: tokens of each row, prompts included, ascending.
-        steps: tokens that each row is expected to generate yet.
+        steps: expected remaining tokens by row.
         step: of :func:`step_seconds`, on either rank.
         costs: of a move.
     """

@@ -27,7 +27,7 @@ from ..measuring.known_rounds import ladder_folder
 from ..measuring.machine import profile_key
 from ..scheduling.control import Chain
 from ..scheduling.model_constants import ProfileKey
-from ..user_cache import read_kept, save_kept
+from ..user_cache import read_cached, save_cached
 from .ladder import Ladder, Rung, ladder_path
 
 
@@ -110,7 +110,7 @@ def find_ladder(
     session = Session.of(model)
     ladder = session.ladder
     if ladder is None or ladder.shape != shape:
-        ladder = read_kept(path, Ladder.load, ", and the drafters are profiled again")
+        ladder = read_cached(path, Ladder.load, ", and the drafters are profiled again")
         if ladder is not None and ladder.shape != shape:
             ladder = None
     most = 2 * max(drafter.max_rows for drafter in drafters)  # more rows are not profiled
@@ -118,7 +118,7 @@ def find_ladder(
         # A batch close to the largest adds no information.
         batches = [batch for batch in BATCHES if 2 * batch <= max_batch_size] + [max_batch_size]
         ladder = build_ladder(model, drafters, batches, draft_lengths, config=config, kept_in=path.parent)
-        save_kept(ladder.save, path, "draft ladder")
+        save_cached(ladder.save, path, "draft ladder")
     session.ladder = ladder
     return ladder
 

@@ -101,7 +101,8 @@ class RunDrafting:
         strategy, assistant = ("none", None) if args.sd_toggle == "never" else (strategy, args.assistant_model)
         with Session.lend(policy) as session:
             self.drafters = make_drafters(session, strategy, policy, assistant, self.config)
-            session.drafters.clear()  # from now on only the trainer uses it
+            for drafter in self.drafters:  # from now on only the trainer uses them
+                session.drafters.pop(drafter.strategy, None)
         names = [drafter.strategy for drafter in self.drafters]
         self._draft_lengths = args.draft_length_controllers(names, self._saved_lengths)
         for drafter in self.drafters:

@@ -170,12 +170,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         return result
 
     def _generate_single_turn(
-        self,
-        prompt_ids: list[list[int]],
-        images: Any,
-        multimodal_fields: dict[str, Any],
-        num_generations: int,
-        has_tool_images: bool = False,
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict[str, Any], *rest: Any, **more: Any
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         check_text(images, multimodal_fields)
         check_drawn(policy_in(self.model), self.generation_config, prompt_ids, self._tokenizer)
@@ -183,8 +178,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         logprobs = [sampled.logprobs for sampled in completions]  # TRL puts zeros where tools answer, and pads
         return [sampled.tokens for sampled in completions], logprobs if self._mismatch.is_logged else None
 
-    def _tool_call_loop(self, *args: Any) -> Any:
-        result = super()._tool_call_loop(*args)
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._tool_call_loop(*args, **kwargs)
         # Other ranks may still have tool calls. A turn needs all ranks: they gather weights, and may share rows.
         while self.accelerator.num_processes > 1 and (turn := self._sharing.gather([])).rows:
             self._take_turn(turn)

@@ -15,6 +15,7 @@ from weakref import ref
 import torch
 from accelerate.state import AcceleratorState
 from torch import nn
+from transformers import Trainer
 
 from ..generation.configuration import SpeculativeConfig, check_combination, check_strategy
 from ..generation.engine.requirements import check_model, policy_in
@@ -45,7 +46,7 @@ def speculate(
     warning. Ranks do not pool their rows, as those of :class:`SpecGRPOTrainer` do.
 
     Args:
-        target: a trainer with `model`, `args` and `accelerator`, such as TRL's, or a model, which may be wrapped.
+        target: a trainer of transformers or TRL, or the model, which may be wrapped.
         strategy: see :func:`~spec_trl.generation.configuration.check_strategy`.
         assistant_model: of strategies that take one.
         output_dir: folder of the log, `rollout_log.jsonl`; by default the trainer's. A model alone has none.
@@ -54,7 +55,11 @@ def speculate(
     Raises:
         ValueError: options, model or trainer ask for what cannot be served; names the argument.
     """
-    trainer = target if hasattr(target, "accelerator") and hasattr(target, "model") else None
+    trainer = target if isinstance(target, Trainer) else None
+    if trainer is None and not isinstance(target, nn.Module):
+        raise ValueError(f"target is a {type(target).__name__}; give a trainer of transformers or TRL, or the model.")
+    if trainer is not None and hasattr(trainer.args, "assistant_strategy"):
+        raise ValueError(f"a {type(trainer).__name__} speculates by itself, as its config says; leave this call out.")
     model: nn.Module = target if trainer is None else trainer.model
     config, policy = SpeculativeConfig(**options), policy_in(model)
     check_use(check_strategy(strategy), config)

@@ -210,6 +210,7 @@ def test_lanes_by_end_with_stripes_where_they_race() -> None:
     )
     assert drawn(timeline(ALONE)).text.endswith("of their time; nobody raced.")
     assert timeline([]) is None
+    drawn(timeline([RequestTimeline(0, [(0.5, 0, [])], 0.5)]))  # it ended with its first token
 
 
 def test_of_many_requests_the_slowest_are_drawn() -> None:

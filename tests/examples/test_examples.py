@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from trl import RLOOTrainer
 
-from examples import generate, grpo_gsm8k
+from examples import generate, grpo_gsm8k, own_loop
 from examples.demo.task import build_tokenizer
 from spec_trl import SpeculativeConfig, SpeculativeOutput
 from spec_trl.cli.loading import pad_left, token_ids
 from spec_trl.generation.registry import taking_assistant
+from spec_trl.trainers.run_log import read_run
 from tests.conftest import DATA, STORY_MODEL
 from tests.trainers.harness import tiny_policy
 
@@ -47,9 +47,19 @@ def test_the_scripts_of_the_docs(
     exec(small.replace(MODEL, str(model)), names)
     if "trainer" in names:
         assert small != script
-        assert isinstance(names["trainer"], RLOOTrainer) or (tmp_path / "out" / "rollout_log.jsonl").exists()
+        assert (tmp_path / "out" / "rollout_log.jsonl").exists()
     else:
         assert len(names["out"].sequences) == 2
+
+
+def test_a_loop_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own_loop.main(["--model", str(STORY_MODEL), "--steps", "2", "--rows", "2", "--tokens", "24"])
+    assert len(read_run(tmp_path / "own_loop").rollouts) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:2]] == ["step 0", "step 1"] and "plain decoding" in lines[2]
 
 
 # ---- GSM8K ----------------------------------------------------------------------------------------------------------

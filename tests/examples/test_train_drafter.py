@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 from examples import train_drafter
 from examples.demo.task import build_tokenizer
@@ -77,6 +77,57 @@ def test_trains_measures_and_goes_on(
         train_drafter.main([*options, "--output", str(twice), "--resume", "--steps", "4"])
 
 
+def test_goes_on_after_a_kill_while_it_saves(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of a "model" drafter never holds half of its weights."""
+    folder = tmp_path / "drafter"
+    options = ["--target", str(target), "--drafter", "model", "--prompts", str(prompts), *SMALL, "--save-every", "2"]
+    options += ["--measure-tokens", "0", "--output", str(folder)]
+    save, saves, weights = LlamaForCausalLM.save_pretrained, [], folder / "model.safetensors"
+
+    def half(model: LlamaForCausalLM, place: str | Path) -> None:
+        save(model, place)
+        saves.append(place)
+        if len(saves) == 4:  # after two untrained drafters and the save before the first step
+            written = Path(place) / "model.safetensors"
+            written.write_bytes(written.read_bytes()[:1000])
+            raise Stopped
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(LlamaForCausalLM, "save_pretrained", half)
+        train_drafter.main(options)
+    untrained = weights.read_bytes()
+    train_drafter.main([*options, "--resume"])
+    assert untrained != weights.read_bytes()
+    files = {file.name for file in folder.iterdir() if not file.name.startswith("training_")}
+    assert files == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_holds_nothing_out(target: Path, tmp_path: Path) -> None:
+    options = ["--target", str(target), *SMALL, "--held-out", "0", "--output", str(tmp_path / "drafter")]
+    with pytest.raises(ValueError, match="--held-out 0 needs --measure-tokens 0, not 8"):
+        train_drafter.main(options)
+    train_drafter.main([*options, "--measure-tokens", "0"])
+    assert (tmp_path / "drafter/model.safetensors").exists()
+
+
+def test_a_folder_of_an_older_version(tmp_path: Path) -> None:
+    (tmp_path / "training_state.pt").touch()
+    with pytest.raises(ValueError, match="--resume: an older version wrote .*; resume with it, or train in another"):
+        train_drafter.main(["--target", "nowhere", "--output", str(tmp_path), "--resume"])
+
+
+def test_prompts_are_cut_with_their_special_tokens(target: Path, tmp_path: Path) -> None:
+    """BOS counts, and no text is made of a cut prompt: a token may be half of a character."""
+    path = tmp_path / "prompts.txt"
+    path.write_text("a1+22\nb2\n")
+    options = ["--target", str(target), "--output", str(tmp_path), "--prompts", str(path), "--held-out", "1"]
+    arguments = train_drafter.parse_arguments([*options, "--prompt-tokens", "4"])
+    prompts = train_drafter.choose_prompts(arguments, tiny_policy(), 16)
+    assert prompts == build_tokenizer()(["a1+", "b2"]).input_ids and list(map(len, prompts)) == [4, 3]
+
+
 @pytest.mark.parametrize("drafter", ["eagle3", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_training_helps(drafter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """More drafts of held-out prompts are accepted, and windows come once in each pass."""
@@ -104,13 +155,18 @@ def test_samples_are_what_the_engine_samples() -> None:
     model, prompts = tiny_llama(), [row.tolist() for row in random_rows([3, 4, 9])]
     model.generation_config.eos_token_id = 7
     sampled = train_drafter.sample(model, prompts, 6, 24, seed=0)
-    for row in (0, 2, 4):
+    for row, width in ((0, 4), (2, 9), (4, 4)):  # prompts of 3 and 4 tokens go together
         prompt = prompts[row % 3]
         alone = generate(
-            model, pad_left([torch.tensor(prompt)]), request_ids=[row], max_new_tokens=24 - 9, eos_token_id=7
+            model, pad_left([torch.tensor(prompt)]), request_ids=[row], max_new_tokens=24 - width, eos_token_id=7
         )
         assert sampled[row] == prompt + outputs(alone)[0]
     assert len({tuple(row) for row in sampled}) == 6
+
+
+def test_samples_of_short_prompts_are_as_long_as_others() -> None:
+    sampled = train_drafter.sample(tiny_llama(), [[1], [1] + [5] * 27], 4, 32, seed=0)
+    assert list(map(len, sampled)) == [32, 32, 32, 32]
 
 
 def test_cut() -> None:
@@ -190,7 +246,9 @@ def test_a_target_that_caps_its_logits(tmp_path: Path) -> None:
     (["--steps", "0"], "--steps 0"),
     (["--learning-rate", "-1"], "--learning-rate -1.0"),
     (["--held-out", "4"], "--held-out 4: of 4 prompts"),
-    (["--sample-tokens", "2"], "--sample-tokens 2 leaves no room"),
+    (["--sample-tokens", "2", "--prompt-tokens", "2"], "--sample-tokens 2 leaves no room"),
+    (["--held-out", "-1"], "--held-out -1: it must be at least 0"),
+    (["--held-out", "0"], "--held-out 0 needs --measure-tokens 0, not 8"),
     (["--drafter", "dflash", "--block-size", "1"], "block_size=1"),
     (["--drafter", "dflash", "--mask-token", "9999"], "mask_token=9999"),
     (["--drafter", "model", "--hidden-size", "17"], "--hidden-size 17"),

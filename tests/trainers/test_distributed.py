@@ -157,3 +157,13 @@ def test_a_rank_with_nothing_to_learn_from_takes_part(found: list[dict[str, Any]
         assert not any(gradient.any() for gradient in theirs)
         for a, alone in zip(mine, step, strict=True):
             assert torch.equal(a, alone)
+
+
+@pytest.mark.parametrize("name", ["rloo", "gkd"])
+def test_other_trainers_draft_on_each_rank(name: str, found: list[dict[str, Any]]) -> None:
+    """Each its own rows, as without drafts; the first writes the log."""
+    (first, losses, efficiency), (second, _, log) = (rank[f"{name} self"] for rank in found)
+    assert first != second and log is None
+    assert efficiency and min(efficiency) > 2
+    for rank in found:
+        assert rank[f"{name} self"][:2] == rank[f"{name} none"][:2]

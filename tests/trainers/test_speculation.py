@@ -26,7 +26,7 @@ from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 import spec_trl
 from examples.demo.task import build_tokenizer
 from spec_trl.trainers.run_log import RolloutRecord, read_run
-from tests.trainers.harness import PROMPTS, tiny_dataset, tiny_policy
+from tests.trainers.harness import PROMPTS, make_run, tiny_dataset, tiny_policy
 
 
 slow = pytest.mark.slow
@@ -82,7 +82,7 @@ def make_trainer(name: str, folder: Path, trainer: dict[str, Any] | None = None,
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     settings = dict(
-        output_dir=str(folder), max_steps=3, per_device_train_batch_size=4, learning_rate=3e-3, logging_steps=1,
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=4, learning_rate=3e-3, logging_steps=1,
         report_to="none", save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, seed=3,
         disable_tqdm=True,
     )  # fmt: skip
@@ -280,3 +280,7 @@ def test_arguments_are_checked_at_once(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=named):
             spec_trl.speculate(tiny_policy(), **given)
+    with pytest.raises(ValueError, match="target is a str"):
+        spec_trl.speculate("model")
+    with pytest.raises(ValueError, match="SpecGRPOTrainer speculates by itself"):
+        spec_trl.speculate(make_run(tmp_path).trainer)

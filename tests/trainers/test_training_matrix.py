@@ -1,8 +1,10 @@
 """Whole trainings compared with one without drafts, to the last bit: more steps, drafters, policies, schedules and
 trainers than test_training.py has. Most are slow; of those that are not, CUDA graphs are a tape."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -87,17 +89,16 @@ def plain(**options: Any) -> Callable[[], Options]:
 
 
 SHORT = dict(gradient_accumulation_steps=2, per_device_train_batch_size=4)
-TWICE = dict(num_iterations=2, steps_per_generation=2, max_steps=4)
+TEN_STEPS = plain(max_steps=10)
+TWICE = plain(num_iterations=2, steps_per_generation=2, max_steps=4)
 CASES: list[tuple[str, Options, Callable[[], Options]]] = [
-    ("ngram", {}, plain(max_steps=10)),
-    ("history", {}, plain(max_steps=10)),
-    ("self", dict(draft_lengths=[2], rollout_batch_size=3), plain(max_steps=10)),
-    ("self", dict(draft_quantization="rtn-w8", draft_lm_head="packed"), plain(max_steps=10)),
-    ("self", dict(draft_kernel="reference", draft_lengths=[9]), plain(max_steps=10)),
-    (
-        "self", dict(draft_lengths=[1, 2, 3, 5], draft_length_up=0.1, draft_length_down=0.05), plain(max_steps=10)
-    ),
-    ("self", dict(draft_quantization="awq-w4-g128"), plain(max_steps=10)),
+    ("ngram", {}, TEN_STEPS),
+    ("history", {}, TEN_STEPS),
+    ("self", dict(draft_lengths=[2], rollout_batch_size=3), TEN_STEPS),
+    ("self", dict(draft_quantization="rtn-w8", draft_lm_head="packed"), TEN_STEPS),
+    ("self", dict(draft_kernel="reference", draft_lengths=[9]), TEN_STEPS),
+    ("self", dict(draft_lengths=[1, 2, 3, 5], draft_length_up=0.1, draft_length_down=0.05), TEN_STEPS),
+    ("self", dict(draft_quantization="awq-w4-g128"), TEN_STEPS),
     ("self", {}, plain(max_steps=50)),
     ("self", {}, plain(**SHORT, max_steps=6, steps_per_generation=4, num_iterations=2, learning_rate=1e-2)),
     # The reference kernel: the fast one leaves a batch of eight to the policy's own layers.
@@ -107,8 +108,8 @@ CASES: list[tuple[str, Options, Callable[[], Options]]] = [
     ("self", {}, lambda: lora(num_iterations=2, max_steps=4)),
     ("self", {}, lambda: dict(policy=hybrid_policy(), max_steps=50)),
     ("self", {}, lambda: lora(policy=hybrid_policy(), max_steps=50)),
-    ("model", {}, plain(max_steps=10)),
-    ("eagle3", {}, plain(**TWICE)),
+    ("model", {}, TEN_STEPS),
+    ("eagle3", {}, TWICE),
     ("eagle3", {}, lora),
     ("dflash", {}, lambda: lora(beta=0.1)),
     ("eagle3", {}, plain(mask_truncated_completions=True)),
@@ -117,12 +118,19 @@ CASES: list[tuple[str, Options, Callable[[], Options]]] = [
     ("tts model", ASYNC, dict),
     ("tts dflash", ASYNC, dict),
     ("tts eagle3", dict(tts_scope="request"), plain(**SHORT)),
-    ("tts self", {}, plain(**TWICE)),
+    ("tts self", {}, TWICE),
     ("tts eagle3", {}, plain(gradient_checkpointing=True)),
     ("tts self", {}, lora),
     ("tts self", dict(tts_scope="request", rollout_batch_size=3), dict),
     ("tts eagle3", dict(tts_scope="request", rollout_batch_size=3), dict),
 ]  # fmt: skip
+
+
+@functools.cache
+def train_without_drafts(training: Callable[[], Options]) -> Run:
+    """Once for all cases of one `training`."""
+    with TemporaryDirectory() as folder:
+        return train(Path(folder), "none", **training())
 
 
 @slow
@@ -138,7 +146,7 @@ def test_the_policy_trains_as_without(
     elif strategy in ("model", "eagle3", "dflash"):
         how = dict(assistant_model=named(strategy)["assistant_model"], drafter_learning_rate=1e-3) | how
     run = train(tmp_path / "run", strategy, **training(), **how)
-    assert_same_training(train(tmp_path / "none", "none", **training()), run)
+    assert_same_training(train_without_drafts(training), run)
     assert along or max(run.metric("rollout/block_efficiency")) > 1
     assert strategy != "self" or min(run.metric("rollout/acceptance_rate")) > 0.25
     assert all(count > 0 for count in run.metric("rollout/drafter_updates"))

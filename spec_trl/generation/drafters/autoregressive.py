@@ -1,4 +1,4 @@
-"""Drafting token by token with a network: the loop that the self-drafter and a small model share."""
+"""Drafting token by token with a network: base of the self-drafter and of a small model."""
 
 import functools
 from dataclasses import replace
@@ -26,7 +26,7 @@ from .trainable_drafter import Canvas, TrainableDrafter
 
 
 CATCH_UP = 16
-"""Largest number of tokens per row in one forward, where a drafter reads what was committed without it."""
+"""Most tokens per row in a forward in which a drafter reads text that was committed without it."""
 
 
 class NetworkDrafter(TrainableDrafter):
@@ -34,9 +34,9 @@ class NetworkDrafter(TrainableDrafter):
 
     Args:
         network: the drafting network, as :func:`~spec_trl.generation.engine.shadow.make_shadow` makes it.
-        shares_target_cache: whether it reads the target's K/V as its own. That of its drafts goes into the target's
-            cache, where verification overwrites it (ER §E.2), or into a tail where it runs ahead (SA §4.1).
-        made_of: a captured forward serves all networks with the same mark; None: this network alone.
+        shares_target_cache: whether it reads the target's K/V. The K/V of drafts is written into the target's cache,
+            where verification overwrites it (ER §E.2), or into a tail if it runs ahead (SA §4.1).
+        made_of: networks with an equal tuple share captured forwards; None: only this network.
     """
 
     has_probabilities = True
@@ -57,8 +57,8 @@ class NetworkDrafter(TrainableDrafter):
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
         rows = session.rows
-        # Both in host memory: drafts that were fed in this round, which are there once it has waited for the device,
-        # `[B, γ - 1]`; and tokens of each row whose K/V it has to compute itself and has, `[capacity]`.
+        # Both in host memory: drafts fed in this round, valid after waiting for the device, `[B, γ - 1]`; and by row
+        # the number of tokens whose K/V this drafter has computed, `[capacity]`.
         self._fed: Integers | None = None
         self._cached: Integers | None = None
         tail = session.tail if self._shares_target_cache else None
@@ -73,7 +73,7 @@ class NetworkDrafter(TrainableDrafter):
             own = cache_for(self.network, rows.capacity, rows.columns) if tail is None else tail
             self._runner = EagerRunner(self.network, own)
         self.cache = self._runner.cache
-        # States of text stay apart from those of drafts, of which some are rejected.
+        # States of text are separate from those of drafts, which may be rejected.
         with_text = not (self._has_states and self._owns_cache)
         self._drafting = self._runner if with_text else self._runner.for_drafter(self.network, True, self._made_of)
 
@@ -86,7 +86,7 @@ class NetworkDrafter(TrainableDrafter):
     def admit(self, admission: Admission) -> None:
         if self._cached is not None:
             if self._has_states and any(source < admission.first for source in admission.sources):
-                # Rows in flight have gone on from the prompt: their copies read it again.
+                # Rows in flight have advanced beyond the prompt: their copies read it again.
                 admission = replace(admission, leaders=len(admission.lengths), followers=[], sources=[])
             self._runner.read_texts(self.session.rows, admission)
             rows = self.session.rows
@@ -103,11 +103,11 @@ class NetworkDrafter(TrainableDrafter):
             return
         rows, cached = self.session.rows, self._cached[: self.session.rows.active]  # [B]
         if self._fed is not None:
-            # What was fed counts as far as it was committed: drafts may be rejected, or another drafter's taken.
+            # Fed drafts count as far as they were committed: they may be rejected, or another drafter's may win.
             fed, self._fed = self._fed, None
             count = min(fed.shape[1], tokens.shape[1])
             cached += np.logical_and.accumulate(fed[:, :count] == tokens[:, :count], axis=1).sum(1)
-        np.minimum(cached, rows.host_lengths - 1, out=cached)  # also where a drafter that ran ahead goes back
+        np.minimum(cached, rows.host_lengths - 1, out=cached)  # also if a drafter that ran ahead goes back
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         session, rows = self.session, self.session.rows
@@ -145,7 +145,7 @@ class NetworkDrafter(TrainableDrafter):
         return 2 * state_bytes(self.network) if self._has_states else 0  # of the text, and of drafts
 
     def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
-        # One forward instead of γ: what was drafted is known.
+        # One forward instead of γ: the drafts are known.
         count = canvas.tokens.shape[1] - 1
         return self._runner.replay(network, canvas.tokens[:, :count], canvas.columns_after(-1, count), canvas.cache())
 
@@ -160,32 +160,32 @@ class NetworkDrafter(TrainableDrafter):
         }
 
     def _catch_up(self) -> int:
-        """Feeds what the cache lacks but for the newest tokens; returns how many these are, at least 1."""
+        """Feeds the tokens that the cache lacks, except the newest; returns the number of these, at least 1."""
         if self._cached is None:
             return 1
         rows = self.session.rows
-        # Usually 1, or 2 after a block that was accepted whole; more after rounds in which it did not draft. Rows that
-        # lack fewer feed some tokens again, which writes the same K/V.
+        # Usually 1, or 2 after a fully accepted block; more after rounds without drafting. Rows that lack fewer feed
+        # some tokens again, which writes the same K/V.
         missing = int((rows.host_lengths - self._cached[: rows.active]).max())
-        while missing > CATCH_UP:  # in pieces, without logits: all at once would need memory for a long prompt's
+        while missing > CATCH_UP:  # in pieces, without logits, which would take much memory for a long prompt
             columns = rows.columns_after(-missing, CATCH_UP).clamp(min=0)  # [B, CATCH_UP]
             self._runner.prefill(rows.tokens[: rows.active].gather(1, columns), columns, rows.longest)
             missing -= CATCH_UP
         return missing
 
     def _step(self, tokens: Tensor, columns: Tensor, step: int) -> Tensor:
-        """The forward of a draft's `step` with states of its own: the first one reads what was committed."""
+        """Runs the forward of a draft's `step` on separate states; the first one reads committed tokens."""
         if step == 0:
             return self._read_committed()
         return self._drafting.forward(tokens, columns, self.session.rows.longest + step)
 
     def _read_committed(self) -> Tensor:
-        """Takes what was committed since the last draft into the states, of each row another number of tokens; returns
-        the logits `[B, 1, V]` after them. Drafts go on from there, in the other set of states."""
+        """Advances the states by the tokens committed since the last draft, a different number per row; returns the
+        logits `[B, 1, V]` after them. Drafts continue in the other set of states."""
         rows, cache, cached = self.session.rows, self.cache, self._cached
         assert cached is not None
         cached = cached[: rows.active].copy()  # [B]
-        most = min(CATCH_UP, self.session.most_drafted + 1)  # columns that rows have room for after their text
+        most = min(CATCH_UP, self.session.most_drafted + 1)  # columns left after the texts of rows
         logits = None
         while logits is None:
             missing = rows.host_lengths - cached  # [B]

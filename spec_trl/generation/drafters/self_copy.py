@@ -1,4 +1,5 @@
-"""The policy's own quantized copy as drafter (ER §3.1): it cannot go stale, and it needs no cache of its own."""
+"""The policy's quantized copy as drafter, and its refresh (ER §3.1): it follows the weights, and shares the target's
+cache."""
 
 import functools
 import time
@@ -31,13 +32,13 @@ _ONE_STREAM = {"humming", "marlin"}
 
 @register_drafter
 class SelfDrafter(NetworkDrafter):
-    """A twin of the policy with quantized projections; everything else is the policy's own, by reference.
+    """A twin of the policy with quantized projections; all other modules share the policy's weights.
 
     Arguments are those of :func:`~spec_trl.quantization.quantize_projections`; the policy is never changed. With
-    `packs_later` the weights are quantized when something is drafted, and a copy that never drafts costs next to none.
+    `packs_later` weights are quantized before the first draft; a copy that never drafts costs almost nothing.
 
     Attributes:
-        is_stale: whether it has to be packed, or packed anew, before it drafts.
+        is_stale: whether it must be packed (again) before it drafts.
     """
 
     strategy = "self"
@@ -86,7 +87,7 @@ class SelfDrafter(NetworkDrafter):
         return student
 
     def refresh(self, statistics: ActivationStatistics | None = None) -> None:
-        """Requantizes the policy's present weights into the same buffers (ER §3.1, Algorithm 1 line 3).
+        """Requantizes the policy's current weights into the same buffers (ER §3.1, Algorithm 1 line 3).
 
         The "awq" schemes choose their scales by `statistics` of the policy's forwards in the step before, over
         `quantized.activation_aware_layers`, and round to nearest without (ER §C.4).
@@ -95,12 +96,12 @@ class SelfDrafter(NetworkDrafter):
         self.is_stale = False
 
     def refresh_if_changed(self) -> None:
-        """Requantizes when something is drafted next if the policy's weights have changed since they were last looked
-        at (:class:`~spec_trl.generation.session.WeightState`)."""
+        """Requantizes before the next draft if the policy's weights have changed since the last check
+        (:class:`~spec_trl.generation.session.WeightState`)."""
         self._may_have_changed = True
 
     def refresh_before_drafting(self, statistics: ActivationStatistics | None = None) -> None:
-        """Refreshes when something is drafted next: a rollout that never speculates does not pay for it."""
+        """Refreshes before the next draft: a rollout without drafts does not pay for it."""
         self.is_stale, self._statistics = True, statistics
 
     @functools.cached_property
@@ -117,7 +118,7 @@ class SelfDrafter(NetworkDrafter):
         return []  # all of them are the policy's
 
     def refresh_if_stale(self) -> None:
-        """What is due before a draft."""
+        """Packs or refreshes before a draft, if due."""
         policy = self._policy() if self._may_have_changed else None
         if policy is not None and self._weights != (present := WeightState(policy)):
             self.refresh_before_drafting()
@@ -136,7 +137,7 @@ class SelfDrafter(NetworkDrafter):
             return super().propose(draft_length, noise)
         with self._watched_policy() as ran:
             proposal = super().propose(draft_length, noise)
-        # A twin that silently ran the policy's own layers would be slow and never noticed. Replays run no layer.
+        # A twin that silently runs the policy's layers would be slow and unnoticed. Replays run no layer.
         if self._runner.eager_forwards:
             self.quantized.assert_all_called(aside=self.quantized.layers.keys() - ran)
             self._is_first = False
@@ -144,7 +145,7 @@ class SelfDrafter(NetworkDrafter):
 
     @contextmanager
     def _watched_policy(self) -> Iterator[set[str]]:
-        """Collects the names of packed layers whose originals in the policy run meanwhile: they should not."""
+        """Collects the names of packed layers whose originals in the policy run inside the block: an error."""
         ran: set[str] = set()
         policy = self._policy()
         assert policy is not None

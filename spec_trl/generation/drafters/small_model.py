@@ -34,7 +34,7 @@ from .vocabulary import check_sizes
 
 @register_drafter
 class SmallModelDrafter(NetworkDrafter):
-    """Drafts with `assistant`, a causal LM that is neither copied nor changed, over a K/V cache of its own.
+    """Drafts with `assistant`, a causal LM that is neither copied nor changed, over a separate K/V cache.
 
     Raises:
         ValueError: the assistant's family, vocabulary or device does not fit the target's.
@@ -93,7 +93,7 @@ class SmallModelDrafter(NetworkDrafter):
         return super().replay(network, canvas)[..., : self._shared]
 
 
-@functools.cache  # captured forwards are told apart by their hooks
+@functools.cache  # cached: captured forwards are identified by hooks
 def _fit_to(size: int, wanted: int) -> tuple[Any, Any]:
     """Hooks of a network with `size` tokens, for a target with `wanted`: before its forward and after."""
 
@@ -108,7 +108,7 @@ def _fit_to(size: int, wanted: int) -> tuple[Any, Any]:
 
 
 def read_assistant_config(name: str) -> PreTrainedConfig:
-    """The config of the causal LM at a path or hub id; of the model below, where that holds an adapter of PEFT."""
+    """Reads the config of the causal LM at a path or hub id; for an adapter of PEFT that of its base model."""
     if (adapter := find_adapter_config_file(name)) is not None:
         base = json.loads(Path(adapter).read_text()).get("base_model_name_or_path")
         if not base:
@@ -128,7 +128,7 @@ def as_assistant(argument: str, given: object) -> PreTrainedModel:
 
 
 def refuse_states(argument: str, assistant: "PreTrainedModel | str", asked: str, remedy: str) -> None:
-    """Raises ValueError where `assistant` keeps states, with which `asked` is not served."""
+    """Raises ValueError if `assistant` keeps states, with which `asked` is not served."""
     is_name = isinstance(assistant, str)
     config = read_assistant_config(assistant) if is_name else as_assistant(argument, assistant).config
     if keeps_states(config):

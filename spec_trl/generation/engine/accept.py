@@ -1,10 +1,10 @@
-"""Accepting drafts: as far as they equal what the target draws in their place (exact verification, the default), or by
-rejection sampling. One read of the device per round tells the host how far each row gets.
+"""Acceptance of drafts: as far as they equal the target's tokens (exact verification, the default), or by rejection
+sampling. The host reads the device once per round.
 
-In a race a row verifies the chains of several drafters, and goes on with the longest (SA §4.2). The paper races whole
-requests, one verifier per drafter. Here a row's chains share a target forward, and every round is a race. All chains
-are verified with the noise of the row's positions, so they can only agree: the winner decides how far a round gets,
-and never a token.
+In a race a row verifies the chains of several drafters, and commits the longest accepted one (SA §4.2). The paper
+races whole requests, one verifier per drafter. Here a row's chains share a target forward, and every round is a race.
+All chains are verified with the noise of the row's positions, so accepted tokens are equal: the winner decides how
+many tokens a round commits, never which.
 """
 
 import itertools
@@ -37,10 +37,10 @@ class Proposal:
 
     Args:
         tokens: `[B, γ]` int64.
-        lengths: `[B]` int64, how many of them are drafts of the row; the others are padding. None: all.
+        lengths: `[B]` int64, number of drafts of the row; later tokens are padding. None: all.
         logits: `[B, γ, vocabulary]` processed draft logits; rejection verification needs them.
-        scores: `[B, γ]`, perturbed logit of each token. A row's draft ends before one of -inf: the processors left no
-            token there. NaN: the drafter is broken. None: nothing is known of either.
+        scores: `[B, γ]`, perturbed logits of the tokens. A row's draft ends before a score of -inf: processors allowed
+            no token. NaN: the drafter is broken. None: unknown.
     """
 
     tokens: Tensor
@@ -74,7 +74,7 @@ class Proposal:
         return Proposal(sent(self.tokens, device), *(None if part is None else sent(part, device) for part in parts))
 
     def drafted(self) -> Tensor:
-        """`[B]` int64: how many drafts each row has, none where its drafter is broken."""
+        """`[B]` int64: number of drafts by row, 0 if its drafter is broken."""
         batch, most = self.tokens.shape
         lengths = self.tokens.new_full((batch,), most) if self.lengths is None else self.lengths
         if self.scores is None:
@@ -83,9 +83,9 @@ class Proposal:
         return torch.minimum(lengths, sound).masked_fill(self.scores.isnan().any(1), 0)
 
     def within(self, vocabulary: int, remaining: Tensor | None) -> "Proposal":
-        """The same without tokens that do not exist: one of the `vocabulary` takes their place, and is verified as any
-        other. With `remaining` (`[B]`, drafts that each row may take) `lengths` end before such a token, and at the
-        remaining."""
+        """The same with tokens outside of the `vocabulary` replaced by one of it, which is verified like any other.
+        With `remaining` (`[B]`, most drafts that a row may take) `lengths` end before such a token, and at
+        `remaining`."""
         tokens = self.tokens.clamp(0, vocabulary - 1)  # [B, γ]
         if remaining is None:
             return replace(self, tokens=tokens)
@@ -104,12 +104,12 @@ def verify_rejection(
     Args:
         logits: `[B, γ + 1, vocabulary]` processed target logits p.
         proposal: the drafts, with their logits q.
-        lengths: `[B]` int64, how many of them to test in each row.
+        lengths: `[B]` int64, number of drafts to test by row.
         keys, residual_keys: `[B, γ + 1]` int64, of the coins and of the resampling noise.
         want_logprobs: whether to compute `logprobs`.
 
     Returns:
-        The drafts and the resampled tokens, with a score of 0 for drafts; `most`: how many drafts were accepted.
+        The drafts and the resampled tokens, with a score of 0 for drafts; `most`: number of accepted drafts.
     """
     assert proposal.logits is not None
     batch, drafts = torch.arange(len(logits), device=logits.device), proposal.tokens
@@ -137,9 +137,9 @@ def verify_rejection(
 
 
 class Judged(NamedTuple):
-    """How the proposal of a lane fared, on the host. A row's next tokens are the first `accepted + 1` of `tokens`
-    `[B, γ + 1]`, which are neither from NaN nor without any probability up to `sound` `[B]` of them. `drafted`: `[B]`
-    tokens verified. `is_broken`: `[B]`, rows whose drafter drew from NaN."""
+    """Result of a lane's proposal, on the host. A row's next tokens are the first `accepted + 1` of `tokens` `[B, γ +
+    1]`, of which the first `sound` `[B]` come from finite logits with some probability. `drafted`: `[B]` verified
+    tokens. `is_broken`: `[B]`, rows whose drafter drew from NaN."""
 
     tokens: Integers
     sound: Integers
@@ -149,16 +149,16 @@ class Judged(NamedTuple):
 
 
 def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], remaining: Integers) -> list[Judged]:
-    """Accepts the drafts of each lane that equal the target's tokens (design §3), for rows with `remaining` (`[B]`)
-    tokens left.
+    """The lossless acceptance rule: accepts the drafts of every lane as far as they equal the target's tokens, for
+    rows with `remaining` (`[B]`) tokens left.
 
-    The target's token at a position does not depend on the draft, so the output is what `"none"` gives:
+    The target's token at a position does not depend on the draft, so the output is that of `"none"`:
 
         fed            x_t   d1   d2   d3        (x_t: last committed token)
         target token    y1   y2   y3   y4        accept d1 = y1, d2 = y2, ... up to the first difference;
         output          y1   y2   y3   y4        the y after the last accepted draft is corrected or bonus
     """
-    parts = list[Tensor]()  # `[B, n]` each, n = 0 where there is nothing to read
+    parts = list[Tensor]()  # `[B, n]` each, n = 0 if there is nothing to read
     for proposal, drawn in zip(proposals, draws, strict=True):
         nothing = drawn.tokens[:, :0]
         parts += [
@@ -167,7 +167,7 @@ def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], remaining: Integ
             nothing if proposal.lengths is None else proposal.lengths[:, None],
             nothing if drawn.most is None else drawn.most[:, None],
         ]  # fmt: skip
-    # The round waits for the device here, and nowhere else. float64 holds any token, and any score.
+    # The only place where a round waits for the device. float64 holds any token, and any score.
     read, at, judged = torch.cat(parts, dim=1).cpu().numpy(), 0, []
     pieces = []
     for part in parts:
@@ -175,7 +175,7 @@ def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], remaining: Integ
         at += part.shape[1]
     for lane in range(0, len(pieces), 6):
         tokens, scores, drafts, draft_scores, lengths, most = pieces[lane : lane + 6]
-        drafted = np.minimum(remaining - 1, drafts.shape[1])  # [B], the token after the drafts needs remaining too
+        drafted = np.minimum(remaining - 1, drafts.shape[1])  # [B], leaves one for the token after the drafts
         if lengths.shape[1]:
             drafted = np.minimum(drafted, lengths[:, 0].astype(np.int64)).clip(min=0)
         is_broken = np.isnan(draft_scores).any(1)  # [B]
@@ -189,25 +189,25 @@ def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], remaining: Integ
 
 
 def _leading(holds: Bools) -> Integers:
-    """`[B]`: for how many of its first places each row of `holds` `[B, n]` holds."""
+    """`[B]`: number of leading True values in every row of `holds` `[B, n]`."""
     return np.logical_and.accumulate(holds, axis=1).sum(1)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a round came to. In most rounds each row has one chain of draft tokens or none; the n-th chains of all rows
-    are lane n.
+    """Result of a round. In most rounds a row has at most one chain of draft tokens; the n-th chains of all rows are
+    lane n.
 
     Args:
-        drawn: on the chain that each row goes on with, on the device.
-        tokens: `[B, n]`, its tokens on the host.
-        counts: `[B]`, how many of them each row may take.
-        sound: `[B]`, how many of them are neither from NaN nor without any probability.
-        winner: `[B]`, that chain's lane.
+        drawn: on the winning chains, on the device.
+        tokens: `[B, n]`, the same tokens on the host.
+        counts: `[B]`, number of them that a row may take.
+        sound: `[B]`, number of them from finite logits with some probability.
+        winner: `[B]`, lane of the winning chain.
         width: largest number of draft tokens verified in any row.
-        owners: N lists of B numbers, the drafter of each row's chain in each lane; -1: the row has none there.
-        drafted: `[N, B]` draft tokens of each chain; 0 where the row has none.
-        accepted: `[N, B]`, how many of them were accepted; -1: the row takes no token at all.
+        owners: N lists of B numbers, the drafter of the row's chain in the lane; -1: no chain.
+        drafted: `[N, B]` draft tokens by chain; 0 without a chain.
+        accepted: `[N, B]`, number of accepted ones; -1: the row takes no token.
         broken: drafters that drew from NaN.
     """
 
@@ -231,8 +231,8 @@ class Outcome:
         width: int,
         remaining: Integers,
     ) -> "Outcome":
-        """Takes for each row the chain of which most was accepted, the first among equals. `proposals`, `draws`: one
-        for each lane, at least one; `remaining`: `[B]`, tokens that each row has left."""
+        """Chooses for every row the chain with most accepted tokens, the first among equals. `proposals`, `draws`: one
+        per lane, at least one; `remaining`: `[B]`, tokens left by row."""
         judged = judge(proposals, draws, remaining)
         drawn, first = draws[0], judged[0]
         tokens, sound, drafted, accepted = first.tokens, first.sound, first.drafted[None], first.accepted[None]
@@ -247,13 +247,13 @@ class Outcome:
             sound = np.stack([lane.sound for lane in judged])[winner, rows]
             drawn = _of_winner(draws, winner)
         broken = set[int]()
-        for of_rows, lane in zip(owners, judged, strict=False):  # no owners where nothing was drafted
+        for of_rows, lane in zip(owners, judged, strict=False):  # no owners if nothing was drafted
             broken.update(itertools.compress(of_rows, lane.is_broken))
         counts = accepted.max(0) + 1
         return cls(drawn, tokens, counts, sound, winner, width, owners, drafted, accepted, broken - {-1})
 
     def of_each_drafter(self, values: Integers) -> dict[int, list[int]]:
-        """`values` `[N, B]` sorted by drafter: B values each, -1 where the row has no chain of it."""
+        """`values` `[N, B]` by drafter: B values each, -1 for rows without a chain of that drafter."""
         by_drafter: dict[int, list[int]] = {}
         for owners, of_lane in zip(self.owners, values.tolist(), strict=True):
             for row, which in enumerate(owners):
@@ -263,7 +263,7 @@ class Outcome:
 
 
 def _of_winner(draws: Sequence[Draw], winner: Integers) -> Draw:
-    """Each row's draw in its lane `winner[b]` (`[B]`)."""
+    """Returns the draw of every row in its lane `winner[b]` (`[B]`)."""
     lane, width = sent(torch.from_numpy(winner), draws[0].tokens.device), max(draw.tokens.shape[1] for draw in draws)
     row = torch.arange(len(winner), device=lane.device)
 
@@ -282,7 +282,7 @@ def _of_winner(draws: Sequence[Draw], winner: Integers) -> Draw:
 
 
 def draft_lengths(plan: Sequence[Chain], batch: int) -> dict[int, list[int]]:
-    """γ of each of `batch` rows, for each drafter of the plan in its order; 0: the row has no chain of it."""
+    """γ of `batch` rows, by drafter in the order of the plan; 0: the row has no chain of that drafter."""
     lengths: dict[int, list[int]] = {}
     for chain in plan:
         rows = range(batch) if chain.rows is None else chain.rows
@@ -303,14 +303,14 @@ class ChainLayout:
         position  L-1  |  L   L+1  L+2 |  L   L+1 |  L   L+1  L+2     for RoPE, windows and chunks
         b2 sees    x   |  .    .    .  |  x    x  |  .    .    .      and all committed columns
 
-    Of the columns after L - 1 a query sees those up to its column that lie at positions from L on, by the distance
-    between the query's column and position. Rows with less than W slots repeat their last token as a chain that nobody
-    reads.
+    Of the columns after L - 1 a query sees those up to its column whose position is at least L, with the query's
+    difference of column and position. Rows with fewer than W slots repeat their last token as a chain that is not
+    read.
 
     Args:
         tokens, columns, positions: `[B, W]` int64.
-        slots: `[N, B, γ + 1]` int64 for the longest chain's γ: of each lane's chain, with slot 0 before it. After a
-            chain's end they mean nothing.
+        slots: `[N, B, γ + 1]` int64 for the longest chain's γ: slots of a lane's chain, with slot 0 before it;
+            undefined after the chain's end.
     """
 
     tokens: Tensor
@@ -320,7 +320,7 @@ class ChainLayout:
 
     @classmethod
     def of(cls, rows: "Rows", widths: Tensor, proposals: Sequence[Proposal], width: int) -> "ChainLayout":
-        """Lays out the chains of N lanes: one of `proposals` each, with `widths` `[N, B]` int64 slots; `width`: the
+        """Lays out the chains of N lanes: one proposal per lane, with `widths` `[N, B]` int64 slots; `width`: the
         largest Σγ of a row."""
         columns = rows.columns_after(-1, width + 1)  # [B, W]
         slot = torch.arange(1, width + 1, device=columns.device)  # [W - 1]
@@ -338,20 +338,20 @@ class ChainLayout:
         return cls(torch.cat([rows.window(-1, 1), tokens], dim=1), columns, columns - F.pad(shifts, (1, 0)), slots)
 
     def slots_of(self, lane: Tensor) -> Tensor:
-        """`[B, γ + 1]` int64: slots of each row's chain in its lane `lane[b]` (`[B]` int64)."""
+        """`[B, γ + 1]` int64: slots of the row's chain in lane `lane[b]` (`[B]` int64)."""
         return self.slots[lane, torch.arange(len(lane), device=lane.device)]
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """The chains of a round: lane n holds the n-th chain of each row, whoever drafted it. More than one lane: a race.
+    """The chains of a round: lane n holds the n-th chain of every row, of any drafter. More than one lane: a race.
 
     Args:
-        lengths: γ of each row as planned, by drafter: the slots that its chain takes, whatever was drafted.
-        owners: N lists of B numbers, the drafter of each row's chain; -1: the row has none. Empty: nobody drafted.
+        lengths: planned γ by drafter and row: the slots of a chain, whatever was drafted.
+        owners: N lists of B numbers, the drafter of the row's chain; -1: no chain. Empty: nothing was drafted.
         drafters: `[N, B]` int64, the same on the device; None: there is at most one, with the same γ for all rows.
-        proposals: one for each lane, at least one; `[B, γ]`, γ that of the lane's longest chain.
-        width: Σγ, of the row where it is largest.
+        proposals: one per lane, at least one; `[B, γ]` with γ of the lane's longest chain.
+        width: largest Σγ of a row.
         layout: of a race.
     """
 
@@ -364,7 +364,7 @@ class Lanes:
 
     @classmethod
     def of(cls, rows: "Rows", lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> "Lanes":
-        """Sorts what was `drafted`, by drafter, for `rows`; `lengths`: what was asked for (:func:`draft_lengths`)."""
+        """Sorts `drafted` proposals, by drafter, into lanes of `rows`; `lengths`: planned (:func:`draft_lengths`)."""
         if not lengths:
             return cls(lengths, [], None, [Proposal(rows.tokens[: rows.active, :0])], 0)
         if len(lengths) == 1:
@@ -386,7 +386,7 @@ class Lanes:
         return cls(lengths, owners, drafters, proposals, width, layout)
 
     def logits(self, lane: int, logits: Tensor) -> Tensor:
-        """`[B, γ + 1, V]`: those of the lane's chains, of the target's `logits` `[B, W, V]`."""
+        """`[B, γ + 1, V]`: the target's `logits` `[B, W, V]` on the lane's chains."""
         if self.layout is None:
             return logits
         return _at_slots(logits, self.layout.slots[lane, :, : self.proposals[lane].tokens.shape[1] + 1])
@@ -409,8 +409,8 @@ def _at_slots(logits: Tensor, slots: Tensor) -> Tensor:
 
 
 def _merge(members: Mapping[int, Proposal], drafters: Tensor, widths: Tensor, tokens: Tensor) -> Proposal:
-    """One proposal `[B, γ]` of those of several drafters, the `members`, which may have any γ: each row takes at most
-    `widths` tokens of the one in `drafters` (`[B]` int64 each), and `tokens` `[B, γ]` where that is -1."""
+    """Combines proposals of several drafters, the `members`, with any γ, into one `[B, γ]`: a row takes at most
+    `widths` tokens of the drafter in `drafters` (`[B]` int64 each), and `tokens` `[B, γ]` if that is -1."""
     lengths, logits, scores = torch.zeros_like(widths), None, None  # [B]
     for which, proposal in members.items():
         is_its = drafters == which  # [B]

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .memory import LateZeros, check_memory, takes_memory_late
+from .memory import LateZeros, check_memory, sent, takes_memory_late
 
 
 PAGE_COLUMNS = 64
@@ -23,6 +23,14 @@ RowStates: TypeAlias = dict[int, tuple[Tensor, Tensor]]
 def pages_of(columns: int) -> int:
     """Number of pages for `columns`."""
     return -(-columns // PAGE_COLUMNS)
+
+
+def copy_rows_of(buffers: Sequence[Tensor], source: list[int], destination: list[int]) -> None:
+    """Copies rows `source` of each of `buffers` to its rows `destination`; the host does not wait for the device."""
+    if buffers and source:
+        at, to = sent(torch.tensor([source, destination]), buffers[0].device)  # [n] each
+        for buffer in buffers:
+            buffer[to] = buffer[at]
 
 
 @dataclass
@@ -153,9 +161,8 @@ class RaggedCache(Cache):
             destinations.append(to)
         for pages, (sources, destinations) in by_pages.items():
             count = pages * PAGE_COLUMNS
-            for layer in self._allocated:
-                layer.keys[destinations, :, :count] = layer.keys[sources, :, :count]
-                layer.values[destinations, :, :count] = layer.values[sources, :, :count]
+            buffers = [buffer for layer in self._allocated for buffer in (layer.keys, layer.values)]
+            copy_rows_of([buffer[:, :, :count] for buffer in buffers], sources, destinations)
         self._used = max(self._used, max(destination, default=-1) + 1)
 
     def move_rows(self, source: list[int], destination: list[int], columns: list[int], active: int) -> None:

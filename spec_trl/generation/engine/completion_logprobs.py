@@ -1,4 +1,4 @@
-"""What the engine computes for completions that are given, as it does for those that it generates."""
+"""Log-probabilities of completions, computed by the engine as in generation."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ from .runner import EagerRunner
 
 
 _LOGITS = 1 << 25
-"""Logits that are computed at a time: 128 MiB in float32."""
+"""Most logits computed at a time: 128 MiB in float32."""
 
 
 @torch.no_grad()
@@ -26,15 +26,15 @@ def read_completions(
     """Log-probabilities of `completions`, and hidden states.
 
     Args:
-        runner: new, over a cache of a row for each prompt and of `columns`, those of the longest text at least.
-        prompts: `[length]` int64 each. Those that are equal are read once.
-        completions: `[B, n]` int64, n > 0. What pads one is read like any token.
-        layers: whose inputs are wanted, by transformers' count (:func:`keep_states`).
+        runner: new, over a cache with a row per prompt, and columns for the longest text.
+        prompts: `[length]` int64 each. Equal prompts are read once.
+        completions: `[B, n]` int64, n > 0. Padding is read like any token.
+        layers: whose inputs are returned, in transformers' count (:func:`keep_states`).
         process: the logits processors of a generation, on `[m, vocabulary]` scores.
 
     Returns:
-        `[B, n]` float32 in nats, and for each of `layers` `[B, columns, hidden]`, by position: that of a row's last
-        token, and those of its padding, have any values.
+        `[B, n]` float32 in nats, and for each of `layers` `[B, columns, hidden]`, by position; values at a row's last
+        token and at padding are undefined.
     """
     rows, columns = Rows(runner.cache.rows, runner.cache.columns, completions.device), runner.cache.columns
     length, states = completions.shape[1], list[Tensor]()

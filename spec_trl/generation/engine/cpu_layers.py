@@ -1,11 +1,11 @@
-"""Decoder layers on a CPU in C++, where there is a compiler: attention, the operations between products, whole layers.
+"""Decoder layers on a CPU in C++, if there is a compiler: attention, the operations between products, whole layers.
 
-Attention reads the columns of each row, and no mask, so a row's output does not depend on the other rows or on how far
-columns are padded. It is compiled once per element type and head size, in about a second (`native_code.py`).
+Attention reads the columns of a row, without a mask, so a row's output does not depend on other rows or on padding of
+columns. It is compiled once per element type and head size, in about a second (`native_code.py`).
 
-The operations between matrix products replace some thirty small ones of torch, each of which costs its call. They have
-the arguments of those in `kernels/fused_layer.py`. For few tokens in float32 a whole layer is one call, to which the
-addresses of its weights are passed: gathered once, and again where a weight has moved.
+The operations between matrix products replace some thirty small torch calls. They have the arguments of those in
+`kernels/fused_layer.py`. For few tokens in float32 a whole layer is one call, which gets the addresses of its weights:
+collected once, and again if a weight has moved.
 """
 
 import ctypes
@@ -42,13 +42,13 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor | None:
-    """Queries `[B, heads, q, d]` over `[B, kv_heads, columns, d]` → `[B, q, heads, d]`; None where it does not serve
-    these. Sums are in float32, of float64 in float64.
+    """Queries `[B, heads, q, d]` over `[B, kv_heads, columns, d]` → `[B, q, heads, d]`; None if it does not serve
+    these. Sums are in float32, for float64 in float64.
 
     Args:
         query, key, value: in one dtype: bfloat16, float16, float32 or float64. Values may have another `d`.
-        spans: `[B, 1, q, 2]` int64, first and last column of each query; or `[B, 1, q, 4]`: from the column in the
-            third place on, columns lie as many further as the fourth says (:meth:`MaskPlan.spans`).
+        spans: `[B, 1, q, 2]` int64, first and last column of each query; or `[B, 1, q, 4]`: third, the column from
+            which columns are shifted, fourth, the shift (:meth:`MaskPlan.spans`).
         scale: of the scores.
         softcap: scores become `tanh(score / softcap) * softcap`.
         sinks: `[heads]`, a score per head that joins the denominator.
@@ -57,7 +57,7 @@ def attend(
     function = attention_function(query.dtype, head_size) if query.dtype == key.dtype == value.dtype else None
     if function is None:
         return None
-    # Heads of two sizes are filled with zeros. Such K/V is computed for each call (DeepSeek), which takes longer.
+    # Heads of two sizes are padded with zeros. Such K/V is computed in every call (DeepSeek), which takes longer.
     query, key, value = (
         states if states.shape[3] == head_size else F.pad(states, (0, head_size - states.shape[3]))
         for states in (query, key, value)
@@ -82,7 +82,7 @@ def attend(
 
 @functools.cache
 def attention_function(dtype: torch.dtype, head_size: int) -> Callable[..., None] | None:
-    """The C++ function for these; None where it cannot be compiled."""
+    """The C++ function for these; None if it cannot be compiled."""
     scalar = SCALARS.get(dtype)
     library = None if scalar is None else load(_SOURCE, reorders_sums=False, SCALAR=scalar, HEAD_SIZE=head_size)
     if library is None:
@@ -100,7 +100,7 @@ _Strides = ctypes.c_int64 * 2
 
 def serves(x: Tensor) -> bool:
     """Whether the functions take `x`: float32, in inference mode (in forwards of the compiled runner), and not under
-    autocast. In float64 families' norms compute in float32 all the same, and would round differently here."""
+    autocast. In float64 the norms of families still compute in float32, and would round differently here."""
     fits = x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     return fits and torch.is_inference_mode_enabled() and library() is not None
 
@@ -168,7 +168,7 @@ def _threads(out: Tensor) -> int:
 
 @functools.cache
 def library() -> Any:
-    """The compiled functions; None where nothing compiles them."""
+    """The compiled functions; None without a compiler."""
     functions = load(Path(__file__).with_name("cpu_layer.cpp"))
     if functions is not None:
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -239,7 +239,7 @@ class OneCall:
     def __call__(
         self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Tensor, cache: RaggedLayer
     ) -> Tensor | None:
-        """The layer's output for `hidden_states` [B, q, hidden] float32; None where it is not served, or watched.
+        """The layer's output for `hidden_states` [B, q, hidden] float32; None if it is not served, or watched.
 
         Args:
             cosine, sine: [B, q, head_dim] float32.
@@ -249,7 +249,7 @@ class OneCall:
         if not self._served or any(self._hooks) or spans.is_floating_point() or not cpu_products.serves(torch.float32):
             return None
         tensors: list[Any] = [where[name] for where, name in self._tensors]
-        # 0 where numbers do not lie next to each other, as those of a transposed weight at the same address.
+        # 0 if numbers are not contiguous, as in a transposed weight at the same address.
         pointers = [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in tensors]
         if pointers != self._pointers:
             self._describe(pointers)
@@ -300,7 +300,7 @@ def _is_served(module: nn.Module) -> bool:
 
 
 def _matrix_of(module: Any) -> Matrix | None:
-    """None where C++ cannot read a tensor."""
+    """None if C++ cannot read a tensor."""
     bias = module.bias
     if bias is not None and not _is_plain(bias):
         return None
@@ -310,7 +310,7 @@ def _matrix_of(module: Any) -> Matrix | None:
 
 
 def _norm_of(module: Any) -> _Norm | None:
-    """None where C++ cannot read it."""
+    """None if C++ cannot read it."""
     return _Norm(module.weight.data_ptr(), module.variance_epsilon) if _is_plain(module.weight) else None
 
 

@@ -1,9 +1,9 @@
-"""Steps of convolutions and recurrences in C++ on a CPU, where there is a compiler, over a few tokens of each row.
+"""Steps of convolutions and recurrences in C++ on a CPU, if there is a compiler, over a few tokens per row.
 
-A call begins at the states of a forward's rows. It writes its last states over them, or it leaves them: then its
-:data:`Replay` takes some tokens of each row into them, from the same memory and without outputs. All three sum in one
-order. They replace some forty operations of torch per token and layer, each of which reads or writes all states.
-Numbers are those of the states: float32, which families keep in any dtype, or float64.
+A call begins at the states of a forward's rows. It overwrites them with its last states, or leaves them: then its
+:data:`Replay` advances them by some tokens per row, from the same memory and without outputs. All sum in one order.
+They replace some forty operations of torch per token and layer, each of which reads or writes all states.
+The dtype is that of the states: float32, in families of any dtype, or float64.
 """
 
 import ctypes
@@ -20,13 +20,13 @@ from .cpu_layers import SCALARS
 
 
 Replay = Callable[[Tensor], None]
-"""Takes the first `lengths[b]` tokens (int64 on the CPU) of each row into its states."""
+"""Advances the states by the first `lengths[b]` tokens (int64 on the CPU) of every row."""
 _DTYPES = torch.float32, torch.float64
 _PER_THREAD = 1 << 17  # bytes of states: with fewer, a second thread saves less than waking it takes
 
 
 def serves(state: Tensor) -> bool:
-    """Whether the functions take rows with such states."""
+    """Whether the functions serve such states."""
     return state.device.type == "cpu" and state.dtype in _DTYPES and _library(state.dtype) is not None
 
 

@@ -1,4 +1,5 @@
-"""A drafter proposes tokens; its proposals can never change an output. And the loop of networks that draft."""
+"""The base class of drafters, whose proposals can never change an output, and the loop of networks that draft token by
+token."""
 
 import sys
 from abc import abstractmethod
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftSession:
-    """What a drafter sees of the generation it drafts for.
+    """The generation as a drafter sees it.
 
     Args:
         rows: the rows in flight.
@@ -41,8 +42,8 @@ class DraftSession:
         keep_logits: whether proposals must carry their logits (rejection verification).
         most_drafted: largest γ of a round.
         spend: takes seconds from the control's exploration budget, for learning; False: it holds less.
-        tail: of a drafter that runs ahead, without `target`: the cache where a copy of the target reads the target's
-            K/V and writes the copy's; None: it computes both.
+        tail: of a drafter that runs ahead, without `target`: the cache in which a copy of the target reads the
+            target's K/V and writes that of drafts; None: it computes both.
     """
 
     rows: Rows
@@ -56,27 +57,28 @@ class DraftSession:
 
     @property
     def most_columns(self) -> list[int]:
-        """Columns of each row, drafts included, when there were most."""
+        """Columns by row, drafts included, at the peak."""
         return [length + self.most_drafted for length in self.rows.most]
 
     @property
     def drawn_by(self) -> Filters | None:
-        """All that :meth:`draw` depends on besides logits and noise; None: also the text, or it keeps logits."""
+        """Filters, if :meth:`draw` depends on nothing else besides logits and noise; None: also on the text, or it
+        keeps logits."""
         return None if self.keep_logits else self.pipeline.only_filters
 
     def draw(
         self, logits: Tensor, noise: RoundNoise | None, step: int, previous: Draw | None = None
     ) -> tuple[Draw, Tensor | None]:
-        """Draws each row's draft token at `step` as the target would from the same logits `[B, 1, V]`; returns the
-        draw and, where proposals must carry them, the processed logits `[B, 1, V]`.
+        """Draws the draft tokens at `step` as the target would from the same logits `[B, 1, V]`; returns the draw and,
+        if proposals must carry them, the processed logits `[B, 1, V]`.
 
-        A row that processors leave no token, or whose prefix they refuse, has a score of -inf: it drafts up to there,
-        and is not shown to processors again (`previous` is the draw at the step before).
+        A row for which processors allow no token, or whose prefix they refuse, gets a score of -inf: its draft ends
+        there, and processors do not see it again (`previous` is the draw at the step before).
         """
         if not self.pipeline.may_refuse:
             if not self.keep_logits:
                 return self.pipeline.draw(logits, noise, step), None
-            processed = self.pipeline(widen(logits), step).clone()  # a runner's next forward may overwrite its logits
+            processed = self.pipeline(widen(logits), step).clone()  # the next forward may overwrite them
             return draw(processed, noise, step), processed
         shown = self.rows.lengths > 0 if previous is None else previous.scores[:, 0] > -torch.inf  # [B]
         scores, passed = self.pipeline.attempt(widen(logits[:, 0]), step, shown)
@@ -87,8 +89,8 @@ class DraftSession:
 
 @dataclass(frozen=True)
 class DraftCost:
-    """What one forward of a drafting network costs, for the roofline: the bytes of the weights it reads, a borrowed
-    head included, and the FLOP per row. At most `tokens` draft tokens per row come out of it."""
+    """Cost of a forward of a drafting network, for predictions: bytes of the weights that it reads, the target's head
+    included, and FLOP per row. It yields at most `tokens` draft tokens per row."""
 
     weight_bytes: float
     dense_flops: float
@@ -98,40 +100,40 @@ class DraftCost:
 class Drafter(CandidateGenerator):
     """Proposes draft tokens for a ragged batch, and for batch 1 in transformers' assisted loop.
 
-    The engine calls `begin` once per generation, then in each round `admit` for rows that came in, `move` for rows
-    that closed a gap, and `propose`. Rows come in without their first tokens, which `observe` passes. Any exception
-    out of these drops the drafter for the rest of the generation.
+    The engine calls `begin` once per generation, then in every round `admit` for rows that enter, `move` for rows that
+    fill a gap, and `propose`. Rows enter without their first tokens, which `observe` passes. After any exception the
+    drafter is dropped for the rest of the generation.
     """
 
     strategy: str = "custom"
-    """The `assistant_strategy` that names it, if it is registered; statistics go by this name."""
+    """Its `assistant_strategy`, if registered; its name in statistics."""
     assistant: Literal["none", "optional", "required"] = "none"
-    """Whether it drafts with what is passed as `assistant_model`."""
+    """Whether it drafts with the `assistant_model`."""
     has_probabilities: bool
     """Whether proposals can carry draft logits, which rejection verification needs."""
     uses_pool: bool = False
-    """Whether its K/V lies in pages where the target's does, and else in whole rows."""
+    """Whether its K/V is in pages if the target's is, instead of whole rows."""
     max_rows: int = sys.maxsize
-    """With more rows in flight a draft costs what the target costs; such rounds decode autoregressively."""
+    """With more rows in flight a draft costs as much as the target; such rounds decode autoregressively."""
     cost: DraftCost | None = None
-    """Of a network other than the policy's packed copy, whose cost a profile knows."""
+    """Cost of a network other than the policy's packed copy, whose cost is in a profile."""
     drafts_ahead: bool = True
-    """Whether it can go on drafting after its drafts, and go back when its rows have become shorter. Not where it
-    drafts from what the target has computed, or stores what was committed."""
+    """Whether it can continue after its drafts, and go back when rows become shorter. False if it reads hidden states
+    of the target, or stores committed tokens."""
     looks_up: bool = False
-    """Whether it looks its drafts up in texts, which costs no forward."""
+    """Whether it looks drafts up in texts, without a forward."""
     outlives_changes: bool = False
     """Whether it serves further calls after modules, hooks or plain attributes of the target have changed."""
     learns: bool = False
-    """Whether it wants to see the target's logits (`learn`)."""
+    """Whether it learns from the target's logits (`learn`)."""
     learning: LearningStatistics
-    """Since `begin`, where it `learns`."""
+    """Statistics since `begin`, if it `learns`."""
     forwards: int = 0
     """Draft network forwards since `begin`."""
     made_for: tuple[object, ...] | None = None
-    """What :meth:`kept_for` returned when it was made."""
+    """Result of :meth:`kept_for` when it was made."""
     hangs_in: Thread | None = None
-    """The thread of an earlier generation that was given up while in this drafter."""
+    """The thread of an earlier generation that hangs in this drafter."""
 
     @classmethod
     def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "Drafter":
@@ -139,7 +141,7 @@ class Drafter(CandidateGenerator):
 
         Args:
             model: the target.
-            assistant: what is passed as `assistant_model`: a model, a path, a hub id, or None.
+            assistant: the `assistant_model`: a model, a path, a hub id, or None.
             config: options of the call.
 
         Raises:
@@ -149,27 +151,27 @@ class Drafter(CandidateGenerator):
 
     @classmethod
     def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...] | None:
-        """What `make` reads of these arguments. A later call with an equal tuple gets the same drafter, if `model`
-        keeps its structure or the drafter `outlives_changes`; None: each call makes a new one."""
+        """Returns what `make` reads of these arguments. A later call with an equal tuple gets the same drafter, if
+        `model` keeps its structure or the drafter `outlives_changes`; None: every call makes a new one."""
         return None
 
     @classmethod
     def check_assistant(
         cls, argument: str, assistant: Any, target: PreTrainedModel, config: SpeculativeConfig
     ) -> None:
-        """Raises ValueError, naming the `argument`, where `assistant` cannot draft for `target`, as far as its config
-        tells."""
+        """Raises ValueError, naming the `argument`, if `assistant` cannot draft for `target` according to its
+        config."""
 
     @property
     def stood(self) -> float:
-        """Seconds in which decoding stood still because it learned or was packed; during a generation."""
+        """Seconds of this generation in which decoding waited for its learning or packing."""
         return self.learning.waited if self.learns else 0.0
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Reserves the drafter for one generation; raises ValueError where another generation has it."""
+        """Reserves the drafter for one generation; raises ValueError if another generation uses it."""
         token = object()
-        if self.__dict__.setdefault("_claim", token) is not token:  # atomic: of two threads one gets it
+        if self.__dict__.setdefault("_claim", token) is not token:  # atomic: one of two threads succeeds
             raise ValueError(
                 f"drafter={type(self).__name__} is in use: a drafter serves one generation at a time. Make another "
                 "one for a generation inside a generation or in another thread, or name the strategy alone."
@@ -182,57 +184,58 @@ class Drafter(CandidateGenerator):
     _claim: object
 
     def check_length(self, columns: int) -> None:
-        """Raises ValueError where it cannot draft for rows of `columns` tokens, drafts included."""
+        """Raises ValueError if it cannot draft for rows of `columns` tokens, drafts included."""
 
     def begin(self, session: DraftSession) -> None:
         """Starts a generation.
 
         Raises:
-            RuntimeError: another thread is still in it. It would go on in this generation's cache.
+            RuntimeError: a thread of an earlier generation is still in it, and would write into this generation's
+                cache.
         """
         if self.hangs_in is not None and self.hangs_in.is_alive():
             raise RuntimeError("a thread of an earlier generation hangs in it")
         self.session = session
 
     def admit(self, admission: Admission) -> None:
-        """Rows came in."""
+        """Rows have entered."""
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
-        """Rows have ended. Rows `source` are now rows `destination`, so that the active ones come first: state per row
-        moves along, and so do its first `columns[i]` of a cache. All are empty where the last rows ended."""
+        """Rows have ended, and rows `source` are now rows `destination`, so that active rows come first: moves state
+        per row, and the first `columns[i]` columns of a cache. All are empty if the last rows ended."""
 
     @abstractmethod
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        """Drafts up to `draft_length` (γ) tokens for every active row of the session; another drafter's may be taken.
+        """Drafts up to `draft_length` (γ) tokens for every active row of the session; they may remain unused.
 
-        `noise` is the noise that the target samples with in this round; None: greedy.
+        `noise`: the noise with which the target samples in this round; None: greedy.
         """
 
     def learn(self, logits: Tensor, verified: Tensor) -> None:
-        """Learns from the target's logits on the proposal, before anything is committed; called where it `learns`.
+        """Learns from the target's logits on the proposal, before the commit; called if it `learns`.
 
         Args:
             logits: `[B, γ + 1, V]`, raw; γ as in the proposal, or less. Valid until the target's next forward.
-            verified: `[B]` bool, the rows whose proposal was verified; the logits of the others mean nothing.
+            verified: `[B]` bool, the rows whose proposal was verified; logits of other rows are undefined.
         """
 
     def observe(self, tokens: Integers, kept: Integers) -> None:
-        """A round has committed the first `kept` `[B]` of `tokens` `[B, n]` of each row, on the host; `session.rows`
-        shows which drafts survived. Also called where the drafter did not draft, or another's drafts were taken, and
-        after `admit` with first tokens: then `kept` is 0 for rows without one."""
+        """A round has committed the first `kept` `[B]` of `tokens` `[B, n]`, on the host; `session.rows` has the
+        committed text. Also called if the drafter did not draft, or its drafts were not used, and after `admit` with
+        first tokens: then `kept` is 0 for rows without one."""
 
     def end(self) -> None:
-        """Lets go of the session: the generation is over."""
+        """Drops the session: the generation is over."""
         del self.session
 
     @property
     def cache_bytes(self) -> int:
-        """Most bytes of the drafter's K/V cache since `begin`."""
+        """Peak bytes of the drafter's K/V cache since `begin`."""
         return 0
 
     @property
     def column_bytes(self) -> float:
-        """Bytes of one column of a row in it, as far as they are known before `begin`."""
+        """Bytes of one column of a row in the cache, as far as known before `begin`."""
         return 0.0
 
     @property
@@ -253,8 +256,8 @@ class Drafter(CandidateGenerator):
     ) -> "Drafter":
         """Makes the drafter ready for `GenerationMixin._assisted_decoding`, which calls `get_candidates`.
 
-        `max_length` is the largest total length, as in the generation config, and `seed` that of the drafter's own
-        noise. Drafts end with one of the target's `eos_token_ids`: that loop goes on after it in transformers 5.17.
+        `max_length` is the largest total length, as in the generation config, and `seed` that of the drafter's noise.
+        Drafts end at one of the target's `eos_token_ids`: the loop continues after it in transformers 5.17.
         """
         self._solo_arguments = (draft_length, max_length, do_sample, processors, seed, eos_token_ids)
         self._solo_prompt_length = 0
@@ -289,7 +292,7 @@ class Drafter(CandidateGenerator):
         return candidates, proposal.logits[:, :drafted] if proposal.logits is not None and drafted else None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """The draft length is the caller's business."""
+        """Does nothing: the caller sets the draft length."""
 
     _vocabulary: int  # of drafters with probabilities
 
@@ -306,17 +309,17 @@ Forward = Callable[[Tensor, Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class NetworkDraft:
-    """One round's loop of a network, which is fed every token that was drawn.
+    """One round's draft loop of a network, which reads every drawn token.
 
     Args:
         tokens: `[B, known + γ]` int64, the newest committed tokens, which are fed first, and places for the drafts.
-        columns: `[B, known + γ - 1]` int64, where they lie in the cache; nobody feeds the last draft.
-        known: how many committed tokens there are, at least 1.
+        columns: `[B, known + γ - 1]` int64, columns of these tokens in the cache; the last draft is not fed.
+        known: number of committed tokens among them, at least 1.
         noise: of the round; None: greedy.
         draw: of the session.
-        show: called with the step and its tokens `[B, 1]`, for processors that look at the text.
-        drawn_by: all that a draw depends on besides logits and noise, where these are numbers, and no text has to be
-            shown nor logits returned: such loops can be captured. None: it is more than that.
+        show: called with the step and its tokens `[B, 1]`, for processors that read the text.
+        drawn_by: filters, if a draw depends on nothing else besides logits and noise, and no logits are returned: such
+            loops can be captured. None: otherwise.
     """
 
     tokens: Tensor

@@ -1,8 +1,7 @@
-"""Whether what a network computes for a token is the same, bit for bit, whatever else a forward computes with it.
+"""Tests whether a network computes the same bits for a token, whatever else a forward computes.
 
-Then drafts, other rows and the order of requests change no bit of a log-probability, in any dtype. Libraries promise
-nothing of the kind, so it is tried: on the first layers of the network itself, once per machine, in some fifty
-forwards.
+Then drafts, other rows and the order of requests change no bit of a log-probability, in any dtype. Libraries do not
+guarantee it, so it is tested on the first layers of the network, once per machine, in some fifty forwards.
 """
 
 import hashlib
@@ -30,7 +29,7 @@ from .states import cache_for
 
 
 ROWS = 12
-"""Rows of the trial. With `NEW` tokens each they are more than what any kernel takes for few."""
+"""Rows of the test. With `NEW` tokens each they exceed what any kernel treats as few."""
 NEW = 7
 """Tokens of a row after its prompt."""
 COLUMNS = 64
@@ -47,9 +46,8 @@ _NUMBERS = 1 << 19  # of results, at least: of another order of sums one in 20,0
 def inexact_parts(
     model: PreTrainedModel, make: Callable[[PreTrainedModel, RaggedCache], EagerRunner], settings: str
 ) -> list[str]:
-    """Names of what is not exact in `model` in the runners that `make` makes under `settings`; [] where all is.
-
-    Tried once per machine, and kept with what is known of it; one warning says it.
+    """Names the parts of `model` that are not exact in the runners that `make` makes under `settings`; [] if all are.
+    Tested once per machine, and cached; one warning names them.
     """
     text = _describe(model, settings)
     path = cache_directory() / f"exact_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
@@ -58,11 +56,11 @@ def inexact_parts(
     except (OSError, ValueError):
         try:
             found = _try_out(make(_first_layers(model), cache_for(model, ROWS, COLUMNS)))
-        except Exception as error:  # the generation will say what is wrong, or do what the trial cannot
+        except Exception as error:  # the generation will raise the error, or succeed where the test cannot
             return [f"it could not be tried: {type(error).__name__}: {error}"]
         try:
             write_atomically(path, json.dumps(found))
-        except OSError:  # a read-only home: the next process tries it again
+        except OSError:  # a read-only home: the next process tests again
             pass
     if found:
         warnings.warn(
@@ -74,7 +72,7 @@ def inexact_parts(
 
 
 def _describe(model: PreTrainedModel, settings: str) -> str:
-    """Everything that decides which kernels run."""
+    """Everything that determines the kernels."""
     package = Path(__file__).parents[2]
     sources = sorted(path for suffix in ("py", "cpp", "h") for path in package.rglob(f"*.{suffix}"))
     ours = hashlib.sha256(b"".join(map(Path.read_bytes, sources))).hexdigest()
@@ -87,7 +85,7 @@ def _describe(model: PreTrainedModel, settings: str) -> str:
 
 
 def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
-    """A shadow of `model` with as many layers as hold one of each kind, and two at least."""
+    """A shadow of `model` with enough layers for one of every kind, at least two."""
     shadow: PreTrainedModel = make_shadow(model)
     try:
         layers = decoder_layers(shadow)
@@ -98,13 +96,13 @@ def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
     inside = ["".join(type(module).__name__ for module in layer.modules()) for layer in layers]
     kinds = list(zip(types, inside, strict=False))
     del layers[max(2, 1 + max(map(kinds.index, kinds), default=0)) :]
-    make_copies(shadow)  # as generations do under autocast
+    make_copies(shadow)  # as in generations under autocast
     return shadow
 
 
 def _try_out(runner: EagerRunner) -> list[str]:
-    """Compares the bits of rows' logits, and then those of all modules, which show more: what is added to rounds much
-    away. In half precision nothing shows enough of attention under masks."""
+    """Compares the bits of rows' logits, then those of all modules, which reveal more, since later sums round
+    differences away. In half precision no test reveals enough of attention under masks."""
     with torch.no_grad():
         together = _Trial(runner, ROWS)
         verified = together.forward(0, NEW)  # [ROWS, NEW, V]
@@ -124,8 +122,8 @@ def _cases(runner: EagerRunner) -> list[tuple[int, int, int]]:
 
 
 def _products_of_prompts(runner: EagerRunner) -> list[str]:
-    """Names a dense layer that gives a token of a prompt something else beside another number of tokens: each shape is
-    multiplied by itself, for prompts have any length."""
+    """Names a dense layer whose result for a prompt token depends on the number of tokens: every shape is tested
+    separately, since prompts have any length."""
     kinds: set[tuple[object, ...]] = set()
     for name, module in runner.network.named_modules():
         if not isinstance(module, DenseLinear | DenseConv1D) or (type(module), module.weight.shape) in kinds:
@@ -148,7 +146,7 @@ def _name_of(runner: EagerRunner) -> str:
 
 
 class _Trial:
-    """`rows` rows whose prompts have been read: `prompt` `[rows, 1, V]` are the logits after them."""
+    """Admits `rows` rows and reads their prompts: `prompt` `[rows, 1, V]` are the logits after them."""
 
     def __init__(self, runner: EagerRunner, rows: int) -> None:
         self.runner = runner
@@ -170,7 +168,7 @@ class _Trial:
 
     def forward(self, step: int, count: int, beside: int = 0) -> Tensor:
         """Logits `[rows, count, V]` of the tokens from `step` on after the prompts; with a draft of `beside` tokens
-        after the first of them, which the others come after."""
+        after the first of them, before the others."""
         places = self.lengths[:, None] + torch.arange(step, step + count + beside, device=self.lengths.device)
         self.runner.cache.reserve((self.lengths + step + count + beside).tolist(), 0)
         columns = int(places.max()) + 1
@@ -189,12 +187,12 @@ class _Trial:
 
 
 def _slots_of(count: int, beside: int) -> list[int]:
-    """Where in a forward of `count` tokens and a draft of `beside` tokens the former stand."""
+    """Indices of `count` tokens in a forward with a draft of `beside` tokens."""
     return [0, *range(1 + beside, count + beside)]
 
 
 def _first_that_differs(runner: EagerRunner) -> list[str]:
-    """Names the first module that gives a token something else, and whether it was given the same."""
+    """Names the first module with different results for a token, and whether its inputs were equal."""
     dtype = _name_of(runner)
     many = _outputs(_Trial(runner, ROWS), 0, NEW)
     for rows, count, beside in _cases(runner):
@@ -215,7 +213,7 @@ def _first_that_differs(runner: EagerRunner) -> list[str]:
 def _outputs(
     trial: _Trial, step: int, count: int, beside: int = 0
 ) -> defaultdict[str, tuple[Tensor | None, Tensor | None]]:
-    """Inputs and outputs `[rows, count, features]` of the modules in a forward; None for what has no such shape."""
+    """Inputs and outputs `[rows, count, features]` of the modules in a forward; None for other shapes."""
     found: defaultdict[str, tuple[Tensor | None, Tensor | None]] = defaultdict(lambda: (None, None))
     slots = _slots_of(count, beside)
 

@@ -1,9 +1,9 @@
-"""Decoder layers of a shadow: fused kernels where transformers' modules launch one for each small operation.
+"""Decoder layers of a shadow with fused kernels, where transformers' modules launch one kernel per small operation.
 
 On a GPU they are Triton's; on a CPU they are C++, in forwards of the compiled runner. They replace the forwards of
-classes of known families, recognised by their names and modules. Any other class, subclasses included, and a class
-whose forward was replaced, run as they are. So do calls that the kernels cannot take: with gradient, without a ragged
-cache, in several dtypes.
+classes of known families, recognised by their names and modules. Other classes, subclasses included, classes with a
+replaced forward, and calls that the kernels cannot take (with gradient, without a ragged cache, in several dtypes) run
+unchanged.
 """
 
 import dis
@@ -43,7 +43,7 @@ class _Fused(nn.Module):
     """`torch.ops.spec_trl`, Triton's, or :mod:`cpu_layers`: set when the class is made."""
 
     def _fit(self, x: Tensor, *others: Tensor) -> bool:
-        """Whether the kernels, which have no gradient, take these together, in one dtype."""
+        """Whether the kernels, which have no gradient, take these tensors together: in one dtype."""
         served = cpu_layers.serves(x) if self._kernels is cpu_layers else x.dtype in _DTYPES
         for other in others:
             served = served and other.dtype == x.dtype
@@ -55,7 +55,7 @@ class _Norm(_Fused):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor, *dtype: torch.dtype) -> Any:
-        """`dtype`: of the result, where it is not that of the modules."""
+        """`dtype`: of the result, if not that of the modules."""
         if not self._fit(hidden_states, self.weight):
             return super().forward(hidden_states)
         return self._kernels.rms_norm(hidden_states.contiguous(), self.weight, self.variance_epsilon, *dtype)
@@ -169,7 +169,7 @@ class _DecoderLayer(_Fused):
     def _in_one_call(
         self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> Tensor | None:
-        """On a CPU, where all parts of the layer are its family's and nobody watches them."""
+        """On a CPU, if all parts of the layer are those of its family and unwatched."""
         if self._kernels is not cpu_layers or not self._fit(hidden_states, *position_embeddings):
             return None
         call = cpu_layers.calls.get(self)
@@ -195,8 +195,8 @@ class _DecoderLayer(_Fused):
 
 
 def with_fused_kernels(kind: type, module: nn.Module) -> type:
-    """The class that the clone of `module`, of class `kind`, should have: `kind` itself, or a subclass with fused
-    kernels where these run and the class is known."""
+    """The class of the clone of `module`, of class `kind`: `kind`, or a subclass with fused kernels if these run and
+    the class is known."""
     parameter = next(module.parameters(), None)
     if parameter is None or patched_forward(module) is not None:
         return kind
@@ -217,7 +217,7 @@ def with_fused_kernels(kind: type, module: nn.Module) -> type:
 
 @functools.cache
 def launches(device: torch.device) -> bool:
-    """Whether Triton can compile a kernel and launch it; warns once where it cannot (it needs a C compiler)."""
+    """Whether Triton can compile and launch a kernel; warns once if not (it needs a C compiler)."""
     try:
         from .kernels import fused_layer  # registers the operators
 
@@ -259,8 +259,8 @@ def _is_llamas_norm(kind: Any) -> bool:
 
 
 def _has_its_forward(kind: Any) -> bool:
-    """Whether the forward of a module class is the one of its source file: nobody has replaced it on the class, nor a
-    function that it calls there."""
+    """Whether the forward of a module class, and the functions that it calls in its module, are those of the source
+    file."""
     forward = kind.forward
     # This module wraps the forwards of decoder layers.
     while getattr(forward, "__globals__", {}).get("__name__") == "transformers.modeling_layers":
@@ -289,7 +289,7 @@ def has_fused_sums(norm: nn.Module) -> bool:
 
 
 def _is_fused_norm(module: nn.Module) -> bool:
-    """Whether `module` may be computed as a part of something else."""
+    """Whether `module` may be computed as part of a fused call."""
     return isinstance(module, _Norm) and _is_unwatched(module)
 
 

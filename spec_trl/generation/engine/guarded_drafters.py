@@ -1,5 +1,5 @@
-"""The drafters of a rollout. One that fails, in whatever way, changes no output: it is dropped. Lookup drafters that
-do not draft are evaluated on the side: their guesses are compared with the committed text, which needs no forward."""
+"""The drafters of a rollout. A failing drafter is dropped, and changes no output. Lookup drafters that do not draft
+are evaluated: their guesses are compared with the committed text, without a forward."""
 
 import time
 import warnings
@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 
 class GuardedDrafters:
-    """Runs actions on drafters, which go by their index, and drops those that raise.
+    """Runs actions on drafters, by index, and drops those that raise.
 
     Args:
         drafters: of the rollout.
         dropped: called with the index of a drafter that fails.
 
     Attributes:
-        in_use: those that have not failed.
-        names: the strategies of all.
-        failure: why the newest one was dropped, or None.
+        in_use: drafters that have not failed.
+        names: strategies of all drafters.
+        failure: why the last drafter was dropped, or None.
     """
 
     def __init__(self, drafters: Sequence[Drafter], dropped: Callable[[int], None]) -> None:
@@ -43,7 +43,7 @@ class GuardedDrafters:
 
     @property
     def stood(self) -> float:
-        """Seconds in which decoding stood still because a drafter, also one that has failed, learned or was packed."""
+        """Seconds in which decoding waited for learning or packing of drafters, failed ones included."""
         return sum(map(attrgetter("stood"), self._all))
 
     def ask_all(self, action: Callable[[Drafter], None]) -> None:
@@ -52,7 +52,7 @@ class GuardedDrafters:
             self.ask(which, action)
 
     def ask(self, which: int, action: Callable[[Drafter], T]) -> T | None:
-        """What `action` returns for a drafter; None where it failed, now or before."""
+        """Returns the result of `action` for a drafter; None if it failed, now or before."""
         drafter = self.in_use.get(which)
         if drafter is None:
             return None
@@ -77,34 +77,33 @@ def report_broken(_: Drafter) -> None:
     raise FloatingPointError("the draft network returned NaN logits")
 
 
-_END = -1  # no token: the draft has ended before it
+_END = -1  # no token: the draft ends before it
 
 
 @dataclass
 class _Lookup:
     """A lookup drafter that is being evaluated."""
 
-    pending: dict[int, tuple[Integers, int]] = field(default_factory=dict)  # by request: draft, tokens that were right
+    pending: dict[int, tuple[Integers, int]] = field(default_factory=dict)  # by request: draft, number of right tokens
     rounds: int = 0  # left until it is evaluated again
     since: float = 0.0  # when it was last evaluated
-    seconds: float = 0.0  # that evaluating has taken since
+    seconds: float = 0.0  # seconds of evaluating since then
 
 
 class LookupEvaluation:
-    """Estimates the acceptance of lookup drafters that do not draft. Now and then those that the control asks for
-    draft beside a round, and it learns how far the text that follows agrees. No forward is run, and no token depends
-    on it. A lookup takes :data:`~spec_trl.scheduling.planner.SHARE` of the time, and rests meanwhile."""
+    """Estimates the acceptance of lookup drafters that do not draft. Sometimes those named by the control draft beside
+    a round, and the control learns how far the committed text agrees. No forward runs, and no token depends on it. A
+    lookup pauses so that it takes at most :data:`~spec_trl.scheduling.planner.SHARE` of the time."""
 
     def __init__(self, control: Control, drafters: GuardedDrafters, rows: Rows, vocabulary: int) -> None:
         self._control, self._drafters, self._rows, self._vocabulary = control, drafters, rows, vocabulary
         self._lookups = {which: _Lookup() for which in control.compared_lookups}
 
     def before_round(self, drafting: Mapping[int, object]) -> None:
-        """Has lookups draft that are not among those `drafting`, where the round before has left nothing to
-        compare."""
+        """Makes lookups draft that are not `drafting`, if no earlier drafts of them are left to compare."""
         for which, lookup in self._lookups.items():
             if which in drafting:
-                lookup.pending.clear()  # the round itself shows its acceptance
+                lookup.pending.clear()  # the round shows its acceptance
                 continue
             lookup.rounds -= 1
             started = time.perf_counter()
@@ -119,7 +118,7 @@ class LookupEvaluation:
         proposal = drafter.propose(length, None).checked(len(indices), length, self._vocabulary)
         steps = torch.arange(length, device=proposal.tokens.device)  # [γ]
         drafts = proposal.tokens.masked_fill(steps >= proposal.drafted()[:, None], _END)  # [B, γ]
-        on_host = drafts.to("cpu", non_blocking=True).numpy()  # filled when the round has waited for the device
+        on_host = drafts.to("cpu", non_blocking=True).numpy()  # valid after the round has waited for the device
         return {request: (draft, 0) for request, draft in zip(indices, on_host, strict=True)}
 
     def after_round(self, requests: Sequence[int], tokens: Integers, counts: Integers) -> None:
@@ -158,9 +157,9 @@ class LookupEvaluation:
 def broken_logits(
     target: EagerRunner, rows: Rows, sound: Integers, counts: Integers, draft_length: int, rounds: int
 ) -> FloatingPointError:
-    """The error where the target's logits leave a row no token to draw: fewer of its tokens are `sound` (`[B]`) than
-    the `counts` (`[B]`) to be committed. It repeats the forward of `draft_length` draft tokens, to name the module
-    where NaN or infinity begins."""
+    """Makes the error for target logits that leave a row no token to draw: fewer of its tokens are `sound` (`[B]`)
+    than the `counts` (`[B]`) to commit. Repeats the forward of `draft_length` draft tokens, to name the module in
+    which NaN or infinity begins."""
     row, count = int((sound < counts).argmax()), draft_length + 1
     # The verified tokens are the row's drafts up to the position.
     tokens, columns = rows.window(-1, count), rows.columns_after(-1, count)  # [B, γ + 1] each

@@ -2,10 +2,10 @@
 
 An exact layer sums in one order for every number of rows.
 
-Autocast casts a wide weight in each product, or caches the cast of a weight that is trained. A captured forward would
-cast again in each replay. So the linear layers of a shadow have casts, the same bit for bit, that each generation
-writes anew, in place. All else reads the weights themselves: norms, embeddings and the residual stream stay wide, as
-under autocast, and a quantized copy is made of the weights that are trained.
+Autocast casts a wide weight in every product, or caches the cast of a trained weight. A captured forward would cast in
+every replay. So the linear layers of a shadow have copies, equal bit for bit to the casts, which every generation
+writes again, in place. Other modules read the weights: norms, embeddings and the residual stream stay wide, as under
+autocast, and a quantized copy is made from the trained weights.
 """
 
 import warnings
@@ -26,7 +26,7 @@ from .training_marks import patched_forward
 
 
 class ExactLinear(nn.Linear):
-    """nn.Linear, whose rows do not depend on the rows beside them."""
+    """nn.Linear with rows that do not depend on other rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → y [..., out]"""
@@ -35,7 +35,7 @@ class ExactLinear(nn.Linear):
 
 
 class ExactConv1D(Conv1D):
-    """GPT-2's layer likewise; its weight is [in, out]."""
+    """The same for GPT-2's layer; its weight is [in, out]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → y [..., out]"""
@@ -53,7 +53,7 @@ def exact_kind(kind: type) -> type:
 
 
 def multiply_exactly(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """x [..., in] times weight [out, in] plus bias [out], in the dtype that autocast gives x; None where the kernel
+    """x [..., in] times weight [out, in] plus bias [out], in the dtype that autocast gives x; None if the kernel
     cannot: with gradient, not on CUDA, or in another dtype than that of the weight."""
     dtype = autocast_dtype(x.device) or x.dtype
     if torch.is_grad_enabled() or weight.dtype != dtype or not takes_spans(x.device, dtype):
@@ -75,8 +75,8 @@ class Copies(NamedTuple):
 
 
 class NarrowProduct(nn.Module):
-    """A linear layer of a shadow, which reads copies of its weights where it has them, under the autocast that they
-    are for and without gradient."""
+    """A linear layer of a shadow, which reads copies of its weights if it has some, under their autocast and without
+    gradient."""
 
     weight: Tensor
     bias: Tensor | None
@@ -102,19 +102,19 @@ class NarrowProduct(nn.Module):
         return rows.view(*x.shape[:-1], -1)
 
 
-# Whether the weight is transposed, and the layer exact. By the forward of a class: another forward may do something
-# else with the weight.
+# By the forward of a class (another forward may use the weight differently): whether the weight is transposed, and the
+# layer exact.
 _LAYERS = {
     nn.Linear.forward: (False, False), DenseLinear.forward: (False, False), ExactLinear.forward: (False, True),
     Conv1D.forward: (True, False), DenseConv1D.forward: (True, False), ExactConv1D.forward: (True, True),
 }  # fmt: skip
-_classes: dict[type, type] = {}  # with copies, by those without
+_classes: dict[type, type] = {}  # class with copies, by class without
 _Key: TypeAlias = tuple[int, int]
 
 
 def make_copies(shadow: PreTrainedModel) -> None:
-    """Gives the linear layers in the text decoder and head of `shadow` copies in the dtype of the autocast that is on,
-    where their weights have another one. Warns, once per class of models, where most weights are of other layers."""
+    """Makes copies for the linear layers in the text decoder and head of `shadow`, in the dtype of the current
+    autocast, if their weights have another one. Warns, once per model class, if most weights are in other layers."""
     dtype = autocast_dtype(shadow.device)
     if dtype is None:
         return
@@ -130,7 +130,7 @@ def make_copies(shadow: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def refresh_copies(shadow: PreTrainedModel) -> None:
-    """Writes the present weights into the copies of `shadow`. Every generation does so, as autocast would: version
+    """Writes the current weights into the copies of `shadow`. Every generation does so, like autocast: version
     counters do not see writes through `.data`."""
     for layer in _with_copies(shadow).values():
         assert layer.copies is not None
@@ -149,7 +149,7 @@ def lend_copies(shadow: PreTrainedModel, network: PreTrainedModel) -> None:
 
 
 def take_copies_back(network: PreTrainedModel) -> None:
-    """Has the layers of `network` read their weights."""
+    """Makes the layers of `network` read their weights again."""
     for layer in _linear_layers(network):
         if isinstance(layer, NarrowProduct):
             layer.copies = None
@@ -169,7 +169,7 @@ def copied_bytes(shadow: PreTrainedModel) -> int:
 
 
 def _with_copies(shadow: PreTrainedModel) -> dict[_Key, NarrowProduct]:
-    """One layer for each of the copies of `shadow`."""
+    """One layer per copy of `shadow`."""
     layers = (layer for layer in _linear_layers(shadow) if isinstance(layer, NarrowProduct))
     return {_key(layer): layer for layer in layers if layer.copies is not None}
 

@@ -1,4 +1,4 @@
-"""The record of a rollout: a :class:`Round` per decoding round, of which its statistics are computed at the end."""
+"""The record of a rollout: a :class:`Round` per decoding round, from which statistics are computed at the end."""
 
 import time
 from collections import deque
@@ -33,14 +33,14 @@ from .statistics import (
 
 
 LENGTH_BIN = 128
-"""Rounds whose mean lengths fall into the same bin of this width are one :class:`RoundPoint`."""
+"""Width of bins: rounds with mean lengths in the same bin are one :class:`RoundPoint`."""
 ROUNDS_AT_ONCE = 128
-"""Rounds whose drafts are counted together: a bound on memory."""
+"""Number of rounds whose drafts are counted together: a bound on memory."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What one request generated: tokens `[n]` int64, EOS included, and their logprobs `[n]` if asked for."""
+    """Output of one request: tokens `[n]` int64, EOS included, and their logprobs `[n]` if requested."""
 
     tokens: Tensor
     logprobs: Tensor | None
@@ -48,14 +48,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class DraftedChains:
-    """The chains that a round verified. In each of N lanes a row has one chain or none.
+    """The verified chains of a round. In each of N lanes a row has at most one chain.
 
     Args:
-        depths: `[B]` int32, generated tokens of each row before the round. All others are int16.
-        owners: `[N, B]`: the drafter of each chain, -1 where the row has none.
+        depths: `[B]` int32, generated tokens by row before the round. All others are int16.
+        owners: `[N, B]`: the drafter of the chain, -1: no chain.
         drafted, accepted: `[N, B]` tokens of each chain, up to the row's end.
-        committed: `[B]` tokens that each row took.
-        winner: `[B]`, the lane whose chain the row goes on with.
+        committed: `[B]` committed tokens.
+        winner: `[B]`, lane of the winning chain.
     """
 
     depths: NDArray[np.int32]
@@ -65,6 +65,11 @@ class DraftedChains:
     committed: NDArray[np.int16]
     winner: NDArray[np.int16]
 
+    @classmethod
+    def of(cls, depths: Integers, *rest: Any) -> "DraftedChains":
+        """Takes values of any integer dtype. A long rollout has thousands of rounds: 14 bytes for each row of one."""
+        return cls(depths.astype(np.int32), *(np.asarray(values, np.int16) for values in rest))
+
 
 @dataclass
 class Round:
@@ -72,11 +77,11 @@ class Round:
 
     Args:
         began: seconds since the rollout began.
-        requests: the request in each of B rows.
+        requests: the requests of the B rows.
         length: mean cached tokens per row.
         plan: the chains to draft.
         draft_length: most draft tokens verified in any row; in a race over all its chains.
-        seconds: of the round, without what a drafter learned in it.
+        seconds: of the round, without learning.
         tokens: committed, over all rows.
         chains: None: nothing was drafted.
     """
@@ -92,7 +97,7 @@ class Round:
 
 
 class PhaseTimer:
-    """Seconds per phase on `device`. On CUDA it times by events, so that the host never waits."""
+    """Seconds by phase on `device`. On CUDA it uses events, so that the host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -133,9 +138,9 @@ class Record:
     it is made.
 
     Attributes:
-        rounds: decoding rounds; the last one may still be going on.
+        rounds: decoding rounds; the last one may be unfinished.
         tokens_read: prompt tokens read.
-        completions: of each request; None: it has not ended on this rank.
+        completions: by request; None: it has not ended on this rank.
         preemptions: see :class:`~spec_trl.generation.engine.statistics.SpeculationStatistics`.
         phase, phase_seconds: as of :class:`PhaseTimer`.
     """
@@ -152,16 +157,17 @@ class Record:
         self._started = time.perf_counter()
 
     def begin_round(self, plan: Sequence[Chain], requests: list[int], length: float) -> Round:
-        """Adds a round of the rows that hold `requests`; what it does is filled in later."""
+        """Adds a round of the rows that hold `requests`; its results are filled in later."""
         if self.rounds and self.rounds[-1].requests == requests:
-            requests = self.rounds[-1].requests  # one list serves many rounds
+            requests = self.rounds[-1].requests  # one list for many rounds
         else:
             requests = list(requests)
         self.rounds.append(Round(time.perf_counter() - self._started, requests, length, plan))
         return self.rounds[-1]
 
     def end(self, requests: Sequence[int], completions: Mapping[int, Completion]) -> None:
-        """`requests` have ended: those in `completions` here; the others have ended, or go on, on another rank."""
+        """Records that `requests` have left: those in `completions` have ended here; the others ended, or continue, on
+        another rank."""
         self._ends.update(dict.fromkeys(requests, (time.perf_counter() - self._started, len(self.rounds))))
         for index, completion in completions.items():
             self.completions[index] = completion
@@ -229,7 +235,7 @@ class Record:
 
 
 def points_and_plans(rounds: Sequence[Round], names: Sequence[str]) -> tuple[list[RoundPoint], list[PlanChange]]:
-    """Sums up rounds of like shape, and finds where the plan changed; drafters have these `names`."""
+    """Sums up rounds of similar shape, and finds changes of the plan; `names`: of the drafters."""
     points: dict[tuple[int, int, int, str | None], RoundPoint] = {}
     plans: list[Any] = []
     for number, round_ in enumerate(rounds):
@@ -253,13 +259,13 @@ def points_and_plans(rounds: Sequence[Round], names: Sequence[str]) -> tuple[lis
 def timelines(
     rounds: Sequence[Round], names: Sequence[str], ends: Mapping[int, tuple[float, int]], completed: Container[int]
 ) -> list[RequestTimeline]:
-    """Who drafted for round_ request that had a row, by request.
+    """Timelines: who drafted for a request in which round, by request.
 
     Args:
         rounds: of the rollout.
         names: of the drafters.
         ends: by request: seconds, and rounds that had begun.
-        completed: the requests that ended here. One that was in no round ended with its first token.
+        completed: the requests that ended here. A request without rounds ended with its first token.
     """
     by_request: dict[int, RequestTimeline] = {}
     before: Any = None
@@ -289,8 +295,8 @@ def timelines(
 def count_drafts(
     statistics: SpeculationStatistics, rounds: Sequence[Round], requests: int, names: Sequence[str]
 ) -> None:
-    """Fills in `total`, `per_request`, `per_depth`, `per_drafter` and `racing`, for a batch of so many `requests`.
-    Drafters of one of the `names` are counted together."""
+    """Fills in `total`, `per_request`, `per_depth`, `per_drafter` and `racing`, for a batch of `requests` requests.
+    Drafters with the same name are counted together."""
     labels = list(dict.fromkeys(names))
     label_of = np.array([labels.index(name) for name in names], np.int64)
     # Columns in the order of DraftCounts.

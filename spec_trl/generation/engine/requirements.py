@@ -1,4 +1,4 @@
-"""What the engine cannot serve, refused by name before any work."""
+"""Checks before any work: refuses by name what the engine cannot serve."""
 
 import sys
 import warnings
@@ -69,7 +69,7 @@ _WAYS_OUT = _OF_ASSISTANTS | {
     "token_healing": "heal the prompts first: pass input_ids=model.heal_tokens(input_ids, tokenizer) and an "
     "attention_mask that is 0 at their padding",
 }
-# Settings of generate with the values that sampling and greedy search leave them at.
+# Settings of generate with their values in sampling and greedy search.
 _SERVED: dict[str, tuple[object, ...]] = {
     "num_beams": (0, 1),
     "num_beam_groups": (0, 1),
@@ -92,7 +92,7 @@ _SERVED: dict[str, tuple[object, ...]] = {
 
 
 def check_model(model: PreTrainedModel, snapshot: Snapshot | None = None) -> None:
-    """Raises ValueError where `model` cannot be decoded over a ragged cache; `snapshot`: of the model as it is."""
+    """Raises ValueError if `model` cannot be decoded over a ragged cache; `snapshot`: of the current model."""
     (snapshot or snapshot_of(model)).find("checked", partial(_check_model, model))
 
 
@@ -130,7 +130,8 @@ def _check_model(model: PreTrainedModel) -> None:
 
 
 def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
-    """Why `model`, with the text config `config`, is not served, to be read after its name; None: it is."""
+    """Returns the reason why `model`, with the text config `config`, is not served, to follow its name; None: it is
+    served."""
     settings, decoder = vars(config), model.get_decoder()
     if settings.get("alibi"):
         return "with alibi=True is not served: ALiBi needs a two-dimensional mask"
@@ -166,7 +167,7 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
 
 
 def _renamed() -> str:
-    """Why an argument that every model's forward has may seem to be missing; empty under tested versions."""
+    """Explains why an argument of every model's forward may seem missing; empty under tested versions."""
     if transformers.__version__ in SpecifierSet(TRANSFORMERS):
         return ""
     return (
@@ -176,12 +177,12 @@ def _renamed() -> str:
 
 
 def _check_adapters(model: PreTrainedModel) -> None:
-    if "peft" not in sys.modules:  # who has not imported it has no adapter, and need not wait for its import
+    if "peft" not in sys.modules:  # not imported: no adapters, and no slow import
         return
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    # PeftModel.generate calls the generate of its base model, and leaves only this trace of a soft prompt on it.
+    # PeftModel.generate calls that of its base model; only this attribute shows a soft prompt.
     prepare = vars(model).get("prepare_inputs_for_generation")
     owner = prepare.__self__ if isinstance(prepare, MethodType) else None
     if isinstance(owner, PeftModel):
@@ -212,8 +213,8 @@ def _check_prompt_learning(model: "PeftModel") -> None:
 
 def policy_in(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside the wrappers of torch.compile and PEFT; raises ValueError for a soft prompt of
-    PEFT, which the model inside knows nothing of."""
-    peft = sys.modules.get("peft")  # who has not imported it has no PeftModel
+    PEFT, which the inner model lacks."""
+    peft = sys.modules.get("peft")  # not imported: no PeftModel
     model = unwrapped(model)
     while peft is not None and isinstance(model, peft.PeftModel):
         _check_prompt_learning(model)
@@ -261,7 +262,7 @@ def check_keywords(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> N
     """Raises ValueError for model inputs that the engine would drop, such as `pixel_values`, for a cache that holds
     tokens, and where a vision-language model's prompts hold more than text."""
     types = ("token_type_ids", "mm_token_type_ids") if "image" in model.input_modalities else ()
-    beyond_text = list(model_kwargs.get("mm_encoder_outputs") or ())  # generate passes an empty one for text
+    beyond_text = list(model_kwargs.get("mm_encoder_outputs") or ())  # generate passes an empty dict for text
     filled, unknown = [], []
     for name, value in model_kwargs.items():
         if value is None or name in _KNOWN_KEYWORDS:
@@ -304,7 +305,7 @@ def check_input_ids(input_ids: object, device: torch.device) -> None:
         raise ValueError(f"input_ids is a {type(input_ids).__name__}; {way_out}.")
     if input_ids.dtype not in (torch.int64, torch.int32) or input_ids.dim() != 2:
         raise ValueError(f"input_ids is {input_ids.dtype} of shape {list(input_ids.shape)}; {way_out}.")
-    if input_ids.device != device and device.type != "meta":  # weights that are elsewhere are refused with the model
+    if input_ids.device != device and device.type != "meta":  # weights elsewhere are refused by `check_model`
         raise ValueError(f"input_ids is on {input_ids.device} and the model on {device}; move it there with .to().")
     _check_not_empty(input_ids)
 
@@ -394,7 +395,7 @@ def check_lengths(
             f"{name(lengths.index(longest))} has {longest} tokens; with {new_tokens} new ones it would reach {total}, "
             f"and at {limit} {reason}. Keep the longest prompt plus max_new_tokens within {limit}."
         )
-    if context is not None and total > context:  # without its numbers, so that a training is told once
+    if context is not None and total > context:  # without numbers, so that a training warns once
         warnings.warn(
             f"a prompt, or its new tokens, may reach beyond the model's context of {context} "
             "(max_position_embeddings); rows that get there extrapolate, as in generate.",
@@ -403,7 +404,7 @@ def check_lengths(
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Positions that `model` may be asked for; None: any number.
+    """Number of positions of `model`; None: unlimited.
 
     A table of learned positions ends with the context. Under dynamic and LongRoPE scaling the frequencies of all rows
     change once the longest row, drafts included, passes a length.
@@ -418,7 +419,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
     words = model.get_input_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module is not words:
-            if module.num_embeddings in (context, context + 2):  # OPT and its kin keep two extra rows
+            if module.num_embeddings in (context, context + 2):  # OPT and similar families have two extra rows
                 return context
     window = MaskPlan.for_network(model).unmasked_window
     limits = [] if window is None else [window]

@@ -1,4 +1,4 @@
-"""The decoding loop: draft, verify, accept, commit, for rows of different lengths."""
+"""The decoding loop: admit, plan, draft, verify, accept, commit, retire, for rows of different lengths."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -31,12 +31,12 @@ class Rollout:
 
     The candidates of `control` are the `drafters` in their order; the capacity of `rows` bounds the batch. `rejection`
     verifies by rejection sampling if it samples. A streamer's `on_tokens` is called with `[n]` new tokens per round,
-    at batch 1 only. Where `memory` says that memory ends, rows leave and wait; None: there is enough.
+    at batch 1 only. If `memory` ends, rows leave and wait; None: there is enough.
 
     Attributes:
         queue, target, rows, want_logprobs: the arguments.
-        drafters: one that fails is dropped.
-        control: decides what drafts now.
+        drafters: failing ones are dropped.
+        control: decides which drafters draft.
         record: rounds, phases and completions so far.
     """
 
@@ -69,8 +69,8 @@ class Rollout:
         self._delay = AdmissionDelay(rows.capacity)
 
     def run(self) -> tuple[list[Completion | None], SpeculationStatistics]:
-        """Generates until the queue and the rows are empty. Completions come in the order of their indices; None: the
-        queue gave the request to another rank."""
+        """Generates until the queue and the rows are empty. Completions are in the order of their indices; None:
+        another rank decoded the request."""
         self.begin()
         while self.admit():
             self._preempt()
@@ -83,7 +83,7 @@ class Rollout:
         return self.record.completions, statistics
 
     def begin(self) -> None:
-        """Makes drafters and control ready."""
+        """Prepares drafters and control."""
         control = self.control
         with self.record.phase("control"):
             control.begin(self.rows.capacity, self.record.prompt_keys)
@@ -93,7 +93,7 @@ class Rollout:
         self._lookups = LookupEvaluation(control, self.drafters, self.rows, self._vocabulary)
 
     def end(self) -> None:
-        """Lets drafters go of the rows and caches, which would otherwise outlive the generation."""
+        """Makes drafters drop rows and caches, which would otherwise outlive the generation."""
         self.drafters.ask_all(methodcaller("end"))
 
     # ---- rows that enter --------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Rollout:
                 count, logits = self.target.read_prompts(rows, admission)
                 self.record.tokens_read += count
                 method, self.control = taken[0].method, self._whole_control
-                if method is not None:  # this rank races for rows that another one decodes too
+                if method is not None:  # this rank races for rows that another rank decodes
                     self.control = self.control.helper(self.drafters.names.index(method))
                 for row, request in admission.moved.items():
                     self.target.cache.import_row(row, request.head, request.tail())
@@ -118,12 +118,12 @@ class Rollout:
                     finished, _ = self._commit(self._first_tokens(admission, logits))
                 with phase("compact"):
                     self._retire(finished)
-            if rows.active:  # else the first tokens have ended all
+            if rows.active:  # else all rows ended with their first token
                 break
         return rows.active > 0
 
     def _take(self) -> list[Request]:
-        """Requests that get rows now, as the admission delay and memory allow."""
+        """Returns the requests that get rows now, as the admission delay and memory allow."""
         queue, rows, memory, keys = self.queue, self.rows, self._memory, self.record.prompt_keys
         free = 0 if memory is not None and memory.is_full else rows.capacity - rows.active
         next_key = None if (upcoming := queue.upcoming) is None else keys[upcoming.index]
@@ -137,8 +137,8 @@ class Rollout:
         return taken
 
     def _first_tokens(self, admission: Admission, logits: Tensor) -> Outcome:
-        """Draws the first token of each row that begins, with the noise of its position: of all copies of a prompt
-        from one row of `logits` (`[n, 1, V]`, of the n leaders that begin). The other rows take no token."""
+        """Draws the first token of every row that begins, with the noise of its position; all copies of a prompt draw
+        from one row of `logits` (`[n, 1, V]`, of the n leaders that begin). Other rows take no token."""
         rows, begun = self.rows, admission.begun
         place = {leader: place for place, leader in enumerate(dict.fromkeys(begun.values()))}
         places = [[*begun], [place[leader] for leader in begun.values()]]
@@ -153,7 +153,7 @@ class Rollout:
     # ---- a round ----------------------------------------------------------------------------------------------------
 
     def _plan(self) -> list[Chain]:
-        """The chains that the control wants, no longer than the row with most tokens left could use."""
+        """Returns the chains that the control plans, cut to the tokens that a row has left at most."""
         rows = self.rows
         most = int(rows.remaining.max()) - 1
         with self.record.phase("control"):
@@ -162,11 +162,11 @@ class Rollout:
         return [replace(chain, draft_length=min(chain.draft_length, most)) for chain in plan] if most > 0 else []
 
     def decode_round(self, plan: Sequence[Chain]) -> None:
-        """One round: drafters draft the chains of `plan`, one target forward verifies them, and each row goes on with
-        the chain of which most was accepted; without chains the target decodes."""
+        """One round: drafters draft the chains of `plan`, one target forward verifies them, and every row commits the
+        chain with most accepted tokens; without chains the target decodes."""
         rows, target, phase = self.rows, self.target, self.record.phase
         lengths = draft_lengths(plan, rows.active)
-        self._lookups.before_round(lengths)  # its time is not the round's
+        self._lookups.before_round(lengths)  # its time is not part of the round
         started, prepared, stood = time.perf_counter(), target.preparations, self.drafters.stood
         record = self.record.begin_round(plan, rows.indices, rows.mean_length)
         longest = {which: max(of_rows) for which, of_rows in lengths.items()}
@@ -182,13 +182,13 @@ class Rollout:
             drafter = self.drafters.in_use.get(which)
             if drafter is not None and drafter.learns:
                 with phase("learn"):
-                    rows.write(0, proposal.tokens)  # where the drafter looks for them
+                    rows.write(0, proposal.tokens)  # where the drafter reads them
                     self.drafters.ask(which, methodcaller("learn", *lanes.verified(which, logits)))
         with phase("accept"):
             proposals = lanes.proposals
             draws = [self._draw(lane, lanes.logits(n, logits), noise) for n, lane in enumerate(proposals)]
             outcome = Outcome.of(proposals, draws, lanes.owners, lanes.width, rows.remaining)
-            if lanes.layout is not None:  # the K/V and hidden states of the winners stay
+            if lanes.layout is not None:  # keep K/V and hidden states of the winners
                 winner = sent(torch.from_numpy(outcome.winner), logits.device)  # [B]
                 target.keep_chains(lanes.layout.slots_of(winner))
             finished, tokens = self._commit(outcome)
@@ -201,18 +201,19 @@ class Rollout:
             self.control.record(outcome.width, seconds, tokens, target.preparations == prepared)
 
     def _propose(self, which: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        """What drafter `which` drafts; nothing where it fails."""
+        """Returns the proposal of drafter `which`; an empty one if it fails."""
         rows, shape = self.rows, (self.rows.active, draft_length, self._vocabulary)
         proposal = self.drafters.ask(which, lambda drafter: drafter.propose(draft_length, noise).checked(*shape))
         if proposal is None:
-            # Its K/V in the columns it drafted may be broken: verifying as many tokens overwrites it.
+            # K/V of its drafts may be broken: verifying as many tokens overwrites it.
             return Proposal(rows.window(-1, 1).expand(-1, draft_length), torch.zeros_like(rows.lengths))
         # What follows may have to know on the device how many drafts there are; the bonus token counts too.
         drafts_left = rows.limits - rows.lengths - 1 if self._rejection or self._pipeline.may_refuse else None  # [B]
         return proposal.to(rows.tokens.device).within(self._vocabulary, drafts_left)
 
     def _forward(self, lanes: Lanes) -> Tensor:
-        """Feeds each row's last committed token and its drafts to the target; returns logits `[B, W, V]`."""
+        """The verification forward: feeds a row's last committed token and its drafts to the target; returns logits
+        `[B, W, V]`."""
         rows = self.rows
         if lanes.layout is not None:
             return self.target.forward_chains(lanes.layout, rows.longest + lanes.width)
@@ -223,7 +224,7 @@ class Rollout:
         return self.target.forward(tokens, columns, rows.longest + lanes.width, is_step=lanes.width == 0)
 
     def _draw(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Draw:
-        """Draws what the target says in the place of a proposal from its logits `[B, γ + 1, V]`, and after it."""
+        """Draws the target's tokens at the drafts of a proposal, and after them, from logits `[B, γ + 1, V]`."""
         if not self._rejection or proposal.logits is None:
             return self._pipeline.draw_verified(logits, noise, proposal, self.want_logprobs)
         rows, lengths = self.rows, proposal.drafted()  # lengths: [B]
@@ -237,7 +238,7 @@ class Rollout:
         return replace(drawn, most=could if drawn.most is None else drawn.most.minimum(could))
 
     def _commit(self, outcome: Outcome) -> tuple[list[int], int]:
-        """Takes the verified tokens into the output; returns the rows that ended, and how many tokens there were."""
+        """Commits the verified tokens; returns the rows that ended, and the number of tokens."""
         rows, drawn = self.rows, outcome.drawn
         rows.write(0, drawn.tokens)
         counts, ends = self._stopping.first_stop(outcome.tokens, outcome.counts, rows.remaining)  # [B] each
@@ -246,13 +247,11 @@ class Rollout:
             raise broken_logits(self.target, rows, outcome.sound, counts, outcome.width, done)
         if self._on_tokens is not None:
             self._on_tokens(drawn.tokens[0, : counts[0]])
-        if outcome.width:  # without what lies after a row's end
+        if outcome.width:  # without tokens after a row's end
             drafted = np.where(ends, np.minimum(outcome.drafted, counts), outcome.drafted)  # [N, B]
             accepted = np.minimum(outcome.accepted, counts)  # [N, B]
             chains = outcome.owners, drafted, accepted, counts, outcome.winner
-            # A long rollout has thousands of rounds: 14 bytes for each row of one.
-            small = (np.asarray(values, np.int16) for values in chains)
-            self.record.rounds[-1].chains = DraftedChains(rows.host_generated.astype(np.int32), *small)
+            self.record.rounds[-1].chains = DraftedChains.of(rows.host_generated, *chains)
         rows.commit(rows.host_lengths + counts, drawn.logprobs)
         self.target.cache.commit(counts.tolist())
         if outcome.width:
@@ -267,7 +266,7 @@ class Rollout:
     # ---- rows that leave --------------------------------------------------------------------------------------------
 
     def _retire(self, finished: list[int]) -> None:
-        """Stores what `finished` rows have generated, and takes them out of flight."""
+        """Stores the completions of `finished` rows, and removes the rows."""
         if finished:
             self._complete(finished)
             self._free(finished)
@@ -286,23 +285,23 @@ class Rollout:
         self.drafters.ask_all(methodcaller("move", source, destination, columns))
 
     def drop(self, leaving: Sequence[int]) -> None:
-        """Takes the rows `leaving` out of flight, with which another rank goes on, or has ended first."""
+        """Removes the rows `leaving`, which another rank continues, or has ended first."""
         self.record.end([self.rows.indices[row] for row in leaving], {})
         self._free(list(leaving))
 
     def _preempt(self) -> None:
-        """Sends rows back into the queue where memory ends; their K/V is computed again when they come back."""
+        """If memory ends, puts rows back into the queue (preemption); their K/V is computed again when they return."""
         leaving = [] if self._memory is None else self._memory.leaving(int(self.rows.host_lengths.sum()))
         if leaving:
             self.queue.put_back(self.hand_over(leaving, head_share=1.0))
             self.record.preemptions += len(leaving)
 
     def hand_over(self, leaving: Sequence[int], head_share: float, method: str | None = None) -> list[Request]:
-        """Returns the requests of the rows `leaving` with what they have generated. They leave; or they stay, and
-        another rank races for them with its drafter named `method`.
+        """Returns the requests of the rows `leaving` with their generated tokens. The rows leave; or with `method`
+        they stay, and another rank races for them with its drafter of that name.
 
-        The K/V of the first `head_share` of their columns is left out; all of it where there is no memory for a copy,
-        where drafters read hidden states, or where layers keep states: only a forward over these columns gives them.
+        The K/V of the first `head_share` of their columns is left out; all of it if there is no memory for a copy, or
+        if drafters read hidden states or layers keep states, which only a forward over these columns gives.
         """
         rows, cache = self.rows, self.target.cache
         needed = sum(int(rows.host_lengths[row]) for row in leaving) * cache.column_bytes

@@ -1,4 +1,4 @@
-"""The rows in flight: the request in each row of the cache, and its tokens, also as `generate` shows them."""
+"""The rows in flight: the request in each row of the cache, its tokens, also as `generate` shows them; the queue."""
 
 import functools
 import hashlib
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate. A request that was begun before, on another rank or in a row that had to leave, comes
-    with what it has generated.
+    """One sequence to generate. A request that was begun on another rank, or in a row that left for lack of memory,
+    has generated tokens.
 
     Args:
         index: row of the caller's batch.
@@ -31,9 +31,9 @@ class Request:
         limit: most tokens, the prompt's included.
         stream: key of its noise.
         generated: `[n]` int64 tokens; None: it was not begun.
-        logprobs: `[n]` float32 of these; None: nobody asks for them.
-        head: columns of K/V that have to be computed again.
-        tail: waits for the K/V of the columns from `head` on; the last token's is written by the next forward.
+        logprobs: `[n]` float32 of these; None: not wanted.
+        head: number of columns whose K/V is computed again.
+        tail: waits for the K/V of the columns from `head` on, without the last token, which the next forward feeds.
         method: name of the drafter to race with while the other rank still decodes the row; None: it gave the row up.
     """
 
@@ -63,17 +63,17 @@ class RequestQueue:
 
     Attributes:
         requests: all of the batch, by index.
-        waiting: number of requests that nobody decodes yet, as far as this rank knows.
+        waiting: number of requests that no rank decodes yet, as far as this rank knows.
     """
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
-        self._dealt = list(requests)  # those that this rank gives out
+        self._dealt = list(requests)  # requests that this rank gives out
         self.waiting = len(requests)
 
     @property
     def upcoming(self) -> Request | None:
-        """The next request, where that is known."""
+        """The next request, if that is known."""
         return self._dealt[0] if self._dealt else None
 
     def take(self, free: int, active: int) -> list[Request]:
@@ -84,7 +84,7 @@ class RequestQueue:
         return taken
 
     def put_back(self, requests: list[Request]) -> None:
-        """Takes back `requests` that were taken, which come first; some were begun meanwhile."""
+        """Puts taken `requests` back, in front; some may have begun."""
         self._dealt = requests + self._dealt
         self.waiting += len(requests)
 
@@ -93,16 +93,16 @@ class RequestQueue:
         return True
 
     def after_round(self, rollout: "Rollout") -> None:
-        """Called after a round, when its ended rows have left; the queue may take further rows out of `rollout`."""
+        """Called after a round, when ended rows have left; the queue may take further rows out of `rollout`."""
 
 
 @dataclass(frozen=True)
 class Admission:
     """Requests that have just entered rows.
 
-    Rows `first..first + leaders` hold texts that have to be prefilled; row `followers[i]` has the same prompt as
-    row `sources[i]` (prefix sharing: the G copies of a GRPO prompt are prefilled once). `moved`: the requests of the
-    leaders that were begun before. `lengths`: tokens of each row.
+    Rows `first..first + leaders` hold texts to prefill; row `followers[i]` has the same prompt as row `sources[i]`
+    (prefix sharing: the G copies of a GRPO prompt are prefilled once). `moved`: requests of leaders that were begun
+    before. `lengths`: tokens by row.
     """
 
     first: int
@@ -114,16 +114,16 @@ class Admission:
 
     @functools.cached_property
     def begun(self) -> dict[int, int]:
-        """Rows whose first token is drawn when their prompt has been read, in order, and the row that has the logits
-        of it: their leader, or themselves where they are copies of a row that was in flight before. Not those that
-        were begun before: their first round feeds their last token, like any other last committed token."""
+        """Rows whose first token is drawn after reading the prompt, in order, mapped to the row with the logits: their
+        leader, or themselves for copies of a row that was in flight before. Rows begun before are left out: their
+        first round feeds their last token."""
         read = {row: row for row in range(self.first, self.first + self.leaders) if row not in self.moved}
         copies = zip(self.followers, self.sources, strict=True)
         return read | {row: source if source in read else row for row, source in copies}
 
     @property
     def cached(self) -> list[int]:
-        """Columns of K/V that each row has when the prompts have been read."""
+        """Columns of K/V by row after the prompts have been read."""
         return [length - (row not in self.begun) for row, length in enumerate(self.lengths, self.first)]
 
 
@@ -142,9 +142,9 @@ class Rows:
         active: rows in flight.
         lengths, prompt_lengths, limits: `[active]` int64 tokens: committed, of the prompt, and allowed.
         requests: `[active]` int64, index of the request in each row; `indices`: the same on the host.
-        streams: `[active]` int64 noise keys.
-        host_lengths, host_prompt_lengths, host_limits: `[active]`, the first three without asking the device.
-        most: `host_lengths` when their sum was largest, of the times at which rows left.
+        streams: `[active]` int64 noise keys. host_lengths, host_prompt_lengths, host_limits: `[active]`, the same
+        three on the host.
+        most: `host_lengths` when their sum was largest, over the times at which rows left.
     """
 
     lengths: Tensor
@@ -189,12 +189,12 @@ class Rows:
 
     @property
     def remaining(self) -> Integers:
-        """`[active]`, on the host: tokens that each row may yet generate."""
+        """`[active]`, on the host: tokens that a row may still generate."""
         return self.host_limits - self.host_lengths
 
     @property
     def host_generated(self) -> Integers:
-        """`[active]`: `generated` without asking the device."""
+        """`[active]`: `generated`, on the host."""
         return self.host_lengths - self.host_prompt_lengths
 
     @property
@@ -216,7 +216,7 @@ class Rows:
             (followers if key in seen and request.generated is None else leaders).append((key, request))
             if request.generated is None:  # else its K/V may not be here yet
                 seen.add(key)
-        leaders.sort(key=lambda leader: leader[1].length)  # rows of like length prefill with little padding
+        leaders.sort(key=lambda leader: leader[1].length)  # rows of similar length prefill with little padding
         for row, (key, request) in enumerate(leaders + followers, start=first):
             prompt, length = len(request.prompt), request.length
             self.tokens[row, :prompt] = request.prompt
@@ -241,20 +241,20 @@ class Rows:
         return Admission(first, len(leaders), follower_rows, sources, moved, self.host_lengths[first:].tolist())
 
     def generated_span(self, row: int) -> slice:
-        """The columns of what `row` has generated."""
+        """Columns of the generated tokens of `row`."""
         return slice(int(self.host_prompt_lengths[row]), int(self.host_lengths[row]))
 
     def output(self, row: int, want_logprobs: bool) -> tuple[Tensor, Tensor | None]:
-        """What `row` has generated: tokens `[n]` and, if wanted, their log-probabilities `[n]`; copies."""
+        """Generated tokens `[n]` of `row` and, if wanted, their log-probabilities `[n]`; copies."""
         span = self.generated_span(row)
         return self.tokens[row, span].clone(), self.logprobs[row, span].clone() if want_logprobs else None
 
     def write(self, offset: int, tokens: Tensor) -> None:
-        """Writes `[active, n]` tokens of each row after its committed ones, from `offset` on."""
+        """Writes `[active, n]` tokens after the committed ones, from `offset` on."""
         self.tokens[: self.active].scatter_(1, self.columns_after(offset, tokens.shape[1]), tokens)
 
     def columns_after(self, offset: int, count: int) -> Tensor:
-        """`[active, count]` int64: columns `lengths + offset .. + count` of each row."""
+        """`[active, count]` int64: columns `lengths + offset .. + count`."""
         return self.lengths[:, None] + _steps(offset, count, self.lengths.device)
 
     def window(self, offset: int, count: int) -> Tensor:
@@ -266,8 +266,8 @@ class Rows:
         return self._keys[: self.active].gather(1, self.columns_after(0, count))
 
     def commit(self, lengths: Integers, logprobs: Tensor | None) -> None:
-        """Takes scratch tokens into the output, up to `lengths` `[active]` tokens of each row, with `logprobs`
-        `[active, n]` of the next n."""
+        """Commits scratch tokens, up to `lengths` `[active]` tokens by row, with `logprobs` `[active, n]` of the next
+        n."""
         if logprobs is not None:
             columns = self.columns_after(0, logprobs.shape[1])  # [active, n]
             self.logprobs[: self.active].scatter_(1, columns, logprobs.float())
@@ -277,10 +277,10 @@ class Rows:
         self.lengths.copy_(new.pin_memory() if self.lengths.is_cuda else new, non_blocking=True)
 
     def drop(self, finished: list[int]) -> tuple[list[int], list[int]]:
-        """Takes `finished` rows out of flight and closes the holes with the last active rows.
+        """Removes `finished` rows and fills the gaps with the last active rows.
 
         Returns:
-            Rows that moved and where they moved to; the caller moves their K/V alike.
+            Rows that moved, and their new rows; the caller moves their K/V.
         """
         self.most = max(self.most, self.host_lengths.tolist(), key=sum)
         remaining = self.active - len(finished)
@@ -348,5 +348,5 @@ class PrefixView:
 
 @functools.lru_cache(maxsize=256)
 def _steps(offset: int, count: int, device: torch.device) -> Tensor:
-    """`[count]` int64: `offset` and what follows. Cached: on a GPU making one is a launch."""
+    """`[count]` int64: `offset`, `offset + 1`, …. Cached: on a GPU making one is a launch."""
     return torch.arange(offset, offset + count, device=device)

@@ -131,7 +131,7 @@ def runner_for(
         session.drop_runner()  # frees its memory before allocating
     columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
     cache = (
-        States.for_network(model, cache_rows(rows), columns)
+        States.for_network(model, rows, columns)  # all of its memory is taken, and counted, at once
         if has_states
         else PagedCache.with_pages(model, cache_rows(rows), columns, pages)
     )

@@ -1,12 +1,12 @@
-"""Scans and convolutions of transformers' mixers: a shadow's mixers call ones that mind how long each row is.
+"""Scans and convolutions of transformers' mixers, replaced in a shadow by functions for rows of different lengths.
 
 :func:`mixer_class` gives a mixer's forward a twin with other functions under the names of the family's scan over many
-tokens and of its convolution; the family's functions stay reachable, kernels that transformers has put there too.
+tokens and of its convolution; the family's functions stay reachable, including kernels of transformers.
 
-* Prompts: rows of equal length run through the family's function together, cut to their length.
-* Tokens after them, on a CPU with a compiler: our C++ (:mod:`cpu_states`), which steps write with, verifications hold
-  and commits replay. Elsewhere a step is the mixer's, and a verification goes token by token through the family's
-  function for one token, whose sums are those of decoding.
+* Prompts: rows of equal length run through the family's function together, without padding.
+* Later tokens, on a CPU with a compiler: our C++ (:mod:`cpu_states`): steps write states, verifications hold inputs,
+  commits replay them. Elsewhere a step is the mixer's, and a verification runs the family's function for one token
+  repeatedly, with the sums of decoding.
 """
 
 import functools
@@ -24,6 +24,7 @@ from transformers.activations import ACT2FN
 
 from . import cpu_states
 from .cpu_states import Replay
+from .memory import sent
 
 
 Arguments = dict[str, Any]
@@ -49,9 +50,9 @@ class Scan:
         step: name of the family's function for one token.
         axes: arguments with an axis of tokens, and which axis that is; `out_axis`: that of the outputs.
         state: argument that takes the state; None: the function begins with zeros.
-        idle: values of arguments with which a token leaves the state as it is, bit for bit.
+        idle: values of arguments with which a token does not change a bit of the state.
         run: the scan token by token.
-        compiled: the scan on a CPU, from a state which it may write; returns outputs, and what replays tokens.
+        compiled: the scan on a CPU, from a state that it may write; returns outputs, and a :data:`Replay`.
     """
 
     step: str
@@ -64,7 +65,7 @@ class Scan:
 
 
 class Holder(Protocol):
-    """What a mixer's functions ask of the cache of the present forward."""
+    """Interface of the current forward's cache for a mixer's functions."""
 
     prompt: Sequence[int] | None
     is_step: bool
@@ -136,7 +137,7 @@ _CONVOLUTION = "causal_conv1d_fn"
 
 @functools.cache
 def forward_of(kind: Any) -> FunctionType | None:
-    """The forward of a mixer's class in transformers, below the classes that a shadow puts before it."""
+    """The forward of a mixer's class in transformers, below the classes that a shadow adds."""
     kinds = [base for base in kind.__mro__ if "forward" in vars(base) and base.__module__.startswith("transformers.")]
     forward = inspect.unwrap(kinds[0].forward) if kinds else None
     return forward if isinstance(forward, FunctionType) else None
@@ -158,7 +159,7 @@ def keeps_windows(kind: Any) -> bool:
 
 
 def convolves() -> bool:
-    """Whether a mixer runs in this thread whose convolution asks for :meth:`Holder.fed_window`."""
+    """Whether a mixer runs in this thread whose convolution calls :meth:`Holder.fed_window`."""
     return _present.mixer is not None and _present.mixer.convolves
 
 
@@ -172,8 +173,8 @@ def follows_states(network: nn.Module) -> bool:
 
 
 def mixer_class(kind: Any) -> Any:
-    """The class that a shadow should have for a module of class `kind`: one whose scan and convolution mind how long
-    rows are, where it has such."""
+    """The class of a shadow's module of class `kind`: for mixers with scan or convolution a subclass for rows of
+    different lengths."""
     is_mixer = _scan_in(kind) is not None or keeps_windows(kind)
     return _mixer_class(kind) if is_mixer and not issubclass(kind, _Mixer) else kind
 
@@ -195,7 +196,7 @@ _present = _Present()
 
 
 class _Mixer(nn.Module):
-    """A mixer of transformers, whose forward calls our functions in place of its family's."""
+    """A mixer of transformers whose forward calls our functions instead of its family's."""
 
     layer_idx: int
     convolves: bool
@@ -214,7 +215,7 @@ class _Mixer(nn.Module):
 
 @functools.cache
 def _twin_of(kind: Any) -> FunctionType:
-    """The forward of a class of mixers with our functions in place of its scan and its convolution."""
+    """The forward of a mixer class with our functions instead of its scan and its convolution."""
     forward, name = forward_of(kind), _scan_in(kind)
     assert forward is not None
     known = dict(forward.__globals__)
@@ -229,7 +230,7 @@ def _twin_of(kind: Any) -> FunctionType:
 
 
 class _Convolution:
-    """Takes the place of the convolution over many tokens of a class of mixers."""
+    """Replaces the convolution over many tokens of a mixer class."""
 
     def __init__(self, many: Callable[..., Tensor]) -> None:
         self._many = many
@@ -250,7 +251,7 @@ class _Convolution:
 
 
 class _Scanner:
-    """Takes the place of the scan over many tokens of a class of mixers."""
+    """Replaces the scan over many tokens of a mixer class."""
 
     def __init__(self, scan: Scan, many: Callable[..., Any], step: Callable[..., Any]) -> None:
         self._scan, self._many, self._step = scan, many, step
@@ -265,7 +266,7 @@ class _Scanner:
         state = cache.recurrent_state(mixer.layer_idx)
         if cache.prompt is not None:
             return self._over_prompts(given, state, cache.prompt)
-        if state is None:  # no row has a text: something is timed
+        if state is None:  # no row has a text: a probe
             return self._many(**given)
         if cpu_states.serves(state):
             outputs, replay = self._scan.compiled(given, state, cache.is_step)
@@ -306,7 +307,7 @@ class _Scanner:
         return outputs, state
 
     def _replay(self, mixer: _Mixer, given: Arguments, state: Tensor, lengths: Tensor) -> None:
-        """Takes the first `lengths[b]` tokens of each row of the arguments that a forward held into `state`."""
+        """Replays the first `lengths[b]` tokens of every row of the held arguments into `state`."""
         scan, most = self._scan, int(lengths.max())
         given = dict(given)
         stays = torch.arange(most)[None] >= lengths[:, None]  # [B, most]
@@ -317,5 +318,5 @@ class _Scanner:
             if name in scan.idle:
                 shape = [1] * value.dim()
                 shape[0], shape[axis] = stays.shape
-                given[name] = value.masked_fill(stays.view(shape).to(value.device), scan.idle[name])
+                given[name] = value.masked_fill(sent(stays.view(shape), value.device), scan.idle[name])
         state.copy_(scan.run(mixer, self._step, given, state)[1])

@@ -1,9 +1,9 @@
 """A second module tree over the same Parameters: the network that generation runs. And hooks on its hidden states.
 
-Training leaves its marks on a policy: train mode with live dropout, gradient checkpointing, patched forwards, an
-attention implementation chosen for packed sequences. Generation must neither see nor touch them. A shadow has its own
-module objects, config and hooks dicts, and *shares* every Parameter and buffer dict, so it always runs the live
-weights and costs no memory.
+Training changes a policy: train mode with live dropout, gradient checkpointing, patched forwards, an attention
+    implementation for packed sequences. Generation must neither use nor undo this. A shadow has separate module
+    objects, config and hooks dicts, and *shares* every Parameter and buffer dict, so it always runs the live weights
+    and costs no memory.
 """
 
 import copy
@@ -29,15 +29,15 @@ from .training_marks import lasting_attributes, patched_forward, rebind
 
 
 def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel:
-    """Returns an eval-mode twin of `policy` with its own modules and config and the same Parameters.
+    """Returns an eval-mode twin of `policy` with separate modules and config and the same Parameters.
 
-    Its attention goes through :func:`~spec_trl.generation.engine.attention.ragged_attention` where the family
-    supports attention backends, else through the family's own eager code.
+    Its attention is :func:`~spec_trl.generation.engine.attention.ragged_attention` if the family supports attention
+    backends, else the family's eager code.
 
     Args:
-        policy: whose weights it has; a shadow of an exact shadow is exact too.
+        policy: shares its weights; a shadow of an exact shadow is exact.
         exact: on CUDA a row gets the same bits whatever rows run beside it: dense layers and attention sum in one
-            order. :func:`not_exact` says what is left. Without CUDA, or where Triton does not run, it has no effect.
+            order. :func:`not_exact` names the rest. Without CUDA or Triton it has no effect.
     """
     exact = policy.config._attn_implementation == EXACT_ATTENTION or (
         exact and run_on(policy.device) and launches(policy.device)
@@ -60,10 +60,10 @@ def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel
 
 def not_exact(shadow: PreTrainedModel) -> list[str]:
     """Names the parts of a shadow on CUDA whose rounding of a row may depend on other rows, sorted: attention without
-    our kernel, and classes of modules with other sums. Empty: no such part is known.
+    our kernel, and module classes that sum otherwise. Empty: no such part is known.
 
-    torch's reductions on CUDA divide a row among threads by the number of rows. So a norm that is written with `mean`
-    is not exact where no fused kernel takes its place; `nn.LayerNorm` gives each row a block of threads.
+    torch's reductions on CUDA divide a row among threads by the number of rows. So a norm written with `mean` is not
+    exact unless a fused kernel replaces it; `nn.LayerNorm` gives every row a block of threads.
     """
     names = set() if attends_exactly(shadow) else {"attention"}
     parts = shadow.get_decoder(), shadow.get_output_embeddings()  # nothing else runs
@@ -87,7 +87,7 @@ def share_weights(network: nn.Module) -> Any:
 
 
 def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:
-    """The decoder's layers; raises ValueError where it has no single list of them."""
+    """Returns the decoder's layers; raises ValueError unless it has a single list of them."""
     lists = [module for module in network.get_decoder().children() if isinstance(module, nn.ModuleList)]
     if len(lists) != 1:
         raise ValueError(f"{type(network).__name__} has no single list of decoder layers.")
@@ -123,8 +123,8 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     kind = with_fused_kernels(attention_class(kind), module)
     clone = kind.__new__(kind)
     clones[id(module)] = clone
-    state = lasting_attributes(module)  # hooks are not cleared: TRL's `cast_lm_head_to_fp32` lives in them
-    # `_parameters` and `_buffers` stay the very same dicts: `.to(device)` and weight swaps reach the shadow too.
+    state = lasting_attributes(module)  # hooks are not cleared: `cast_lm_head_to_fp32` of TRL is one
+    # `_parameters` and `_buffers` stay the same dicts: `.to(device)` and weight swaps reach the shadow.
     state["_modules"] = {
         name: None if child is None else _clone(child, clones, config_memo, exact)
         for name, child in module._modules.items()
@@ -136,7 +136,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
         if isinstance(value, MethodType) and value.__self__ is module:
             state[name] = MethodType(value.__func__, clone)
         elif isinstance(value, PreTrainedConfig):
-            state[name] = copy.deepcopy(value, config_memo)  # one memo: sub-configs keep their identity
+            state[name] = copy.deepcopy(value, config_memo)  # one memo: sub-configs stay the same objects
     if (patch := patched_forward(module)) is not None:
         state["forward"] = patch
     clone.__dict__ = state

@@ -1,8 +1,8 @@
-"""Convolution windows and recurrent states of rows of different lengths: hold what is fed, replay what is accepted.
+"""Convolution windows and recurrent states of rows of different lengths: hold inputs, replay accepted ones.
 
-A state cannot forget a rejected draft as a column of K/V can. So a forward that verifies writes no state: it HOLDS
-what it feeds into convolutions and scans, and :meth:`States.commit` takes each row's accepted tokens from there into
-the states, without running the network again. Prompts, and rounds without drafts, write at once.
+A rejected draft cannot be removed from a state, unlike from K/V. So a forward that verifies writes no state: it HOLDS
+the inputs of convolutions and scans, and :meth:`States.commit` replays a row's accepted tokens into the states,
+without running the network again. Prompts, and rounds without drafts, write at once.
 
 So a round with drafts reads the states twice and writes them once, whatever the draft length; a round without drafts
 reads and writes them once. Mixers reach the states by transformers' Cache API, and by the functions of `scans.py`.
@@ -18,20 +18,21 @@ from transformers import PreTrainedModel
 
 from . import cpu_states
 from .attention import keeps_states
-from .cache import RaggedCache
+from .cache import RaggedCache, copy_rows_of
 from .cpu_states import Replay
 from .family_hooks import CACHE_NAMES
+from .memory import sent
 from .scans import convolves, forward_of, keeps_windows
 
 
 def cache_for(network: PreTrainedModel, rows: int, columns: int) -> RaggedCache:
-    """A cache for `network`, with states where its layers keep some."""
+    """Makes a cache for `network`, with states if its layers keep some."""
     return (States if keeps_states(network.config) else RaggedCache).for_network(network, rows, columns)
 
 
 @torch.no_grad()
 def state_bytes(network: PreTrainedModel) -> int:
-    """Bytes of the states of one row, told by a forward of one mixer of each class over one token."""
+    """Bytes of the states of one row, from a forward of one mixer per class over one token."""
     config = network.config.get_text_config(decoder=True)
     hidden = torch.zeros(1, 1, config.hidden_size, dtype=network.dtype, device=network.device)
     by_kind: dict[type, int] = {}
@@ -52,10 +53,10 @@ def state_bytes(network: PreTrainedModel) -> int:
 
 
 class States(RaggedCache):
-    """States of rows, beside the K/V of a ragged cache. A row without text has states of zeros, which is none.
+    """States of rows, beside the K/V of a ragged cache. A row without text has states of zeros, the initial state.
 
     Attributes:
-        prompt, is_step: what the present forward feeds, see :meth:`feeds`. With neither it holds.
+        prompt, is_step: tokens of the current forward, see :meth:`feeds`. With neither it holds its inputs.
     """
 
     has_states = True
@@ -67,7 +68,7 @@ class States(RaggedCache):
         self._windows: dict[tuple[int, int], Tensor] = {}  # [rows, channels, kernel] by layer and index
         self._recurrent: dict[int, Tensor] = {}  # [rows, ...] by layer
         self.held: dict[object, Replay] = {}  # of the last forward, by key of a window or layer
-        self._fed: tuple[int, int] | None = None  # key of the window that a convolution in C++ is to read now
+        self._fed: tuple[int, int] | None = None  # key of the window that a convolution in C++ reads next
 
     def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
         self.prompt, self.is_step = prompt, is_step
@@ -83,7 +84,7 @@ class States(RaggedCache):
         return draft
 
     def commit(self, lengths: Sequence[int]) -> None:
-        """Takes the first `lengths[b]` tokens of each row, of those that the last forward held, into the states."""
+        """Replays the first `lengths[b]` tokens of every row, of those that the last forward held, into the states."""
         held, self.held = self.held, {}  # a captured forward keeps the dictionary
         if held:
             free = self._span.stop - self._span.start - len(lengths)
@@ -92,22 +93,22 @@ class States(RaggedCache):
                 replay(counts)
 
     def hold(self, key: object, replay: Replay) -> None:
-        """Holds what the present forward feeds into a window or a scan."""
+        """Holds inputs of a window or scan of the current forward."""
         self.held[key] = replay
 
     def recurrent_state(self, layer: int) -> Tensor | None:
-        """`[B, ...]` of the rows of the present forward."""
+        """`[B, ...]` of the rows of the current forward."""
         state = self._recurrent.get(layer)
         return None if state is None else state[self._span]
 
     def forget(self, first: int, end: int) -> None:
-        """Rows `first..end` begin with new texts."""
+        """Resets the states of rows `first..end` for new texts."""
         for state in self.states:
             state[first:end] = 0
 
     @property
     def holds(self) -> bool:
-        """Whether the last forward held what it fed."""
+        """Whether the last forward held its inputs."""
         return bool(self.held)
 
     @property
@@ -136,7 +137,7 @@ class States(RaggedCache):
         window = torch.cat([state, conv_states], dim=-1)  # [B, channels, kernel + q]
         if self.prompt is not None:
             _write_window(state, window, torch.tensor(self.prompt))
-        elif self.is_step:  # nothing comes from the host, where a draft is captured
+        elif self.is_step:  # no transfer from the host while a draft is captured
             state.copy_(window[..., -state.shape[-1] :])
         else:
             self.hold(key, partial(_write_window, state, window))
@@ -165,8 +166,7 @@ class States(RaggedCache):
 
     def copy_rows(self, source: list[int], destination: list[int], columns: list[int], differing: int = 0) -> None:
         super().copy_rows(source, destination, columns, differing)
-        for state in self.states:
-            state[destination] = state[source]
+        copy_rows_of(self.states, source, destination)
 
     @property
     def states(self) -> list[Tensor]:
@@ -197,11 +197,11 @@ class States(RaggedCache):
 def _write_window(state: Tensor, window: Tensor, lengths: Tensor) -> None:
     """Takes the first `lengths[b]` new columns of each row of `window` [B, channels, kernel + q] into `state`."""
     columns = lengths[:, None] + torch.arange(state.shape[-1])  # [B, kernel], up to the last token
-    state.copy_(window.gather(-1, columns.to(window.device)[:, None].expand(-1, state.shape[1], -1)))
+    state.copy_(window.gather(-1, sent(columns, window.device)[:, None].expand(-1, state.shape[1], -1)))
 
 
 class DraftStates(States):
-    """The target's K/V, and states that begin at the committed ones in each round, and follow what is drafted."""
+    """The target's K/V, and states that begin at the committed ones in every round and advance with drafts."""
 
     committed: States
     is_repeatable = False  # a draft is, from its first step on

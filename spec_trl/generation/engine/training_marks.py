@@ -1,7 +1,9 @@
-"""What training leaves on the modules of a policy: attributes and hooks that generation ignores, and patched forwards.
+"""Marks that training leaves on the modules of a policy: attributes and hooks that generation ignores, and patched
+forwards.
 
-A forward that was set on a module takes the place of its class's. It mostly calls the forward that it replaced, and so
-holds a method of the policy's module. A clone of the module gets a copy of the patch that holds the clone's method.
+A forward that is set on a module overrides that of its class. It usually calls the forward that it replaced, so it
+references a method of the policy's module. A clone of the module gets a copy of the patch that references the clone's
+method.
 """
 
 from collections.abc import Container, Mapping
@@ -18,16 +20,16 @@ _WHICH_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks_" in name
 # Of gradient checkpointing, which a network in eval mode does not do: switching it on makes new ones. And the forward
 # that accelerate wraps autocast around.
 _MARKS = ("_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks", "_original_forward")
-# Hooks of these stay behind. A forward with `output_hidden_states` leaves the first one's, which torch.compile cannot
-# trace. FSDP2's would gather and free weights in each forward. ZeRO-3's on the root, which TRL does not take off for
-# generation, communicates with the other ranks, and ranks run different numbers of forwards.
+# Modules whose hooks are dropped. A forward with `output_hidden_states` leaves hooks of the first one, which
+# torch.compile cannot trace. Those of FSDP2 would gather and free weights in every forward. That of ZeRO-3 on the
+# root, which TRL leaves for generation, communicates with other ranks, and ranks run different numbers of forwards.
 _LEFT_BEHIND = ("transformers.utils.output_capturing", "torch.distributed.fsdp", "deepspeed")
 
 
 def lasting_attributes(module: nn.Module) -> dict[str, Any]:
     """Attributes of `module` that matter to generation; its dicts of hooks are copied."""
     state = {name: value for name, value in vars(module).items() if name not in _MARKS}
-    if patched_forward(module) is None:  # accelerate sets the class's forward
+    if patched_forward(module) is None:  # accelerate sets the forward of the class
         state.pop("forward", None)
     for name in _WHICH_HOOKS & state.keys():
         state[name] = state[name].copy()
@@ -40,20 +42,20 @@ def lasting_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _stays_behind(hook: Any) -> bool:
-    """Whether a hook does not matter to generation. TRL adds one to the embedding after each rollout, so that
-    checkpointed activations get gradients."""
+    """Whether generation may ignore a hook. TRL adds one to the embedding after every rollout, so that checkpointed
+    activations get gradients."""
     is_for_gradients = getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
     return is_for_gradients or str(hook.__module__).startswith(_LEFT_BEHIND)
 
 
-# Put around the forward of a policy that is trained: autocast, which generation enters by itself.
+# Wraps the forward of a trained policy: autocast, which generation enters itself.
 _WRAPPERS = ("torch.amp", "accelerate.utils.operations")
-# Put in place of it: losses that need no logits.
+# Replaces it: losses that need no logits.
 _LOSSES = ("trl.", "liger_kernel.")
 
 
 def patched_forward(module: nn.Module) -> Any:
-    """The forward that was set on `module` itself and computes something else than its class's, or None."""
+    """Returns the forward that was set on `module` and differs from that of its class, or None."""
     forward: Any = vars(module).get("forward")
     owner: Any = None
     while forward is not None:
@@ -70,7 +72,7 @@ def patched_forward(module: nn.Module) -> Any:
 
 
 def unfollowed_patch(network: nn.Module) -> str | None:
-    """Name of a module with a patched forward that leads back to `network` in a way that no copy can follow."""
+    """Name of a module with a patched forward that references `network` in a way that cannot be copied."""
     modules = {id(module) for module in network.modules()}
     patches = {name: patched_forward(module) for name, module in network.named_modules() if "forward" in vars(module)}
     return next((name for name, patch in patches.items() if _hides(patch, modules, set())), None)
@@ -92,19 +94,19 @@ def _home(function: Any) -> str:
 
 
 def _only_moves_inputs(module: Any) -> bool:
-    """Whether accelerate's hooks of a module do no more than move its inputs to the device where the weights lie."""
+    """Whether accelerate's hooks of a module only move its inputs to the device of the weights."""
     hook: Any = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,))
     return all(type(hook).__name__ == "AlignDevicesHook" and not hook.offload for hook in hooks)
 
 
 def _rebound(value: Any, clones: Mapping[int, nn.Module], seen: dict[int, Any]) -> Any:
-    """`value`, or a copy of it that holds clones where `value` holds the modules they were made of."""
+    """Returns `value`, or a copy in which clones replace their originals."""
     if isinstance(value, nn.Module):
         return clones.get(id(value), value)
     if id(value) in seen:
         return seen[id(value)]
-    seen[id(value)] = value  # ends the recursion where a function holds itself
+    seen[id(value)] = value  # ends the recursion if a function references itself
     again = partial(_rebound, clones=clones, seen=seen)
     if isinstance(value, MethodType):
         seen[id(value)] = MethodType(again(value.__func__), again(value.__self__))
@@ -119,7 +121,7 @@ def _rebound(value: Any, clones: Mapping[int, nn.Module], seen: dict[int, Any]) 
 
 
 def _copied(function: FunctionType, swap: Mapping[int, Any]) -> FunctionType:
-    """A copy of a function that holds `swap[id(value)]` where the function holds `value`."""
+    """A copy of a function that references `swap[id(value)]` instead of `value`."""
     cells = tuple(_swapped(cell, swap) for cell in function.__closure__ or ())
     defaults = tuple(swap[id(inner)] for inner in function.__defaults__ or ())
     copy = FunctionType(function.__code__, function.__globals__, function.__name__, defaults or None, cells)
@@ -134,15 +136,15 @@ def held(function: FunctionType) -> list[Any]:
 
 
 def _swapped(cell: CellType, swap: Mapping[int, Any]) -> CellType:
-    """The cell itself where its value stays, so that both functions see what is written there."""
+    """The same cell if its value stays, so that both functions see later writes."""
     if cell == CellType() or swap[id(cell.cell_contents)] is cell.cell_contents:
         return cell
     return CellType(swap[id(cell.cell_contents)])
 
 
 def _hides(value: Any, modules: Container[int], seen: set[int]) -> bool:
-    """Whether `value` leads to one of the modules, by id, through something that :func:`_rebound` leaves alone."""
-    if isinstance(value, nn.Module):  # a wrapper around the network is in no clone's place
+    """Whether `value` leads to one of the modules, by id, through objects that :func:`_rebound` does not copy."""
+    if isinstance(value, nn.Module):  # a wrapper around the network has no clone
         return id(value) not in modules and any(id(module) in modules for module in value.modules())
     if id(value) in seen or isinstance(value, type):
         return False

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...json_files import read_json, write_json
-from ...user_cache import cache_directory, file_name, save_kept
+from ...user_cache import cache_directory, file_name, save_cached
 from .base import LayerSpec, PackedWeight, QuantizedRows, join_rows, normal_floats
 
 
@@ -179,7 +179,7 @@ def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer:
                 warnings.warn(f"the kernels are measured again: {error}", stacklevel=2)
             table = tables[key] = measure(layer, kernels, timer)
             if len(table.kernels) == len(kernels):
-                save_kept(lambda _: table.save(), key.path, "times of the kernels")
+                save_cached(lambda _: table.save(), key.path, "times of the kernels")
     return tables[key]
 
 

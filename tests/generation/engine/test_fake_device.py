@@ -36,6 +36,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 TITLES = ("none", "top-p", "self", "refill", "ngram", "history", "model", "auto", "best_of_n", "decoupled")
+TITLES += ("states", "states, model")
 
 
 @pytest.mark.parametrize("title", TITLES)

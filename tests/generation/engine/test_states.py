@@ -146,16 +146,24 @@ def test_preempted_rows_are_read_again(family: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", *CAPTURED])
-@pytest.mark.parametrize("strategy", ["none", "self"])
-def test_captured_forwards(family: str, strategy: str, tape: Tape) -> None:
-    """A replay holds what it feeds anew; a draft captured whole begins at the committed states each time."""
+@pytest.mark.parametrize(
+    ("strategy", "options", "captures"),
+    [("none", {}, 1), ("self", {}, 2), ("self", {"repetition_penalty": 1.3}, 1)],  # the last one's drafts go by steps
+    ids=["none", "self", "steps"],
+)
+def test_captured_forwards(
+    family: str, strategy: str, options: dict[str, Any], captures: int, tape: Tape
+) -> None:
+    """A replay holds what it feeds anew; a draft captured whole begins at the committed states each time, and single
+    steps, which advance them, run once."""
     network, config = make(family), {"draft_length": 3}
-    expected = generate(network, PROMPTS, strategy, config | {"runner": "eager"}, max_new_tokens=NEW)
+    options = options | {"max_new_tokens": NEW}
+    expected = generate(network, PROMPTS, strategy, config | {"runner": "eager"}, **options)
     assert not tape.recorded
     for _ in range(2):  # captured, then kept
-        result = generate(network, PROMPTS, strategy, config | {"runner": "graph"}, max_new_tokens=NEW)
+        result = generate(network, PROMPTS, strategy, config | {"runner": "graph"}, **options)
         assert outputs(result) == outputs(expected) and result.statistics.total == expected.statistics.total
-    assert tape.recorded == (1 if strategy == "none" else 2) and tape.replayed > 20
+    assert tape.recorded == captures and tape.replayed > 10
     assert strategy == "none" or expected.statistics.total.accepted > 20
     release(network)
 

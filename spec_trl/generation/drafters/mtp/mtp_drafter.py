@@ -1,4 +1,4 @@
-"""A checkpoint's own multi-token-prediction (MTP) head as drafter."""
+"""The multi-token-prediction (MTP) head of a checkpoint as drafter."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,18 +19,18 @@ from .mtp_network import MtpConfig, MtpNetwork
 
 
 OWN = "config.name_or_path"
-"""Names the checkpoint where `assistant_model` is left out."""
+"""Names the checkpoint if `assistant_model` is left out."""
 
 
 @register_drafter
 class MtpDrafter(Eagle3Drafter):
-    """Drafts with the first MTP head of a checkpoint, used again for each further token, on its own output.
+    """Drafts with the first MTP head of a checkpoint, reused for every further token, on its output.
 
-    Pairs lie as EAGLE-3's do. What it reads of the target is one state, that after the final norm.
+    Pairs are arranged as in EAGLE-3. It reads one state of the target, after the final norm.
 
     Args:
-        checkpoint: a folder or hub id that holds the head, be it the target's or what :meth:`save` wrote; None: where
-            the target comes from.
+        checkpoint: a folder or hub id with the head: of the target, or written by :meth:`save`; None: the target's
+            checkpoint.
         target: the model to draft for; gives the embedding, the head and the class of the layer.
         dtype: of the network; None: the target's.
 
@@ -95,7 +95,7 @@ class MtpDrafter(Eagle3Drafter):
         return self._column
 
     def scores(self, network: MtpNetwork, h: Tensor) -> Tensor:  # type: ignore[override]
-        return network.logits(h, self._head)  # under the policy's autocast, if any, as the target's own
+        return network.logits(h, self._head)  # under the policy's autocast, if any, like the target
 
     @torch.no_grad()
     def _run_once(self) -> tuple[Tensor, Tensor]:

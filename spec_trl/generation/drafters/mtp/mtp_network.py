@@ -56,7 +56,7 @@ class _AsCache:
         return self._store(keys, values, layer)
 
     def layer_at(self, _: int) -> None:
-        """No fused layer may write where the layers of a ragged cache lie."""
+        """Not a ragged cache: fused layers must not write into it."""
 
 
 class MtpNetwork(FeatureNetwork):
@@ -64,8 +64,8 @@ class MtpNetwork(FeatureNetwork):
 
         x = fc [norm_e(embedding) ; norm_h(state)],   y = layer(x),   z = norm(y),   logits = the target's head(z)
 
-    Where the target has not been yet, z takes the place of the state. Parameters have the names of Qwen's format;
-    experts stand one by one where `stored` names of the checkpoint do.
+    After the target's last state, z replaces the state. Parameters have the names of Qwen's format; experts are
+    separate modules if `stored` names of the checkpoint are.
     """
 
     config: MtpConfig
