@@ -63,7 +63,7 @@ test-all: lint
 # Two processes of one thread each: most tests are too small for more threads. The longest files come first, so that both
 # end at about the same time.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --durations=25 --dist loadfile --no-loadscope-reorder \
-	tests/trainers tests/benchmarks tests/examples tests/generation tests
+	tests/scheduling tests/trainers tests/benchmarks tests/examples tests/generation tests
 
 unit: $(READY)
 	$(PYTEST) -m "not slow"

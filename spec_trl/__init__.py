@@ -47,8 +47,8 @@ _TRAINERS = {
 def __getattr__(name: str) -> Any:
     if name not in _TRAINERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(f".trainers.{_TRAINERS[name]}", __name__), name)
-    return found
+    globals()[name] = value = getattr(import_module(f".trainers.{_TRAINERS[name]}", __name__), name)
+    return value
 
 
 def __dir__() -> list[str]:

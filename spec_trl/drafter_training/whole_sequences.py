@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..generation.drafters.borrowed import plain_embedding
 from ..generation.drafters.dflash.dflash_network import DFlashNetwork
 from ..generation.drafters.eagle3.eagle3_drafter import CAUSAL
 from ..generation.drafters.eagle3.eagle3_network import Eagle3Network
+from ..generation.drafters.target_parts import plain_embedding
 
 
 class Unroll:

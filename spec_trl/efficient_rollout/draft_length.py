@@ -62,8 +62,8 @@ class DraftLengthController:
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint; JSON."""
-        own = {"draft_length": self.draft_length, "block_efficiency": self.block_efficiency}
-        return own | {"window": list(self._window)}
+        state = {"draft_length": self.draft_length, "block_efficiency": self.block_efficiency}
+        return state | {"window": list(self._window)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a checkpoint. If its γ is no longer in Γ, the controller starts at γ₀."""

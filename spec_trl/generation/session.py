@@ -283,7 +283,7 @@ class Snapshot:
         self._configs = [(config, copy.deepcopy(vars(config))) for config in configs.values()]
 
     def find(self, name: str, find: Callable[[], T]) -> T:
-        """What `find` returned when the fact `name` was asked for first."""
+        """Returns the fact `name`, computed by `find` at the first call."""
         if name not in self._facts:
             self._facts[name] = find()
         fact: T = self._facts[name]

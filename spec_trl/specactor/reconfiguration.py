@@ -32,7 +32,7 @@ and every change of plan costs a rollback."""
 
 
 class RequestPlan(NamedTuple):
-    """How one request of a group is executed."""
+    """Execution of one request of a group."""
 
     mode: Mode
     window: int  # w, 0 for plain decoding
@@ -79,7 +79,7 @@ def reconfigured(
 
 @dataclass
 class _Counts:
-    """What one request did, and its plan."""
+    """Counts of one request, and its plan."""
 
     plan: RequestPlan
     tokens: int = 0  # generated

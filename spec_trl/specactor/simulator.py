@@ -30,7 +30,7 @@ _count = itertools.count()  # breaks ties between requests that end at the same 
 
 @dataclass(frozen=True)
 class Method:
-    """How a cluster rolls out. Raises ValueError if it drafts and names no drafter."""
+    """A method of rolling out on a cluster. Raises ValueError if it drafts and names no drafter."""
 
     name: str
     execution: Literal["plain", "coupled", "disaggregated", "decoupled"] = "plain"

@@ -187,7 +187,7 @@ class Scenario:
 
 LEARNING = [f"tts {kind} {how}" for kind in ("self", "model", "eagle3", "dflash")
             for how in ("request", "rollout", "rollout together", "request together")]  # fmt: skip
-NAMES = ["right", "half right", "self", "model", "ngram", "history", "eagle3", "pruned", "dflash", "tts"]
+NAMES = ["right", "half right", "self", "model", "ngram", "history", "eagle3", "pruned", "dflash", "mtp", "tts"]
 LOOKUPS = {"right", "half right", "ngram", "history"}
 
 
@@ -239,7 +239,7 @@ def targets(tiny, drafters, tmp_path_factory: pytest.TempPathFactory) -> Targets
     """A target in each dtype, and what makes drafters for it."""
     found = {"float64": (tiny, drafters)}
     heads = dict(num_attention_heads=2)  # of 96, which attention reads in blocks of 32 columns: rows are longer
-    folders = write_checkpoints(tmp_path_factory.mktemp("wide"), **WIDE)
+    folders = write_checkpoints(tmp_path_factory.mktemp("wide"), **WIDE | heads)
     for name in EXACT:
         dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
         model, assistant = (tiny_llama(**WIDE | heads).to(dtype) for _ in range(2))
@@ -275,9 +275,13 @@ def plain(targets: Targets) -> Callable[..., tuple[Answers, list[int]]]:
         sampling: str, places: tuple[tuple[int, int], ...], dtype: str = "float64"
     ) -> tuple[Answers, list[int]]:
         always = {grammars.EOS} if sampling.startswith("grammar") else set()
-        texts = [tokens for tokens, _ in decode(dtype, sampling, tuple(always))]
+        answers = decode(dtype, sampling, tuple(always))
+        texts = [tokens for tokens, _ in answers]
         eos = sorted(always | {texts[row][min(position, len(texts[row]) - 1)] for row, position in places})
-        return decode(dtype, sampling, tuple(eos)), eos
+        if "min_new_tokens" in SAMPLING[sampling]:  # else a text is the same up to its first EOS
+            return decode(dtype, sampling, tuple(eos)), eos
+        ends = [next((end for end, token in enumerate(text, 1) if token in eos), len(text)) for text in texts]
+        return [(text[:end], own[:end]) for (text, own), end in zip(answers, ends, strict=True)], eos
 
     return find
 

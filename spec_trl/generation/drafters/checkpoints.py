@@ -93,8 +93,8 @@ def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Map
 def load_exactly(
     network: nn.Module, tensors: Mapping[str, Tensor], renames: Mapping[str, str], device: torch.device
 ) -> None:
-    """Gives every parameter and persistent buffer of `network` the tensor of its name, and leaves none over but spare
-    ones.
+    """Loads every parameter and persistent buffer of `network` from the tensor of its name; no tensor remains except
+    spare ones.
 
     Args:
         network: on the meta device, in the dtype it is to run in.
@@ -106,18 +106,18 @@ def load_exactly(
         ValueError: a tensor is missing, left over, of another shape or kind, or not finite.
     """
     places = network.state_dict(keep_vars=True)
-    given = {stored: _renamed(stored, renames) for stored in tensors if stored not in _SPARE}
-    missing = sorted(set(places) - set(given.values()))
-    unexpected = sorted(stored for stored, name in given.items() if name not in places)
+    names = {stored: _renamed(stored, renames) for stored in tensors if stored not in _SPARE}
+    missing = sorted(set(places) - set(names.values()))
+    unexpected = sorted(stored for stored, name in names.items() if name not in places)
     remedy = "Check that weights and config.json belong together."
     if missing or unexpected:
         raise ValueError(
             f"its tensors are not those of its config: missing {missing}, unexpected {unexpected}. {remedy}"
         )
-    counts = Counter(given.values())
-    if twice := sorted(stored for stored, name in given.items() if counts[name] > 1):
+    counts = Counter(names.values())
+    if twice := sorted(stored for stored, name in names.items() if counts[name] > 1):
         raise ValueError(f"{twice} are stored for the same place; keep one of them.")
-    for stored, name in given.items():
+    for stored, name in names.items():
         tensor, place = tensors[stored], places[name]
         if tensor.shape != place.shape:
             raise ValueError(
@@ -129,7 +129,7 @@ def load_exactly(
     placed = network.state_dict()
     for tensor in placed.values():  # NaN: a forgotten copy would show, where any other number would draft badly
         tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
-    for stored, name in given.items():
+    for stored, name in names.items():
         placed[name].copy_(tensors[stored])
         if placed[name].is_floating_point() and not bool(placed[name].isfinite().all()):
             raise ValueError(

@@ -1,5 +1,5 @@
-"""What EAGLE-3 and DFlash share, which read their target's hidden states: config.json, and the network's features,
-embedding, vocabulary, rotary positions and attention."""
+"""Base of networks that read their target's hidden states (EAGLE-3, DFlash): config.json, features, embedding,
+vocabulary, rotary positions and attention."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from ..engine.attention import FULL, SLIDING, ragged_attention
-from .vocabulary import is_padded
+from .target_parts import is_padded
 
 
 Store = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -221,7 +221,7 @@ class FeatureNetwork(nn.Module):
     @torch.no_grad()
     def embed(self, tokens: Tensor, target: nn.Module) -> Tensor:
         """Embeddings `[B, n, hidden]` of `tokens` `[B, n]`, without gradients: its own, or those of the `target`
-        (:func:`~spec_trl.generation.drafters.borrowed.plain_embedding`)."""
+        (:func:`~spec_trl.generation.drafters.target_parts.plain_embedding`)."""
         if self.embed_tokens is not None:
             # The target's vocabulary may have more rows of padding.
             target, tokens = self.embed_tokens, tokens.clamp(max=self.embed_tokens.num_embeddings - 1)

@@ -46,5 +46,5 @@ class NgramDrafter(Drafter):
             start = torch.where(newest > 0, newest, start)
         continuation = start[:, None] + torch.arange(draft_length, device=text.device)  # [B, γ]
         tokens = text.gather(1, continuation.clamp(max=text.shape[1] - 1))  # [B, γ]
-        found = torch.where(start > 0, (lengths - start).clamp(max=draft_length), 0)  # [B]
-        return Proposal(tokens, found)
+        drafted = torch.where(start > 0, (lengths - start).clamp(max=draft_length), 0)  # [B]
+        return Proposal(tokens, drafted)

@@ -28,8 +28,8 @@ from ..engine.shadow import make_shadow
 from ..registry import register_drafter
 from ..session import addresses, structure
 from .autoregressive import NetworkDrafter
+from .target_parts import check_sizes
 from .trainable_drafter import Canvas
-from .vocabulary import check_sizes
 
 
 @register_drafter
@@ -86,8 +86,8 @@ class SmallModelDrafter(NetworkDrafter):
             read = read_assistant_config(assistant)
         except (OSError, ValueError) as error:
             raise ValueError(f"{argument}={assistant!r} is no causal LM that can be loaded: {error}") from error
-        found = read.get_text_config(decoder=True).vocab_size
-        check_sizes(f"{argument}={assistant!r}", found, target.config.get_text_config(decoder=True).vocab_size)
+        size = read.get_text_config(decoder=True).vocab_size
+        check_sizes(f"{argument}={assistant!r}", size, target.config.get_text_config(decoder=True).vocab_size)
 
     def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
         return super().replay(network, canvas)[..., : self._shared]
@@ -117,10 +117,10 @@ def read_assistant_config(name: str) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(name)
 
 
-def as_assistant(argument: str, given: object) -> PreTrainedModel:
-    """The transformers model in `given`, out of the wrappers of torch.compile and PEFT; raises ValueError, naming the
-    `argument`, where there is none."""
-    model = policy_in(given) if isinstance(given, nn.Module) else given
+def as_assistant(argument: str, assistant: object) -> PreTrainedModel:
+    """Returns the transformers model in `assistant`, without wrappers of torch.compile and PEFT; raises ValueError,
+    naming the `argument`, if there is none."""
+    model = policy_in(assistant) if isinstance(assistant, nn.Module) else assistant
     if not isinstance(model, PreTrainedModel):
         shown = type(model).__name__ if isinstance(model, nn.Module) else repr(model)
         raise ValueError(f"{argument}={shown} is neither a transformers model nor a path or hub id.")

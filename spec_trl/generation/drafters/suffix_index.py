@@ -89,7 +89,7 @@ class SuffixIndex:
             if len(context) < k:
                 continue
             candidate = newest.get(hash(tuple(context[-k:])), -1)
-            longest, found = 0, []
+            longest, matches = 0, []
             for _ in range(CANDIDATES):
                 if candidate < 0:
                     break
@@ -100,12 +100,12 @@ class SuffixIndex:
                         break
                     length, node = length + 1, previous[node]
                 if length > longest:
-                    longest, found = length, [candidate]
+                    longest, matches = length, [candidate]
                 elif length == longest:
-                    found.append(candidate)
+                    matches.append(candidate)
                 candidate = older[candidate]
             if longest:
-                return found
+                return matches
         return []
 
     def _suffix(self, node: int, count: int) -> list[int]:

@@ -68,7 +68,7 @@ class RaggedCache(Cache):
     has_states = False
     """Whether layers keep states beside K/V (:class:`~spec_trl.generation.engine.states.States`)."""
     held: dict[Any, Any] = {}
-    """What the last forward held of what it fed into states; a replay of that forward holds it anew."""
+    """Inputs of states that the last forward held; a replay of that forward holds them again."""
     is_repeatable = True
     """Whether a forward that is not a prompt's may run twice."""
     state_bytes = 0

@@ -68,7 +68,7 @@ warned: set[type] = set()
 
 
 class Copies(NamedTuple):
-    """Of the weight of a linear layer and of its bias."""
+    """Copies of the weight of a linear layer and of its bias."""
 
     weight: Tensor
     bias: Tensor | None

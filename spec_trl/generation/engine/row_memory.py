@@ -184,8 +184,8 @@ class RowMemory:
 
 
 class PagedRowMemory(RowMemory):
-    """The same by pages of `cache`, which are counted exactly, in every round. A round drafts at most `most_drafted`
-    tokens of a row."""
+    """Like :class:`RowMemory`, by pages of `cache`, which are counted exactly, in every round. A round drafts at most
+    `most_drafted` tokens of a row."""
 
     def __init__(self, rows: Rows, cache: PagedCache, most_drafted: int) -> None:
         super().__init__(rows, RowNeeds(0.0, 0.0, 0.0))

@@ -59,7 +59,7 @@ def prompt_key(prompt: Tensor) -> str:
 
 
 class RequestQueue:
-    """Gives `requests` out in their order. `distributed/pool.py` has a queue that several ranks share.
+    """Hands out `requests` in order. `distributed/pool.py` has a queue that several ranks share.
 
     Attributes:
         requests: all of the batch, by index.

@@ -47,7 +47,7 @@ from tests.generation.races import Plans
 
 PROMPTS = pad_left(random_rows([5, 9, 1, 12, 7, 7, 3]))
 EOS = dict(eos_token_id=[7, 11, 12])
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize("kind", PRUNED)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_under_captured_forwards(kind: str, runner: str, tiny, checkpoints, tape
 
 def test_two_at_once(folders: dict[str, Path], tiny: PreTrainedModel) -> None:
     """One runner tells both, each what it reads: they draft in turns, each as if alone."""
-    pair = [KINDS[kind](folders[kind], tiny) for kind in KINDS]
+    pair = [KINDS[kind](folders[kind], tiny) for kind in PRUNED]
     for drafters in (pair, pair[::-1]):
         result = generate(tiny, PROMPTS, drafter=drafters, control=Plans(2, [[Chain(0, 3)], [Chain(1, 3)]]))
         assert outputs(result) == outputs(generate(tiny, PROMPTS)) and result.statistics.drafter_failure is None
@@ -189,7 +189,7 @@ def test_a_failure_is_told_where_the_drafter_is_not_asked_again(kind: str, draft
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_autocast_leaves_its_dtype_alone(dtype: torch.dtype | None, folders: dict[str, Path]) -> None:
     model = tiny_llama().float()
-    for kind in KINDS:
+    for kind in PRUNED:
         drafter = KINDS[kind](folders[kind], model, dtype=dtype)
         seen = watch(drafter)
         with torch.autocast("cpu", dtype=torch.bfloat16):

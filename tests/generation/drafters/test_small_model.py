@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 from spec_trl.generation.drafters.autoregressive import CATCH_UP
 from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
-from spec_trl.generation.drafters.vocabulary import check_sizes
+from spec_trl.generation.drafters.target_parts import check_sizes
 from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.row_memory import RowMemory
 from spec_trl.scheduling.control import Chain
@@ -39,7 +39,7 @@ def target(request: pytest.FixtureRequest, tiny: PreTrainedModel) -> PreTrainedM
 
 @pytest.mark.parametrize(
     ("draft_length", "max_batch_size", "lengths"),
-    [(1, None, [5, 9, 1, 12]), (2, 3, [5, 9, 1, 12]), (5, 2, [5, 9, 1, 12]), (3, 1, [1, 1, 1])],
+    [*((*options, [5, 9, 1, 12]) for options in [(1, None), (2, 3), (5, 2), (3, 1)]), (3, None, [1, 1, 1])],
 )
 def test_the_target_as_its_own_assistant(
     draft_length: int, max_batch_size: int | None, lengths: list[int], target: PreTrainedModel

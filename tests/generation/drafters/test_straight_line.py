@@ -27,12 +27,16 @@ from tests.generation.races import Plans
 EOS = dict(eos_token_id=[7, 11, 12])
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, configs in CONFIGS.items() for name in configs])
+NAMED = [("mtp", "Qwen's"), *((kind, name) for kind, configs in CONFIGS.items() for name in configs)]
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMED)
 @torch.no_grad()
 def test_drafts(kind: str, name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
     """Ragged rows that share prompts, come in late and move, rounds with rejections and rounds that draft nothing: a
     stale, missing or shifted column of what a drafter keeps would show."""
-    drafter = KINDS[kind](write_random(kind, tmp_path, CONFIGS[kind][name]), tiny)
+    folder = make_checkpoint(tmp_path, kind) if kind == "mtp" else write_random(kind, tmp_path, CONFIGS[kind][name])
+    drafter = KINDS[kind](folder, tiny)
     seen = watch(drafter)
     rows = random_rows([5, 9, 1, 3, 12, 4])
     prompts = pad_left([rows[1], rows[0], rows[1], *rows[2:], rows[5]])  # two share a prompt, at once and later

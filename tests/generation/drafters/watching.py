@@ -15,17 +15,21 @@ from spec_trl.generation.drafters.checkpoints import read_checkpoint
 from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
+from spec_trl.generation.drafters.mtp.mtp_drafter import MtpDrafter
 from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.processors import LogitsPipeline
 from spec_trl.generation.engine.rows import PrefixView, Rows
+from tests.conftest import tiny_llama
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3
+from tests.generation.drafters.mtp import reference as mtp
+from tests.generation.drafters.mtp.heads import write_alone
 
 
 Seen = list[tuple[list[int], list[int], Tensor]]
-KINDS: dict[str, type[FeatureDrafter]] = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter}
+KINDS: dict[str, type[FeatureDrafter]] = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter, "mtp": MtpDrafter}
 CONFIGS = {"eagle3": eagle3.CONFIGS, "dflash": dflash.VARIANTS}
 PRUNED = {"eagle3": eagle3.safeai(), "dflash": dflash.PRUNED}  # 40 of the target's 64 tokens
 
@@ -68,6 +72,8 @@ def check_drafts(seen: Seen, kind: str, folder: Path, target: PreTrainedModel) -
     for tokens, drafts, logits in seen[:: max(len(seen) // 4, 1)]:
         if kind == "eagle3":
             expected = eagle3.Reference(config, weights, target).logits(tokens, drafts)
+        elif kind == "mtp":
+            expected = mtp.straight_line(target, weights, tokens, drafts)
         else:
             expected = dflash.straight_line(target, weights, config, torch.tensor(tokens))[: len(drafts)]
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
@@ -84,6 +90,8 @@ def write_random(kind: str, folder: Path, config: dict[str, Any], dtype: torch.d
 
 def make_checkpoint(folder: Path, kind: str, vocabulary: int = 64, **changes: Any) -> str:
     """A random drafter with the target's vocabulary."""
+    if kind == "mtp":
+        return write_alone(folder, tiny_llama(vocab_size=vocabulary, **changes))
     config = eagle3.safeai(draft_vocab_size=vocabulary) if kind == "eagle3" else dflash.zlab()
     return str(write_random(kind, folder, config | {"vocab_size": vocabulary} | changes))
 

@@ -52,7 +52,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("rows", [6, 2])  # all in flight; or rows that retire give way to others
-@pytest.mark.parametrize("strategy", ["none", "self", "history", "ngram", "model", "eagle3", "dflash"])
+@pytest.mark.parametrize("strategy", ["none", "self", "history", "ngram", "model", "eagle3", "dflash", "mtp"])
 def test_a_round_reads_once_whoever_retires(
     tiny: LlamaForCausalLM, tiny_assistant, checkpoints, rounds, strategy: str, rows: int
 ) -> None:

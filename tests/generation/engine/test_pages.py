@@ -164,7 +164,7 @@ def test_rows_take_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- tokens ---------------------------------------------------------------------------------------------------------
 
 
-KINDS = ["none", "self", "ngram", "history", "model", "eagle3", "dflash", "decoupled"]
+KINDS = ["none", "self", "ngram", "history", "model", "eagle3", "dflash", "mtp", "decoupled"]
 KINDS += ["tts self run", "tts model rollout"]
 
 

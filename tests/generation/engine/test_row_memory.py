@@ -50,7 +50,10 @@ def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return limit
 
 
-@pytest.mark.parametrize("kind", ["none", "self", "ngram", "history", "model", "eagle3", "tts self run", "decoupled"])
+KINDS = ["none", "self", "ngram", "history", "model", "eagle3", "mtp", "tts self run", "decoupled"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_leave_and_come_back_have_the_same_tokens(
     kind: str, tiny: LlamaForCausalLM, drafters: Callable[..., list[Drafter]], memory_of: Callable[[int], None]
 ) -> None:

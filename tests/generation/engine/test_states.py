@@ -25,6 +25,8 @@ from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.engine.states import States, cache_for, state_bytes
 from spec_trl.native_code import compiler
 from spec_trl.scheduling.control import Chain
+from spec_trl.trainers import exact_logprobs
+from spec_trl.trainers.exact_logprobs import read_completions
 from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows, reference_outputs
 from tests.generation.engine.tape import Tape
@@ -166,6 +168,18 @@ def test_captured_forwards(
     assert tape.recorded == captures and tape.replayed > 10
     assert strategy == "none" or expected.statistics.total.accepted > 20
     release(network)
+
+
+def test_completions_are_read_in_pieces(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece goes on from the states after the one before."""
+    rows = random_rows([5, 9, 9])
+    done = generate(model, pad_left(rows), max_new_tokens=NEW)
+    monkeypatch.setattr(exact_logprobs, "_LOGITS", 4 * 3 * 64)  # four tokens of three rows
+    cache = cache_for(model, 3, 9 + NEW)
+    runner = EagerRunner(make_shadow(model), cache)
+    found, _ = read_completions(runner, rows, torch.tensor(outputs(done)), [], lambda scores: scores)
+    assert runner.forwards == 1 + 4  # of the prompts, and of four pieces
+    torch.testing.assert_close(found, done.logprobs, rtol=1e-5, atol=1e-5)
 
 
 # ---- states -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...engine.attention import SLIDING, as_spans
-from ..borrowed import changed, in_dtype_of
 from ..feature_network import (
     DECODER_KEYS,
     Attention,
@@ -33,6 +32,7 @@ from ..feature_network import (
     layer_list,
     read_decoder,
 )
+from ..target_parts import changed, in_dtype_of
 
 
 _ZLAB_EITHER = {  # at the top, or in dflash_config

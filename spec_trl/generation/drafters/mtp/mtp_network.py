@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...engine.attention import FULL, RAGGED_ATTENTION, calls_attention
 from ...engine.family_hooks import cache_name
 from ...engine.shadow import decoder_layers, plain_class
-from ..borrowed import changed, in_dtype_of, logit_changes
 from ..feature_network import FeatureConfig, FeatureNetwork, Store
+from ..target_parts import changed, in_dtype_of, logit_changes
 
 
 _EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from spec_trl.drafter_training.sequence_loss import TargetView, sequence_loss
-from spec_trl.generation.drafters.borrowed import plain_embedding
+from spec_trl.generation.drafters.target_parts import plain_embedding
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.watching import KINDS, make_checkpoint, watch

@@ -1,5 +1,5 @@
-"""The target's embedding and head for learned drafters: the current weights, under any wrapper (adapters and trained
-copies of peft, quantization, torch.compile)."""
+"""Parts of the target that learned drafters use: embedding and head, under any wrapper (adapters and trained copies of
+peft, quantization, torch.compile), operations on logits, and vocabulary."""
 
 import re
 
@@ -17,6 +17,8 @@ _SOFTCAPS = {"final_logit_softcapping"}  # Gemma 2 and later
 # Keys about attention, routers and other heads.
 _ELSEWHERE = re.compile(r"att(n|ention)_|router|num_logits_to_keep|output_auxiliary_logits|mlp_|_init_value")
 _LOGITS = re.compile(r"logit|softcap|soft_cap|lm_head_multiplier")
+_PADDED_TO = (64, 128, 256, 512)
+"""Multiples to which vocabularies are padded. Not 1024, by which Mistral's 32,768 would pass for Llama's 32,000."""
 
 
 def plain_embedding(target: PreTrainedModel) -> nn.Module:
@@ -65,3 +67,21 @@ def changed(scores: Tensor, factor: float, softcap: float | None) -> Tensor:
     """Logits `[..., V]` of a head's `scores` `[..., V]`."""
     logits = scores * factor
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def is_padded(size: int, other: int) -> bool:
+    """Whether two sizes are equal, or one is the other one padded for the hardware: Qwen2.5 has 151,936 rows up to 3 B
+    and 152,064 beyond."""
+    low, high = sorted((size, other))
+    return low == high or any(-(-low // multiple) * multiple == high for multiple in _PADDED_TO)
+
+
+def check_sizes(argument: str, size: int, wanted: int) -> None:
+    """Raises ValueError, naming the drafter's `argument`, unless a vocabulary of `size` tokens and the target's
+    `wanted` tokens can belong to one tokenizer."""
+    if not is_padded(size, wanted):
+        raise ValueError(
+            f"{argument} has a vocabulary of {size} tokens and the target one of {wanted}; a drafter must use the "
+            "target's tokenizer, and padding to a multiple of 64, 128, 256 or 512 does not explain the difference. "
+            'Choose a drafter of the same family, or assistant_strategy="self".'
+        )
