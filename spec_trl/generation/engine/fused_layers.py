@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...cpu_products import ByRegisters
 from ...native_code import compiler
@@ -242,7 +243,18 @@ def _fused(kind: type, on_cpu: bool) -> type:
                 kernels = cpu_layers if on_cpu else torch.ops.spec_trl
                 members = {"_kernels": kernels, "_cache_name": cache_name(kind)}
                 return type(f"Fused{kind.__name__}", (mixin, kind), members)
+    if _is_llamas_norm(kind):
+        return type(f"Fused{kind.__name__}", (_Norm, kind), {"_kernels": cpu_layers if on_cpu else torch.ops.spec_trl})
     return kind
+
+
+def _is_llamas_norm(kind: Any) -> bool:
+    """Whether a class of transformers is the norm of Llama under another name, as in most families."""
+    if not (kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("RMSNorm")):
+        return False
+    code, llamas = (getattr(norm.forward, "__code__", None) for norm in (kind, LlamaRMSNorm))
+    parts = "co_code", "co_names", "co_consts", "co_varnames"
+    return None not in (code, llamas) and all(getattr(code, part) == getattr(llamas, part) for part in parts)
 
 
 def _has_its_forward(kind: Any) -> bool:

@@ -413,8 +413,8 @@ def position_limit(model: PreTrainedModel) -> int | None:
         return None  # no layer attends
     context = config.max_position_embeddings
     scopes = _rope_scopes(config)
-    if not scopes:
-        return context
+    if not scopes:  # beside states some attention has no positions at all
+        return None if keeps_states(config) else context
     words = model.get_input_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module is not words:
