@@ -47,8 +47,7 @@ def reconfigured(
     speed: SpeedModel = decoupled_speed,
     waits: SpeedModel = alternating_speed,
 ) -> dict[Request, RequestPlan]:
-    """Returns the plan of every request: the group's plan from the mean acceptance upwards, else the fastest plan for
-    the request.
+    """The plan of every request: the group's from the mean acceptance upwards, else the fastest for the request.
 
     Args:
         acceptance: p of each request, 0 to 1.

@@ -113,8 +113,7 @@ class RaggedCache(Cache):
         self._used = max(self._used, first_row + positions.shape[0])
 
     def reserve(self, lengths: Sequence[int], first_row: int = 0) -> None:
-        """Takes memory for forwards that write the first `lengths[i]` columns of rows `first_row + i`. Here it is
-        there already."""
+        """Takes memory for forwards that write the first `lengths[i]` columns of rows `first_row + i`. Here: none."""
 
     def like(self, network: PreTrainedModel) -> "RaggedCache":
         """Makes a cache for another `network`, of the same size and kind."""

@@ -75,7 +75,7 @@ class Copies(NamedTuple):
 
 
 class NarrowProduct(nn.Module):
-    """A linear layer of a shadow, which reads copies of its weights if it has some, under their autocast and without
+    """A linear layer of a shadow, which reads copies of its weights, if any, under their autocast and without
     gradient."""
 
     weight: Tensor

@@ -3,8 +3,8 @@
 transformers applies them to a rectangular batch, one step at a time. Here a step verifies several positions of rows
 that have generated different numbers of tokens:
 
-* Processors that read only the scores, the number of tokens before a position, or the set of these tokens run once
-  over all positions.
+* Processors that read only the scores, the number of tokens before a position, or their set run once over all
+  positions.
 * Processors whose result for a row depends only on its prefix and scores run on the prefixes of `generate`, grouped by
   length: some of transformers' classes, and any class with the attribute `prefix_only = True`.
 * A user's class of this kind may raise on a prefix that it forbids: it gets a row's drafts step by step, only as far
