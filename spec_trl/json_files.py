@@ -23,8 +23,7 @@ _adapters: "dict[Any, TypeAdapter[Any]]" = {}  # one per dataclass: making one t
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary file next to `path`, which replaces `path` at the end unless an exception is raised.
 
-    A reader sees the old file or the new one, never a part, even if ranks of one job write `path` at once. The folder
-    is created.
+    A reader sees the old file or the new one, never a part, even if ranks write `path` at once. The folder is created.
 
     Raises:
         OSError: the file cannot be written.

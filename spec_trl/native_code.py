@@ -29,8 +29,7 @@ def compiler() -> str | None:
 
 
 def load(source: Path, reorders_sums: bool = True, **defined: object) -> ctypes.CDLL | None:
-    """Returns the library of `source`, compiled now or by an earlier process, with macros `defined`; None if that
-    fails.
+    """Returns the library of `source`, compiled now or by an earlier process, with macros `defined`, or None.
 
     Args:
         reorders_sums: whether the compiler may add numbers in another order than the source has.

@@ -20,7 +20,7 @@ MARGIN = SpeculativeConfig.sd_margin
 
 @dataclass(frozen=True)
 class Command:
-    """What the --help of a command says, its examples, and its arguments."""
+    """Help text of a command, its examples, and its arguments."""
 
     description: str
     examples: str

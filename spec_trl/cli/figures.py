@@ -63,8 +63,7 @@ def _known(rollouts: Sequence[RolloutRecord], *names: str) -> list[tuple[Any, ..
 
 
 def _with_rest(phases: dict[str, float], seconds: float) -> dict[str, float]:
-    """Returns `phases` and, as "other", the rest of `seconds`: phases are those of rank 0, seconds those of the
-    slowest rank."""
+    """`phases` and, as "other", the rest of `seconds`: phases are those of rank 0, seconds of the slowest rank."""
     return added(phases, {"other": max(0.0, seconds - sum(phases.values()))})
 
 

@@ -169,8 +169,7 @@ def serve(
     """Drafts for the rank `verifier` until it closes its :class:`DraftRank`, or is gone.
 
     Args:
-        drafter: drafts on this rank; must be able to draft ahead. A quantized copy does not keep its policy alive:
-            hold a reference.
+        drafter: drafts on this rank; must be able to draft ahead. A quantized copy does not keep its policy alive.
         verifier: a rank of the default group.
         device: on which it drafts.
         group: contains both ranks, as passed to :class:`DraftRank`.
@@ -244,8 +243,7 @@ def _text(error: BaseException | None) -> Tensor:
 
 
 class DraftRanks:
-    """Has the last `drafting` ranks draft in rollouts, every one for one of the first ranks. All ranks must make this
-    object.
+    """Has the last `drafting` ranks draft in rollouts, each for one of the first. All ranks must make this object.
 
     Args:
         drafting: number of ranks that draft.
@@ -293,8 +291,7 @@ class DraftRanks:
 
     @contextmanager
     def ahead(self, drafters: Sequence[Drafter]) -> Iterator[Sequence[Drafter]]:
-        """Yields the drafters of a generation on this rank, or instead of them the drafter on the rank that drafts for
-        it."""
+        """Yields the drafters of a generation on this rank, or the drafter on the rank that drafts for it."""
         if self._group is None:
             yield drafters
             return

@@ -85,8 +85,7 @@ class Link:
         return f"rows/{rank}"
 
     def count(self, counter: str, by: int = 0) -> int:
-        """Adds to a counter, which begins at 0, and returns the new value, atomically: no two ranks get the same
-        result."""
+        """Adds to a counter, which begins at 0, and returns the new value, different on all ranks."""
         return self._ask(self._store.add, counter, by)
 
     def post(self, note: str, text: str) -> None:
@@ -132,8 +131,7 @@ class Link:
         return self.read([note])[0]
 
     def _ask(self, action: Callable[..., T], *arguments: object) -> T:
-        """Returns the store's answer. A thread makes the call, which would wait for ever if the store's process is
-        stopped.
+        """The store's answer. A thread makes the call, which would wait for ever if the store's process is stopped.
 
         Raises:
             RuntimeError: the store does not answer, or another rank did not write in time.

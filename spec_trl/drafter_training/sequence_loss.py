@@ -80,8 +80,7 @@ def sequence_loss(
     anchors: int | None = None,
     with_regression: bool = False,
 ) -> SequenceLoss:
-    """Computes the distance of a drafter from its target over whole sequences. Gradients reach only the drafter's
-    network.
+    """The distance of a drafter from its target over whole sequences. Gradients reach only the drafter's network.
 
     A position counts if the predicted token is real and not before `view.first`, and if the token of the target's
     largest logit is in the draft vocabulary. Weights are `drafter.position_weights`.
@@ -178,8 +177,7 @@ def _regress(sums: _Sums, states: Tensor, hidden: Tensor, weights: Tensor) -> _S
 
 
 def _total(piece: Callable[[slice], _Sums], pieces: list[slice], recompute: bool) -> _Sums:
-    """The sum over all pieces. With `recompute` the backward pass runs the pieces again instead of storing
-    activations."""
+    """The sum over all pieces. With `recompute` the backward pass runs them again instead of storing activations."""
     if recompute:
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         return _added(again(partial(piece, some)) for some in pieces)

@@ -105,8 +105,7 @@ def roofline_of(drafter: "Drafter", profile: Profile) -> Roofline:
     """Predicts rounds of `drafter`, a network.
 
     A drafter other than the policy's copy is predicted by its weights and FLOP. Its kernels are dense like the
-    target's, so the target's coefficients apply. The seconds of a forward that drafts many tokens are divided among
-    them.
+    target's, so the target's coefficients apply. A forward that drafts many tokens is divided among them.
     """
     cost = drafter.cost
     if cost is None:

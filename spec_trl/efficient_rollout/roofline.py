@@ -1,4 +1,4 @@
-"""How long a forward takes: the roofline of ER §2.2 and §3.2, and a form of it that fits measured sweeps better.
+"""Seconds of a forward by the roofline of ER §2.2 and §3.2, and by a form that fits measured sweeps better.
 
 Pure Python: it is evaluated in every decoding round.
 """
@@ -17,8 +17,8 @@ SMALLEST_TILE = 16  # the least number of rows that a tensor core takes
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What the calibration measures and fits. With the defaults of the second group the formulas are those of ER §3.2.
-    Raises ValueError if a number is out of range."""
+    """Measured and fitted coefficients of a calibration. With the defaults of the second group the formulas are those
+    of ER §3.2. Raises ValueError if a number is out of range."""
 
     # ER §3.2 and App. E.3
     F_eff: float  # compute throughput, FLOP/s, from GEMMs

@@ -305,7 +305,7 @@ def _assemble(
 _SIGNATURE = inspect.signature(speculative_decoding)
 _generate: Callable[..., Any] | None = None
 DEFAULTS: "WeakKeyDictionary[Any, Callable[..., Any]]" = WeakKeyDictionary()
-"""What generates, by model, where a call names no method: called with plain `generate` and the call's arguments."""
+"""Functions by model that run a call without a decoding method; they get plain `generate` and the call's arguments."""
 
 
 def install() -> None:

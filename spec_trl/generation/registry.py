@@ -56,8 +56,7 @@ strategies use, are left out: strategies are compared under one config."""
 
 def check_use(strategy: str, config: Any) -> None:
     """Raises ValueError if `config`, a SpeculativeConfig or a dataclass with options of the same names, sets an option
-    that `strategy` does not read to a value other than its default. `"none"` may have any: other strategies are
-    compared with it."""
+    that `strategy` does not read to a value other than its default. `"none"` may have any, for comparisons."""
     reading = {"auto": {"history"}, "best_of_n": {"best_of_n", *config.best_of_n_drafters}}.get(strategy, {strategy})
     for each in fields(config) if strategy != "none" else ():
         for begin, reader in _READ_BY.items():

@@ -55,8 +55,8 @@ class Shadow(NamedTuple):
 
 
 class Session:
-    """Objects that calls for one model share, one call at a time. They must not reference the model, or it would never
-    be freed.
+    """Objects that calls for one model share, one call at a time. They must not reference the model, which must be
+    freed.
 
     Attributes:
         snapshot: of the model, taken or compared at the beginning of the call; None before the first call.
@@ -147,8 +147,7 @@ class Session:
                 self.shadow = None
 
     def drop_runner(self) -> None:
-        """Frees captured forwards. A runner and its captures reference each other, so this needs a garbage collection:
-        0.3 s."""
+        """Frees captured forwards. They reference each other, so this needs a garbage collection: 0.3 s."""
         if self.runner is not None:
             self.runner = None
             gc.collect()
@@ -283,7 +282,7 @@ class Snapshot:
         self._configs = [(config, copy.deepcopy(vars(config))) for config in configs.values()]
 
     def find(self, name: str, find: Callable[[], T]) -> T:
-        """What `find` returned when the fact `name` was asked for first."""
+        """Returns the fact `name`, computed by `find` at the first call."""
         if name not in self._facts:
             self._facts[name] = find()
         fact: T = self._facts[name]
@@ -338,8 +337,8 @@ def _may_change(value: Any) -> bool:
 
 
 def _lead_to(network: nn.Module, values: Sequence[Any], below: Sequence[nn.Module]) -> bool:
-    """Whether `values`, shared with the modules `below` the network, reference `network`, or lead to too many objects
-    to tell."""
+    """Whether `values`, shared with the modules `below` the network, reference `network`, or too many objects to
+    tell."""
     seen: dict[int, Any] = {id(module): module for module in below}  # holds the objects, so that ids stay unique
     left, most = list(values), len(values) + len(below) + _MOST_OBJECTS
     while left and len(seen) <= most:

@@ -248,8 +248,8 @@ def _drafting_share() -> float:
 def _plans(
     drafter: Drafter, model: PreTrainedModel, config: SpeculativeConfig, capacity: int, length: int
 ) -> "RequestPlans[int] | None":
-    """Returns the plans of requests, which begin as the machine's; None without a profile, or without acceptance of an
-    earlier call."""
+    """Returns the plans of requests, which begin as the machine's; None without a profile or an earlier call's
+    acceptance."""
     acceptance = Session.of(model).acceptance.get(drafter.strategy)
     if acceptance is None:
         return None

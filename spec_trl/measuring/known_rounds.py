@@ -20,7 +20,7 @@ from .probe import probe
 
 
 PROBE_ERROR = 0.3
-"""sd of log(seconds / predicted) of a method's rounds after a probe only, which leaves out long texts and work between
+"""sd of log(seconds / predicted) of a method's rounds after a probe, which leaves out long texts and work between
 forwards."""
 FEWEST_ROUNDS = 100  # of which a file is worth its writing
 VERSION = 2  # of a file: those of others hold predictions of another kind, and times that differ from them

@@ -67,8 +67,7 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
 
 
 def _captured(runner: EagerRunner, recorder: CudaRecorder | None) -> ForwardSeconds | None:
-    """Times replays; None if forwards are not captured, or those of this network cannot be, since it waits for the
-    device."""
+    """Times replays; None if forwards are not captured, or this network cannot be, since it waits for the device."""
     if recorder is None:
         return None
     seconds = []

@@ -31,7 +31,7 @@ OBSERVED_ROWS = 256  # rows of a forward that are observed
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """Of a projection's input, per channel: E|x| and E[x²], float32 [in]."""
+    """Statistics of a projection's input, per channel: E|x| and E[x²], float32 [in]."""
 
     mean_magnitude: Tensor
     mean_square: Tensor

@@ -62,7 +62,7 @@ class QuantizedExperts(PackedLayer):
         return [*self.first, *self.second]
 
     def refresh(self, quantizer: ActivationAware, activations: ChannelStatistics | None = None) -> None:
-        """Quantizes the present weights into the same buffers, rounded to nearest: inputs of single experts are not
+        """Quantizes the present weights into the same buffers, rounded to nearest: inputs of experts are not
         observed."""
         source = merge_copy(self.dense) if is_adapter(self.dense) else self.dense
         for name, packed_matrices in zip(matrix_names(source), (self.first, self.second), strict=True):

@@ -33,8 +33,7 @@ LM_HEAD_CHOICES = ("auto", "dense", "packed")
 
 @dataclass(eq=False)
 class QuantizedNetwork:
-    """The packed layers of a drafter, by their names in the shadow, and the names of projections that no kernel can
-    hold."""
+    """The packed layers of a drafter, by their names in the shadow, and the projections that no kernel can hold."""
 
     layers: dict[str, PackedLayer]
     dense_layers: list[str]

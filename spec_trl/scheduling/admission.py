@@ -1,5 +1,4 @@
-"""When free rows are given to waiting requests; and, by these admissions, the rounds that decoding without drafts
-would have run."""
+"""When free rows are given to waiting requests; and the rounds that decoding without drafts would have run."""
 
 import heapq
 import math

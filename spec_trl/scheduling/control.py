@@ -180,7 +180,7 @@ class Control(ABC):
         return
 
     def spend(self, seconds: float) -> bool:
-        """Takes `seconds` from the exploration budget; returns False if the budget holds less. Without a budget always
+        """Takes `seconds` from the exploration budget; False if the budget holds less. Without a budget always
         True."""
         return True
 

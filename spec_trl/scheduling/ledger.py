@@ -214,8 +214,7 @@ class Times:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state_dict`. The machine may be a different one: its level is reset. A state of releases
-        before `VERSION` is ignored: their predictions differ, and in some a compiling round could exclude drafts for
-        ever.
+        before `VERSION` is ignored: their predictions differ, and in some a compiling round could exclude drafts.
 
         Raises:
             ValueError: the numbers do not fit the terms, or are not finite.
@@ -295,8 +294,7 @@ class Drafts:
         now.rows[requests, method] = FADE ** later[0][:, None] * now.rows[requests, method] + faded
 
     def end_rollout(self) -> None:
-        """Decays the counts of older rollouts: of a method at every rollout, of a prompt at every rollout with that
-        prompt."""
+        """Decays the counts of older rollouts: of a method at every rollout, of a prompt at every rollout with it."""
         for key, counts in zip(self._now.keys, self._now.prompts, strict=True):
             self._prompts.pop(key, None)
             self._prompts[key] = counts  # at the end: the newest

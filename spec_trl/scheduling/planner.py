@@ -226,8 +226,7 @@ class Planner(Control):
         return current.chains
 
     def _choose(self, table: ArmTable, gains: Floats) -> int | None:
-        """Returns the arm of largest optimistic gain that the budget covers, None: no drafts; `gains` `[A]` are
-        predicted."""
+        """The arm of largest optimistic gain that the budget covers, None: no drafts; `gains` `[A]` are predicted."""
         offsets, variances = self.times.offsets(table.terms)
         unsure = self.drafts.variances(self.compared_length).ravel()[table.places].max(1)  # [A]
         gains = np.minimum(gains - offsets, table.most)  # no draft makes a round shorter

@@ -59,8 +59,8 @@ class MoveCosts:
 
     @property
     def head_share(self) -> float:
-        """Share of columns that is computed again, so that computing takes as long as sending the rest; a half while
-        nothing was sent."""
+        """Share of columns that is computed again, so that computing takes as long as sending the rest; else a
+        half."""
         return 0.5 if self.send is None else self.send / (self.send + self.compute)
 
     def seconds(self, tokens: int) -> float:

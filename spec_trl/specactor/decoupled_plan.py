@@ -47,8 +47,7 @@ def execution_plan(
     verify: VerifySeconds,
     modes: Sequence[Mode] = ("plain", "coupled", "decoupled"),
 ) -> ExecutionPlan:
-    """Returns the plan of highest TGS; among equals the first in the order plain, coupled, decoupled, small groups
-    first.
+    """The plan of highest TGS; among equals the first in the order plain, coupled, decoupled, small groups first.
 
     Args:
         requests: B, of the whole cluster, at least 1.

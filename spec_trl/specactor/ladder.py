@@ -142,8 +142,7 @@ class Ladder:
         return {batch: median(seconds) for batch, seconds in by_batch.items()}
 
     def best_draft_length(self, method: str, expected: BlockEfficiency, batch: int) -> tuple[int, float]:
-        """Returns the profiled γ of largest speedup, the smallest among equals, and that speedup. Errors as in
-        `speedup`."""
+        """The profiled γ of largest speedup, the smallest among equals, and that speedup. Errors as in `speedup`."""
         lengths = self.draft_lengths(method, batch)
         speedups = [self.speedup(method, expected(length), batch, length) for length in lengths]
         return max(zip(lengths, speedups, strict=True), key=lambda pair: pair[1])

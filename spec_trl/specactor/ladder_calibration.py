@@ -55,8 +55,7 @@ def build_ladder(
 
     On a quiet machine three rounds of a cell agree, and no more are run; on a busy machine, or if rounds are short, up
     to `rounds`. Rounds are real, on random prompts, but draft tokens are marked as accepted with probability p, so
-    weights do not matter. A drafter that learns does not learn here; the history drafter is timed with an empty
-    memory.
+    weights do not matter. A drafter that learns does not learn here; the history is empty.
 
     Args:
         drafters: of different strategies.

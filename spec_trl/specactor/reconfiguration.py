@@ -32,7 +32,7 @@ and every change of plan costs a rollback."""
 
 
 class RequestPlan(NamedTuple):
-    """How one request of a group is executed."""
+    """Execution of one request of a group."""
 
     mode: Mode
     window: int  # w, 0 for plain decoding
@@ -47,8 +47,7 @@ def reconfigured(
     speed: SpeedModel = decoupled_speed,
     waits: SpeedModel = alternating_speed,
 ) -> dict[Request, RequestPlan]:
-    """Returns the plan of every request: the group's plan from the mean acceptance upwards, else the fastest plan for
-    the request.
+    """The plan of every request: the group's from the mean acceptance upwards, else the fastest for the request.
 
     Args:
         acceptance: p of each request, 0 to 1.
@@ -79,7 +78,7 @@ def reconfigured(
 
 @dataclass
 class _Counts:
-    """What one request did, and its plan."""
+    """Counts of one request, and its plan."""
 
     plan: RequestPlan
     tokens: int = 0  # generated

@@ -30,7 +30,7 @@ _count = itertools.count()  # breaks ties between requests that end at the same 
 
 @dataclass(frozen=True)
 class Method:
-    """How a cluster rolls out. Raises ValueError if it drafts and names no drafter."""
+    """A method of rolling out on a cluster. Raises ValueError if it drafts and names no drafter."""
 
     name: str
     execution: Literal["plain", "coupled", "disaggregated", "decoupled"] = "plain"
@@ -244,8 +244,7 @@ class _Simulation:
             worker.arriving.append((copy, delay))
 
     def _period_seconds(self, worker: _Worker) -> float:
-        """Seconds of a verification of the requests of `worker` whose drafts are ready, and of the drafting before
-        it."""
+        """Seconds of a verification of the requests of `worker` whose drafts are ready, and of drafting before."""
         target, prompt = self.cluster.target, self.cluster.prompt_tokens
         read = max(worker.read_start + worker.read_rate * worker.periods, 0.0) + worker.verified * prompt
         verifying = target.fixed_seconds + worker.positions * target.token_seconds + read * target.cached_token_seconds

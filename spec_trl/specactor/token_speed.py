@@ -1,4 +1,4 @@
-"""How fast a request advances: drafting and verifying on workers of their own (SA §4.1 "Modeling TGS"), one after the
+"""Tokens per second of a request: drafting and verifying on separate workers (SA §4.1 "Modeling TGS"), one after the
 other on the same workers, and without drafts.
 
 TGS is tokens per second of each request of a batch. p is the probability that a draft token is accepted when all

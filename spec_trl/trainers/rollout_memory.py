@@ -88,8 +88,7 @@ class KeptGraphs:
 
     @contextmanager
     def give_way(self, policy: nn.Module) -> Iterator[None]:
-        """Surrounds the training of `policy`: if memory ends, frees captured forwards and cache, and keeps none
-        afterwards."""
+        """Surrounds the training of `policy`: if memory ends, frees captured forwards and cache, for good."""
         try:
             yield
         except torch.OutOfMemoryError as error:

@@ -218,8 +218,8 @@ class RunDrafting:
         RankState(memories, ledger).save(folder, self._accelerator.process_index)
 
     def load(self, folder: str) -> dict[str, int] | None:
-        """Restores a checkpoint at the next rollout; returns the number of rollouts by mode, or None if the checkpoint
-        lacks it."""
+        """Restores a checkpoint at the next rollout; returns the number of rollouts by mode, or None if it lacks
+        it."""
         state = RolloutState.load(folder)
         if state is None:
             return None

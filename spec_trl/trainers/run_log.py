@@ -30,8 +30,7 @@ COLLAPSE, COLLAPSE_FROM = 0.5, 0.3
 COLLAPSE_DRAFTED = 64
 """Rollouts with fewer draft tokens are not compared: a toggle stops a bad drafter early."""
 LOOKUPS = ("history", "ngram")
-"""Drafters that are not compared: their acceptance depends on the texts, and they have no weights that could go
-stale."""
+"""Drafters that are not compared: their acceptance depends on the texts, and no weights could go stale."""
 
 Mode = Literal["train", "eval"]
 
@@ -158,8 +157,7 @@ _LINE: Any = Annotated[Record, Discriminator("kind")]
 
 @dataclass(frozen=True)
 class Run:
-    """A whole log: headers in order of writing, records in order of rollout and of step; replaced records are left
-    out."""
+    """A whole log: headers in order of writing, records in order of rollout and of step, without replaced ones."""
 
     path: Path
     headers: list[RunHeader]

@@ -3,7 +3,8 @@ that read in config.json that there are some then fail, or draft with random wei
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +20,34 @@ from ..json_files import replacing, write_atomically
 _HEADS, _REST = "model-mtp.safetensors", "model-00001-of-00001.safetensors"
 
 
-def save_heads(policy: PreTrainedModel, folder: str | Path, trained: MtpDrafter | None) -> None:
-    """Adds all heads of the checkpoint that `policy` was loaded from to `folder`, where it was just saved, under the
-    names and in the dtypes that they came with. Does nothing where that checkpoint has none.
+@contextmanager
+def adding_heads(policy: PreTrainedModel, folder: str | Path, trained: MtpDrafter | None) -> Iterator[None]:
+    """Adds all heads of the checkpoint that `policy` was loaded from to `folder`, where the block saves the policy, be
+    it over that very checkpoint. They keep the names and the dtypes that they came with.
 
     Args:
         policy: whose config names the checkpoint.
-        folder: with the safetensors of the policy; without them nothing is added.
+        folder: where safetensors of the policy are then; without them nothing is added.
         trained: its weights take the place of those of the checkpoint; None: none was trained.
     """
-    folder, name = Path(folder), policy.config.name_or_path
-    saved = stored_files(folder)
-    if not (saved and name and promises_heads(policy.config)):
-        return
-    try:
-        heads = find_heads(name, policy, OWN, revision=getattr(policy.config, "_commit_hash", None))
-        if heads is None:
-            return
-        tensors = heads.read(heads.files)
-    except ValueError as error:
-        warnings.warn(
-            f"{folder} is saved without the policy's multi-token-prediction head, which config.json promises: {error} "
-            "Copy the head's tensors there, or set its number of heads to 0.",
-            stacklevel=2,
-        )
-        return
+    folder, tensors = Path(folder), dict[str, Tensor]()
+    if policy.config.name_or_path and promises_heads(policy.config):
+        revision = getattr(policy.config, "_commit_hash", None)
+        try:
+            heads = find_heads(policy.config.name_or_path, policy, OWN, revision=revision)
+            tensors = {} if heads is None else heads.read(heads.files)
+        except ValueError as error:
+            warnings.warn(
+                f"{folder} is saved without the policy's multi-token-prediction head, which config.json promises: "
+                f"{error} Copy the head's tensors there, or set its number of heads to 0.",
+                stacklevel=3,
+            )
     if trained is not None:
         tensors |= {name: tensor for name, tensor in trained.tensors().items() if name in tensors}
-    add_tensors(folder, {name: tensor for name, tensor in tensors.items() if name not in saved})
+    yield
+    saved = stored_files(folder)
+    if saved and (tensors := {name: tensor for name, tensor in tensors.items() if name not in saved}):
+        add_tensors(folder, tensors)
 
 
 def add_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:

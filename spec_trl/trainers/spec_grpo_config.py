@@ -45,13 +45,13 @@ _INSTEAD = {
     "drafter": "Name it by assistant_strategy.",
     "max_prompt_length": "TRL has it no longer: cut prompts in the dataset.",
 }
-"""What to write for the names that `generate` and other releases of TRL have."""
+"""Replacements for names of `generate` and of other TRL releases."""
 
 _BOUNDS: dict[str, dict[str, Any]] = {
     "draft_length_patience": {"low": 1}, "rollout_batch_size": {"low": 1}, "draft_ranks": {"low": 0},
     "drafter_learning_rate": {"positive": True},
 }  # fmt: skip
-"""Of the trainer's own options. The command line's parser takes no metadata of fields but `help`."""
+"""Bounds of options. Not in metadata of fields: the command line's parser takes only `help` from there."""
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +30,7 @@ from .rollout_memory import KeptGraphs, whole_weights
 from .run_drafting import PROFILE_FILE, RunDrafting
 from .run_log import LOG_FILE, CollapseAlarm, Mode, Record, RunHeader, RunLog, StepRecord, Verdict
 from .sampler_mismatch import SamplerMismatch
-from .saved_heads import save_heads
+from .saved_heads import adding_heads
 from .spec_grpo_config import SpecGRPOConfig
 from .step_totals import RolloutTotals, StepClock, metrics
 from .trainer_checks import check_attributes, check_drawn, check_fsdp, check_methods, check_rollouts, check_text
@@ -307,12 +307,14 @@ class SpecGRPOTrainer(GRPOTrainer):
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)
         policy = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        drafter = None if self._drafting.adaptation is None else self._drafting.adaptation.drafter
+        heads: AbstractContextManager[None] = nullcontext()
         if self.args.should_save and isinstance(policy, PreTrainedModel):  # else an adapter is saved
-            drafter = None if self._drafting.adaptation is None else self._drafting.adaptation.drafter
             trained = drafter if isinstance(drafter, MtpDrafter) else None
-            save_heads(policy, output_dir or self.args.output_dir, trained)
+            heads = adding_heads(policy, output_dir or self.args.output_dir, trained)
+        with heads:
+            super()._save(output_dir, state_dict)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -39,7 +39,7 @@ def speculate(
     target: Any, strategy: str = "auto", assistant_model: Assistant = None, output_dir: str | Path | None = None,
     **options: Any,
 ) -> "Speculation":  # fmt: skip
-    """Lets all sampling from a policy draft, without a change of the trainer or loop that samples.
+    """Makes all sampling from a policy speculative, without changing the trainer or loop that samples.
 
     Calls of the policy's `generate` that name no `assistant_strategy` then draft with `strategy`, and sample the
     tokens of `strategy="none"`. A call that asks for what speculation cannot serve, such as beams, is plain, with one
@@ -84,7 +84,7 @@ def speculate(
 
 
 class Speculation(AbstractContextManager["Speculation"]):
-    """What :func:`speculate` returns: ends with `stop()`, or as a context manager.
+    """Result of :func:`speculate`: ends with `stop()`, or as a context manager.
 
     Attributes:
         verdict: whether the rollouts so far gained from drafts, in a sentence.
@@ -104,7 +104,7 @@ class Speculation(AbstractContextManager["Speculation"]):
         DEFAULTS[policy_in(model)] = self._generate
 
     def stop(self) -> None:
-        """Lets `generate` be plain again."""
+        """Makes `generate` plain again."""
         for policy in [policy for policy, default in DEFAULTS.items() if default == self._generate]:
             del DEFAULTS[policy]
 

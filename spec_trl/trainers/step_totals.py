@@ -140,8 +140,7 @@ class RolloutTotals:
         seconds: float,
         pool: SharedPool | None = None,
     ) -> None:
-        """Adds a `generate` call that decoded `requests` rows in `seconds`, preparation included; `pool`: of ranks, or
-        None."""
+        """Adds a `generate` call that decoded `requests` rows in `seconds`, preparation included; `pool`: of ranks."""
         begun, rounds, done = self.durations.seconds, self.rounds, self.counts.requests
         self.phase_seconds = added(self.phase_seconds, statistics.phase_seconds)
         self.speculating += [plan._replace(round=rounds + plan.round) for plan in statistics.speculating]

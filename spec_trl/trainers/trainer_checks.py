@@ -138,8 +138,8 @@ def check_generation(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
 ) -> LogitsProcessorList:
-    """Raises ValueError if the first rollout would fail, possibly after minutes of calibration. Returns the processors
-    of a rollout."""
+    """Raises ValueError if the first rollout would fail, possibly after a calibration. Returns the processors of a
+    rollout."""
     check_model(policy)
     runner_mode(config, device)
     check_device(config, device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spec_trl.generation.drafters.mtp.mtp_drafter import MtpDrafter
-from spec_trl.trainers.saved_heads import save_heads
+from spec_trl.trainers.saved_heads import adding_heads
 from tests.generation.drafters.mtp.heads import add, random_head, write_heads
 from tests.trainers.harness import Run, assert_same_training, make_run, tiny_policy, train, train_plainly
 
@@ -133,10 +133,10 @@ def test_sharded_policies_of_experts(tmp_path: Path) -> None:
     drafter = MtpDrafter(None, model)
     with torch.no_grad():
         drafter.network.layers[0].mlp.experts.down_proj[1] += 1
-    model.save_pretrained(tmp_path / "saved", max_shard_size="100KB")
-    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
-    before = stored(tmp_path / "saved")
-    save_heads(model, tmp_path / "saved", drafter)
+    with adding_heads(model, tmp_path / "saved", drafter):
+        model.save_pretrained(tmp_path / "saved", max_shard_size="100KB")
+        assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
+        before = stored(tmp_path / "saved")
     found = stored(tmp_path / "saved")
     assert found.keys() == before.keys() | head.keys() | second.keys()
     changed = "model.layers.2.mlp.experts.1.down_proj.weight"
@@ -144,13 +144,24 @@ def test_sharded_policies_of_experts(tmp_path: Path) -> None:
     assert all(tensor.equal(expected[name]) for name, tensor in found.items())
 
 
+def test_a_policy_saved_over_its_source(policy: PreTrainedModel, tmp_path: Path) -> None:
+    """More than once: its head is read before the file that holds it is lost."""
+    before = stored(tmp_path / "policy")
+    for _ in range(3):
+        with adding_heads(policy, tmp_path / "policy", None):
+            policy.save_pretrained(tmp_path / "policy")
+        found = stored(tmp_path / "policy")
+        assert found.keys() == before.keys() and all(tensor.equal(found[name]) for name, tensor in before.items())
+
+
 def test_a_source_that_is_gone(policy: PreTrainedModel, tmp_path: Path) -> None:
-    policy.save_pretrained(tmp_path / "saved")
     shutil.rmtree(tmp_path / "policy")
     with pytest.warns(UserWarning, match="saved is saved without the policy's multi-token-prediction head"):
-        save_heads(policy, tmp_path / "saved", None)
+        with adding_heads(policy, tmp_path / "saved", None):
+            policy.save_pretrained(tmp_path / "saved")
     policy.config.name_or_path = ""
-    save_heads(policy, tmp_path / "saved", None)
+    with adding_heads(policy, tmp_path / "saved", None):
+        pass
     assert stored(tmp_path / "saved").keys() == policy.state_dict().keys()
 
 

@@ -93,8 +93,7 @@ def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Map
 def load_exactly(
     network: nn.Module, tensors: Mapping[str, Tensor], renames: Mapping[str, str], device: torch.device
 ) -> None:
-    """Gives every parameter and persistent buffer of `network` the tensor of its name, and leaves none over but spare
-    ones.
+    """Loads every parameter and persistent buffer of `network` from the tensor of its name; only spare tensors remain.
 
     Args:
         network: on the meta device, in the dtype it is to run in.

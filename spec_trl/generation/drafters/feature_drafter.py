@@ -52,7 +52,7 @@ class FeatureDrafter(TrainableDrafter):
     config: FeatureConfig
     """The checkpoint's config.json."""
     argument = "assistant_model"
-    """What named the checkpoint."""
+    """Name of the argument with the checkpoint, for errors."""
     renames: Mapping[str, str] = {}
     """Stored prefix -> prefix in the network."""
     borrowed: tuple[str, ...] = ("embed_tokens.weight",)
@@ -155,7 +155,7 @@ class FeatureDrafter(TrainableDrafter):
         write_checkpoint(folder, self._settings, self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:
-        """What :meth:`save` writes, by name."""
+        """Tensors that :meth:`save` writes, by name."""
         return tensors_to_store(self.network, self._stored, self.renames)
 
     def check_length(self, columns: int) -> None:
@@ -282,7 +282,7 @@ class FeatureDrafter(TrainableDrafter):
         return {name: module for name, module in linear if f"{name}.weight" not in self.borrowed}
 
     def point_at(self, columns: Tensor, visible: int, first_row: int = 0) -> int:
-        """Has the next forward write to `columns` `[B, q]` of the rows from `first_row` on, and read the `visible`
+        """Makes the next forward write to `columns` `[B, q]` of the rows from `first_row` on, and read the `visible`
         first ones, rounded up so that there are few sizes; returns how many it reads."""
         visible = min(-(-visible // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
         self.cache.point_at(columns, visible, first_row)
@@ -345,8 +345,8 @@ class FeatureDrafter(TrainableDrafter):
         self._recent[row, (positions % size).masked_fill(~is_near, size)] = features
 
     def _admit_recent(self, admission: Admission) -> None:
-        """Gives rows that share a prompt its last features. They have a store apart: the ring of the first of these
-        rows may no longer hold them."""
+        """Copies the last features of a prompt to rows that share it, from a separate store: the ring of the first of
+        these rows may no longer hold them."""
         if self._recent is None:
             return
         rows, size = self.session.rows, self._recent.shape[1] - 1

@@ -1,5 +1,5 @@
-"""What EAGLE-3 and DFlash share, which read their target's hidden states: config.json, and the network's features,
-embedding, vocabulary, rotary positions and attention."""
+"""Base of networks that read their target's hidden states (EAGLE-3, DFlash): config.json, features, embedding,
+vocabulary, rotary positions and attention."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -1,5 +1,4 @@
-"""Drafts from earlier rollouts of the same prompt, as Spec-RL and RhymeRL reuse them (ER §A.3), but verified
-exactly."""
+"""Drafts from earlier rollouts of the same prompt, as in Spec-RL and RhymeRL (ER §A.3), but verified exactly."""
 
 from array import array
 from collections import deque
@@ -146,8 +145,7 @@ class RolloutHistory:
     """Stores completions by prompt, the newest `max_tokens` tokens.
 
     A stored text takes four bytes per token. Only prompts in flight have a suffix index, of `MOST_INDEXED` tokens and
-    those added since. At the bound the oldest texts are evicted first. If a text in flight is evicted, its row gets no
-    more drafts.
+    those added since. At the bound the oldest texts are evicted. The row of an evicted text gets no more drafts.
 
     Args:
         max_tokens: most stored tokens, of texts and of prompts that have texts.

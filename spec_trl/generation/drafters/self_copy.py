@@ -1,5 +1,4 @@
-"""The policy's quantized copy as drafter, and its refresh (ER §3.1): it follows the weights, and shares the target's
-cache."""
+"""The policy's quantized copy as drafter, and its refresh (ER §3.1). It shares the target's K/V cache."""
 
 import functools
 import time

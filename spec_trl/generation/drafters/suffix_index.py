@@ -64,8 +64,7 @@ class SuffixIndex:
         """Proposes up to `draft_length` tokens after the text that ends in `node`.
 
         The draft follows the longest matches of the text's end. Where matches differ it takes the most frequent token,
-        among equals that of the newest match. Where all matches end (a text in flight) the end of the draft is looked
-        up.
+        among equals that of the newest match. Where all matches end (a text in flight) the draft is looked up.
         """
         tokens, following = self._tokens, self._next
         context = self._suffix(node, LONGEST_MATCH)

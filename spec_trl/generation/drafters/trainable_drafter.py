@@ -1,5 +1,4 @@
-"""Drafters that can be trained on the rounds they drafted, and the canvas: the data that replays a round with
-gradient.
+"""Drafters that can be trained on the rounds they drafted, and the canvas, which replays a round with gradient.
 
 Inference kernels carry no gradient (TTS App. C.3), and caches are written in place. So drafting runs without gradient,
 and an update replays the round from a :class:`Canvas` on plain modules.

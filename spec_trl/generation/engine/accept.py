@@ -195,8 +195,7 @@ def _leading(holds: Bools) -> Integers:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a round. In most rounds a row has at most one chain of draft tokens; the n-th chains of all rows are
-    lane n.
+    """Result of a round. In most rounds a row has at most one chain of drafts; the n-th chains of all rows are lane n.
 
     Args:
         drawn: on the winning chains, on the device.
@@ -304,8 +303,7 @@ class ChainLayout:
         b2 sees    x   |  .    .    .  |  x    x  |  .    .    .      and all committed columns
 
     Of the columns after L - 1 a query sees those up to its column whose position is at least L, with the query's
-    difference of column and position. Rows with fewer than W slots repeat their last token as a chain that is not
-    read.
+    difference of column and position. Rows with fewer than W slots repeat their last token.
 
     Args:
         tokens, columns, positions: `[B, W]` int64.

@@ -277,8 +277,7 @@ def ragged_attention(
 
     `softcap` (Gemma 2) and attention sinks `s_aux` (GPT-OSS) take the same fold through plain matmuls. `query_scales`
     (Llama 4, `[B, 1, q, 1]` float32) are factors of the queries. `exact`: on CUDA under spans the bits of a query's
-    output depend on the query and on the keys and values it sees, not on other queries, other rows, or the size of the
-    cache.
+    output depend on the query and on the keys and values it sees, not on other queries and rows, or the cache's size.
     """
     if query_scales is not None:
         query = (query * query_scales).to(query.dtype)

@@ -68,7 +68,7 @@ class RaggedCache(Cache):
     has_states = False
     """Whether layers keep states beside K/V (:class:`~spec_trl.generation.engine.states.States`)."""
     held: dict[Any, Any] = {}
-    """What the last forward held of what it fed into states; a replay of that forward holds it anew."""
+    """Inputs of states that the last forward held; a replay of that forward holds them again."""
     is_repeatable = True
     """Whether a forward that is not a prompt's may run twice."""
     state_bytes = 0
@@ -113,8 +113,7 @@ class RaggedCache(Cache):
         self._used = max(self._used, first_row + positions.shape[0])
 
     def reserve(self, lengths: Sequence[int], first_row: int = 0) -> None:
-        """Takes memory for forwards that write the first `lengths[i]` columns of rows `first_row + i`. Here it is
-        there already."""
+        """Takes memory for forwards that write the first `lengths[i]` columns of rows `first_row + i`. Here: none."""
 
     def like(self, network: PreTrainedModel) -> "RaggedCache":
         """Makes a cache for another `network`, of the same size and kind."""

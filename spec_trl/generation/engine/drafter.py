@@ -1,5 +1,4 @@
-"""The base class of drafters, whose proposals can never change an output, and the loop of networks that draft token by
-token."""
+"""The base class of drafters, whose proposals can never change an output, and the token-by-token draft loop."""
 
 import sys
 from abc import abstractmethod

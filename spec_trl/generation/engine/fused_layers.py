@@ -2,8 +2,7 @@
 
 On a GPU they are Triton's; on a CPU they are C++, in forwards of the compiled runner. They replace the forwards of
 classes of known families, recognised by their names and modules. Other classes, subclasses included, classes with a
-replaced forward, and calls that the kernels cannot take (with gradient, without a ragged cache, in several dtypes) run
-unchanged.
+replaced forward, and calls that the kernels cannot take (gradient, no ragged cache, several dtypes) run unchanged.
 """
 
 import dis
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...cpu_products import ByRegisters
 from ...native_code import compiler
@@ -194,8 +194,8 @@ class _DecoderLayer(_Fused):
 
 
 def with_fused_kernels(kind: type, module: nn.Module) -> type:
-    """The class of the clone of `module`, of class `kind`: `kind`, or a subclass with fused kernels if these run and
-    the class is known."""
+    """The class of the clone of `module`, of class `kind`: `kind`, or a subclass with fused kernels if these serve
+    it."""
     parameter = next(module.parameters(), None)
     if parameter is None or patched_forward(module) is not None:
         return kind
@@ -243,12 +243,22 @@ def _fused(kind: type, on_cpu: bool) -> type:
                 kernels = cpu_layers if on_cpu else torch.ops.spec_trl
                 members = {"_kernels": kernels, "_cache_name": cache_name(kind)}
                 return type(f"Fused{kind.__name__}", (mixin, kind), members)
+    if _is_llamas_norm(kind):
+        return type(f"Fused{kind.__name__}", (_Norm, kind), {"_kernels": cpu_layers if on_cpu else torch.ops.spec_trl})
     return kind
 
 
+def _is_llamas_norm(kind: Any) -> bool:
+    """Whether a class of transformers is the norm of Llama under another name, as in most families."""
+    if not (kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("RMSNorm")):
+        return False
+    code, llamas = (getattr(norm.forward, "__code__", None) for norm in (kind, LlamaRMSNorm))
+    parts = "co_code", "co_names", "co_consts", "co_varnames"
+    return None not in (code, llamas) and all(getattr(code, part) == getattr(llamas, part) for part in parts)
+
+
 def _has_its_forward(kind: Any) -> bool:
-    """Whether the forward of a module class, and the functions that it calls in its module, are those of the source
-    file."""
+    """Whether the forward of a module class, and the functions that it calls in its module, are the original ones."""
     forward = kind.forward
     # This module wraps the forwards of decoder layers.
     while getattr(forward, "__globals__", {}).get("__name__") == "transformers.modeling_layers":

@@ -122,8 +122,8 @@ class CapturedLoops:
     def capture(
         self, draft: NetworkDraft, shape: ForwardKey, expected: Proposal, forward: Forward, record: Record, name: str
     ) -> None:
-        """Captures the loop of `draft`, which has just drafted `expected`, with `forward` of the network `name`; warns
-        if that fails."""
+        """Captures the loop of `draft`, which has just drafted `expected`, with `forward` of network `name`; warns on
+        failure."""
         assert expected.scores is not None
         try:
             loop = CapturedLoop.over(draft, shape.rows, expected.scores)

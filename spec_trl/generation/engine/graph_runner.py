@@ -2,8 +2,8 @@
 
 A captured forward reads its tokens and positions from static buffers and writes its logits into one; replaying it
 launches all its kernels at once. It is captured for a number of rows, tokens per row and visible columns, so shapes
-are rounded up to buckets. Weights are read at their addresses: an optimizer step, or a refresh of the drafter, leaves
-it valid.
+are rounded up to buckets. Weights are read at their addresses: optimizer steps and refreshes of the drafter leave it
+valid.
 """
 
 import warnings
@@ -44,7 +44,7 @@ MOST_QUERIES = 65
 CAPTURE_AFTER = 3
 """Number of uses after which a shape is captured: a rollout's last rounds use many shapes once."""
 COMPILE_AFTER = 10_000
-"""Number of replays after which "auto" tries a compiled forward of that shape: compiling takes seconds to tens of
+"""Number of replays after which "auto" tries a compiled forward of that shape: compiling takes up to tens of
 seconds."""
 WARM_UPS = 2
 """Forwards of a compiled network before its first capture of a shape; others have run eagerly for `CAPTURE_AFTER`."""
@@ -205,8 +205,7 @@ class GraphRunner(EagerRunner):
         return proposal
 
     def _step_padded(self, columns: int, tokens: Tensor, positions: Tensor, step: int) -> Tensor:
-        """Runs a step of a loop that is not captured yet, without capturing the forward, which the loop will not
-        need."""
+        """Runs a step of a loop that is not captured yet, without capturing the forward."""
         key = self._key(tokens, columns + step)
         self.budget.preparations += 1
         return self._forward_padded(key, tokens, positions, columns + step)

@@ -68,14 +68,14 @@ warned: set[type] = set()
 
 
 class Copies(NamedTuple):
-    """Of the weight of a linear layer and of its bias."""
+    """Copies of the weight of a linear layer and of its bias."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 class NarrowProduct(nn.Module):
-    """A linear layer of a shadow, which reads copies of its weights if it has some, under their autocast and without
+    """A linear layer of a shadow, which reads copies of its weights, if any, under their autocast and without
     gradient."""
 
     weight: Tensor

@@ -24,8 +24,7 @@ _UNIT = mmap.PAGESIZE  # bytes that the system maps and frees at once
 
 
 def takes_memory_late(device: torch.device) -> bool:
-    """Whether :class:`LateZeros` take memory on `device` only when written: on a CPU under Linux. Elsewhere they take
-    it at once."""
+    """Whether :class:`LateZeros` take memory on `device` only when written: on a CPU under Linux."""
     return device.type == "cpu" and sys.platform == "linux"
 
 
@@ -128,8 +127,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 class LimitedGroup(NamedTuple):
-    """A control group with a memory limit: its files, and the entry of `stat` that counts cached files, which are
-    evicted first."""
+    """A control group with a memory limit: its files, and the entry of `stat` that counts cached files."""
 
     limit: Path
     used: Path

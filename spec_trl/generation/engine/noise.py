@@ -176,8 +176,7 @@ class Draw:
         tokens: `[B, n]` int64.
         scores: `[B, n]`, perturbed logit of each token; NaN or -inf where the logits were broken.
         logprobs: `[B, n]` log-probability of each token under the processed distribution, if asked for.
-        most: `[B]` int64, most drafts that may be accepted; None: all that equal `tokens`; -1: also not the token
-            after them.
+        most: `[B]` int64, most drafts that may be accepted; None: all that equal `tokens`; -1: nor the token after.
     """
 
     tokens: Tensor

@@ -3,8 +3,8 @@
 transformers applies them to a rectangular batch, one step at a time. Here a step verifies several positions of rows
 that have generated different numbers of tokens:
 
-* Processors that read only the scores, the number of tokens before a position, or the set of these tokens run once
-  over all positions.
+* Processors that read only the scores, the number of tokens before a position, or their set run once over all
+  positions.
 * Processors whose result for a row depends only on its prefix and scores run on the prefixes of `generate`, grouped by
   length: some of transformers' classes, and any class with the attribute `prefix_only = True`.
 * A user's class of this kind may raise on a prefix that it forbids: it gets a row's drafts step by step, only as far
@@ -234,7 +234,7 @@ class LogitsPipeline:
         return draw_processed(logits, noise, offset, want_logprobs, self._filters)
 
     def draw_verified(self, logits: Tensor, noise: RoundNoise | None, proposal: Proposal, want_logprobs: bool) -> Draw:
-        """As :meth:`draw`, at all positions of a round `[B, γ + 1, vocabulary]`, as far as a row's drafts are the
+        """Like :meth:`draw`, at all positions of a round `[B, γ + 1, vocabulary]`, as far as a row's drafts are the
         tokens drawn; `most` as of :meth:`process_verified`, None where no processor refuses a prefix."""
         if not self.may_refuse:
             if self._looks_at_prefixes:
@@ -349,7 +349,7 @@ class LogitsPipeline:
     def _penalise_repetition(
         self, processor: hf.RepetitionPenaltyLogitsProcessor, scores: Tensor, row: Sequence[int], widths: Sequence[int]
     ) -> Tensor:
-        """As transformers does it, on the tokens before each place, at all places at once."""
+        """Like transformers, on the tokens before every place, at all places at once."""
         view, (count, vocabulary) = self._prefixes, scores.shape
         ignored = self._bind_padding(processor, row).prompt_ignore_length
         ignored = ignored[:, None] if isinstance(ignored, Tensor) else ignored or 0  # [n, 1] or a number
@@ -435,7 +435,7 @@ def _bind_to_row(processor: LogitsProcessor, request: int, batch_size: int) -> L
 
 
 def _decay(processor: hf.ExponentialDecayLengthPenalty, scores: Tensor, widths: Sequence[int]) -> Tensor:
-    """As transformers does it, at places `[n]` of different `widths` of the prefixes before them."""
+    """Like transformers, at places `[n]` of different `widths` of the prefixes before them."""
     late = [max(width - processor.regulation_start, 0) for width in widths]
     if not any(late):
         return scores

@@ -166,8 +166,7 @@ class Record:
         return self.rounds[-1]
 
     def end(self, requests: Sequence[int], completions: Mapping[int, Completion]) -> None:
-        """Records that `requests` have left: those in `completions` have ended here; the others ended, or continue, on
-        another rank."""
+        """Records that `requests` have left: those in `completions` have ended here; others end on another rank."""
         self._ends.update(dict.fromkeys(requests, (time.perf_counter() - self._started, len(self.rounds))))
         for index, completion in completions.items():
             self.completions[index] = completion

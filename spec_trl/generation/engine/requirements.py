@@ -130,8 +130,7 @@ def _check_model(model: PreTrainedModel) -> None:
 
 
 def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
-    """Returns the reason why `model`, with the text config `config`, is not served, to follow its name; None: it is
-    served."""
+    """Returns the reason why `model`, with the text config `config`, is not served, to follow its name, or None."""
     settings, decoder = vars(config), model.get_decoder()
     if settings.get("alibi"):
         return "with alibi=True is not served: ALiBi needs a two-dimensional mask"
@@ -414,8 +413,8 @@ def position_limit(model: PreTrainedModel) -> int | None:
         return None  # no layer attends
     context = config.max_position_embeddings
     scopes = _rope_scopes(config)
-    if not scopes:
-        return context
+    if not scopes:  # beside states some attention has no positions at all
+        return None if keeps_states(config) else context
     words = model.get_input_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module is not words:

@@ -212,8 +212,7 @@ class Rollout:
         return proposal.to(rows.tokens.device).within(self._vocabulary, drafts_left)
 
     def _forward(self, lanes: Lanes) -> Tensor:
-        """The verification forward: feeds a row's last committed token and its drafts to the target; returns logits
-        `[B, W, V]`."""
+        """The verification forward: feeds the last committed token and drafts of rows; returns logits `[B, W, V]`."""
         rows = self.rows
         if lanes.layout is not None:
             return self.target.forward_chains(lanes.layout, rows.longest + lanes.width)

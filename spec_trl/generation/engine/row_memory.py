@@ -90,8 +90,7 @@ class RowNeeds:
         return replace(self, fixed=self.fixed + graphs)
 
     def rows_that_fit(self, columns: int, free: int) -> int:
-        """Number of rows of `columns` that fit into `free` bytes; at least one, whose cache raises if it does not
-        fit."""
+        """Number of rows of `columns` that fit into `free` bytes; at least one, whose cache may raise."""
         return max(int((free - self.fixed) // (columns * self.column + self.row)), 1)
 
     def pages_that_fit(self, rows: int, free: int) -> int:
@@ -184,8 +183,8 @@ class RowMemory:
 
 
 class PagedRowMemory(RowMemory):
-    """The same by pages of `cache`, which are counted exactly, in every round. A round drafts at most `most_drafted`
-    tokens of a row."""
+    """Like :class:`RowMemory`, by pages of `cache`, which are counted exactly, in every round. A round drafts at most
+    `most_drafted` tokens of a row."""
 
     def __init__(self, rows: Rows, cache: PagedCache, most_drafted: int) -> None:
         super().__init__(rows, RowNeeds(0.0, 0.0, 0.0))

@@ -59,7 +59,7 @@ def prompt_key(prompt: Tensor) -> str:
 
 
 class RequestQueue:
-    """Gives `requests` out in their order. `distributed/pool.py` has a queue that several ranks share.
+    """Hands out `requests` in order. `distributed/pool.py` has a queue that several ranks share.
 
     Attributes:
         requests: all of the batch, by index.
@@ -142,8 +142,8 @@ class Rows:
         active: rows in flight.
         lengths, prompt_lengths, limits: `[active]` int64 tokens: committed, of the prompt, and allowed.
         requests: `[active]` int64, index of the request in each row; `indices`: the same on the host.
-        streams: `[active]` int64 noise keys. host_lengths, host_prompt_lengths, host_limits: `[active]`, the same
-        three on the host.
+        streams: `[active]` int64 noise keys.
+        host_lengths, host_prompt_lengths, host_limits: `[active]`, the same three on the host.
         most: `host_lengths` when their sum was largest, over the times at which rows left.
     """
 

@@ -304,8 +304,7 @@ class EagerRunner:
         return FeatureRunner(network, self.cache.beside(layers, more))
 
     def listen(self, layers: Sequence[int], heard: Heard) -> None:
-        """Registers `heard`, which is called with the hidden states of every further forward, for a drafter that reads
-        them.
+        """Registers `heard`, which is called with the hidden states of every further forward.
 
         `heard` gets features `[B, q, len(layers) * hidden]`, the states in the order of `layers` (see
         :func:`~spec_trl.generation.engine.shadow.keep_states`), which are valid until the next forward, their

@@ -43,8 +43,8 @@ def exactness(
     snapshot: Snapshot, model: PreTrainedModel, config: SpeculativeConfig, shadow: PreTrainedModel
 ) -> bool | list[str] | None:
     """`SpeculationStatistics.exact` of generations of `model` by its `shadow`; raises ValueError where `config` asks
-    for more. On a CPU it is tried, once for each `snapshot` of `model`. On CUDA, where `config` must ask for it, it is
-    known of the kernels."""
+    for more. On a CPU it is tried, once for each `snapshot` of `model`. On CUDA, where `config` must ask for it,
+    kernels decide."""
     if config.exact is False or model.dtype == torch.float64:  # rounding of float64 decides no token
         return None
     if recorder_for(model.device) is not None:

@@ -173,8 +173,7 @@ def follows_states(network: nn.Module) -> bool:
 
 
 def mixer_class(kind: Any) -> Any:
-    """The class of a shadow's module of class `kind`: for mixers with scan or convolution a subclass for rows of
-    different lengths."""
+    """The class of a shadow's module of class `kind`: for mixers a subclass for rows of different lengths."""
     is_mixer = _scan_in(kind) is not None or keeps_windows(kind)
     return _mixer_class(kind) if is_mixer and not issubclass(kind, _Mixer) else kind
 

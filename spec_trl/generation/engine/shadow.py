@@ -2,8 +2,8 @@
 
 Training changes a policy: train mode with live dropout, gradient checkpointing, patched forwards, an attention
     implementation for packed sequences. Generation must neither use nor undo this. A shadow has separate module
-    objects, config and hooks dicts, and *shares* every Parameter and buffer dict, so it always runs the live weights
-    and costs no memory.
+    objects, config and hooks dicts, and *shares* every Parameter and buffer dict, so it runs the live weights and
+    costs no memory.
 """
 
 import copy

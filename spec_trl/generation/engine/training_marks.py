@@ -1,9 +1,7 @@
-"""Marks that training leaves on the modules of a policy: attributes and hooks that generation ignores, and patched
-forwards.
+"""Marks that training leaves on the modules of a policy: ignored attributes and hooks, and patched forwards.
 
 A forward that is set on a module overrides that of its class. It usually calls the forward that it replaced, so it
-references a method of the policy's module. A clone of the module gets a copy of the patch that references the clone's
-method.
+references a method of the policy's module. A clone of the module gets a copy of the patch with the clone's method.
 """
 
 from collections.abc import Container, Mapping

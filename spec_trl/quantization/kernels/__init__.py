@@ -43,8 +43,7 @@ def check_kernel_name(name: str) -> None:
 
 
 def fitting_kernels(name: str, layer: LayerSpec) -> list[type[PackedWeight]] | str:
-    """Returns the kernels called `name` that can hold `layer`, under "auto" all fast ones; or the reason why there is
-    none."""
+    """Returns the kernels called `name` that can hold `layer`, under "auto" all fast ones; or why there is none."""
     named = FAST_KERNELS if name == "auto" else [kernel for kernel in KERNELS if kernel.name == name]
     codes = layer.bits, layer.normal_float
     kernels = [k for k in named if (k.bits, k.normal_float) == codes and k.device_type in (None, layer.device.type)]

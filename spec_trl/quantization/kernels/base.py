@@ -181,8 +181,7 @@ def normal_floats(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def join_nibbles(nibbles: Sequence[Tensor]) -> Tensor:
-    """Packs nibbles into words: bits 4i … 4i + 3 are nibbles[i], int32 tensors of one shape with values 0..15; at most
-    8."""
+    """Packs nibbles into words: bits 4i … 4i + 3 are nibbles[i], int32 tensors of one shape, 0..15; at most 8."""
     words = nibbles[0].clone()
     for i, nibble in enumerate(nibbles[1:], start=1):
         words |= nibble << (4 * i)
@@ -198,8 +197,8 @@ def pad_rows(rows: QuantizedRows, multiple: int) -> QuantizedRows:
 
 
 def gpu_unsupported(layer: LayerSpec, capability: tuple[int, int] = (8, 0)) -> str | None:
-    """Returns the reason why the GPU of `layer` cannot run a kernel for NVIDIA GPUs of at least `capability` (Ampere),
-    or None."""
+    """Returns the reason why the GPU of `layer` cannot run a kernel for NVIDIA GPUs from `capability` (Ampere) on, or
+    None."""
     if torch.version.hip is not None:
         return "the GPU is not NVIDIA's"
     if torch.cuda.get_device_capability(layer.device) < capability:

@@ -37,8 +37,8 @@ calls take turns with copies of the weight that are together too large for the L
 
 @dataclass(frozen=True)
 class TableKey:
-    """What a table is valid for: the GPU's name; versions of torch and of the timed kernels' packages; shape, bits,
-    group and dtypes of the layer; names of the timed kernels."""
+    """Key of a table: the GPU's name; versions of torch and of the timed kernels' packages; shape, bits, group and
+    dtypes of the layer; names of the timed kernels."""
 
     device: str
     software: str

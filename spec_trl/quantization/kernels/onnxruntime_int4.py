@@ -36,8 +36,7 @@ def is_fastest(layer: LayerSpec) -> bool:
 
 
 class _Session(list[Any]):
-    """None or one session. Shadows that share a packed weight's attributes share the session; a copy makes a new
-    one."""
+    """None or one session. Shadows that share a packed weight's attributes share it; a copy makes a new one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Session, ()

@@ -119,8 +119,8 @@ def splits_for(tiles: int, spans: int, multiprocessors: int, most: int) -> int:
     """Number of parts into which the spans of a tile are divided, for the least time of the busiest multiprocessor.
 
     A program alternates between unpacking and multiplying, so one program occupies a multiprocessor about as long as
-    two side by side: the aim is two to `most` programs, which must fit. More would wait, so if there are enough tiles
-    they are not divided.
+    two side by side: the aim is two to `most` programs, which must fit. More would wait, so many tiles are not
+        divided.
     """
 
     def programs(splits: int) -> int:

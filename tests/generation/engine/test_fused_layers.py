@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     BitNetConfig,
     Gemma2Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -164,6 +165,13 @@ def test_in_cpp_a_forward_is_that_of_the_family(
     compare(run(network, kind=CompiledRunner), expected)
     norms = 2 * 4 * (3 if family == "bitnet" else 1) + 4  # layers x forwards, and the last one
     assert Counter(in_cpp) == dict(rms_norm=norms, add_rms_norm=8, silu_multiply=8, rotate_and_write=8)
+
+
+def test_in_cpp_norms_of_other_families_that_have_llamas_code(in_cpp: list[str]) -> None:
+    model = AutoModelForCausalLM.from_config(GraniteConfig(**SIZES)).eval()
+    network = make_shadow(model)
+    compare(run(network, kind=CompiledRunner), run(network))
+    assert Counter(in_cpp) == dict(rms_norm=5 * 4), "that the eager forward runs as they are"
 
 
 def test_in_cpp_with_packed_weights_adapters_and_hooks(in_cpp: list[str]) -> None:

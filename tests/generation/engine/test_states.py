@@ -23,6 +23,7 @@ from spec_trl.generation.engine.row_memory import RowMemory, RowNeeds
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.engine.states import States, cache_for, state_bytes
+from spec_trl.native_code import compiler
 from spec_trl.scheduling.control import Chain
 from spec_trl.trainers import exact_logprobs
 from spec_trl.trainers.exact_logprobs import read_completions
@@ -86,6 +87,19 @@ def test_tokens(family: str, do_sample: bool) -> None:
     statistics = drafted.statistics
     assert statistics.drafter_failure is None and 0 < statistics.drafted_rounds < statistics.rounds
     assert all(0 < counts.accepted < counts.drafted for counts in statistics.per_drafter.values())
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("family", ["lfm2", "falcon_h1"])
+def test_drafts_and_other_rows_change_no_bit(family: str) -> None:
+    network = make(family).float()
+    plain = generate(network, PROMPTS, max_new_tokens=NEW)
+    drafted = generate(
+        network, PROMPTS, drafter=Knowing(outputs(plain), 0), config={"draft_length": 3}, max_new_tokens=NEW
+    )
+    alone = generate(network, pad_left(ROWS[:1]), max_new_tokens=NEW)
+    assert plain.statistics.exact is True and 0 < drafted.statistics.total.accepted < drafted.statistics.total.drafted
+    assert torch.equal(drafted.logprobs, plain.logprobs) and torch.equal(alone.logprobs, plain.logprobs[:1])
 
 
 @pytest.mark.parametrize("strategy", ["self", "ngram", "history", "auto", "model", "best_of_n"])
@@ -352,6 +366,14 @@ def test_drafters_and_controls_that_states_do_not_serve_are_refused(model: PreTr
         generate(model, PROMPTS, drafter=Knowing([], 0), control=Plans(1, [[Chain(0, 2)]]))
     with pytest.raises(ValueError, match="SelfDrafter cannot be decoupled.*states, which cannot go back"):
         DraftThread(SelfDrafter(model, kernel="reference"))
+
+
+def test_attention_without_positions_has_no_last_one() -> None:
+    network, prompts = make("nemotron_h"), pad_left(random_rows([5, 60]))  # of a context of 64
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8}
+    with pytest.warns(UserWarning, match="beyond the model's context of 64"):
+        found = outputs(generate(network, prompts, "ngram", **options))
+    assert found == reference_outputs(network, prompts, max_new_tokens=8)
 
 
 @pytest.mark.parametrize("family", ["zamba", "minimax", "recurrent_gemma", "zaya"])

@@ -172,8 +172,7 @@ def work(
     receive: Callable[[], tuple[Kind, Tensor]],
     answer: Callable[[Tensor | Exception], None],
 ) -> None:
-    """Carries out messages until CLOSE. After an error of the drafter, the error is the answer until the next
-    generation.
+    """Carries out messages until CLOSE. An error of the drafter is the answer until the next generation.
 
     Args:
         drafter: of the worker.

@@ -152,7 +152,7 @@ class Eagle3Network(FeatureNetwork):
         return layer(embedded, states, self.rotary(positions, embedded.dtype), mask, store)
 
     def fed_back(self, h: Tensor) -> Tensor:
-        """What takes the place of r in the next pair, `[..., H]`."""
+        """The state that replaces r in the next pair, `[..., H]`."""
         return self.norm(h) if self.config.norm_output else h
 
     def logits(self, h: Tensor, target: nn.Module) -> Tensor:

@@ -29,8 +29,7 @@ class MtpDrafter(Eagle3Drafter):
     Pairs are arranged as in EAGLE-3. It reads one state of the target, after the final norm.
 
     Args:
-        checkpoint: a folder or hub id with the head: of the target, or written by :meth:`save`; None: the target's
-            checkpoint.
+        checkpoint: a folder or hub id with the head, of the target or by :meth:`save`; None: the target's checkpoint.
         target: the model to draft for; gives the embedding, the head and the class of the layer.
         dtype: of the network; None: the target's.
 

@@ -22,6 +22,7 @@ INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 _PROMISES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Tensors of a head that are the target's."""
+_MTP = re.compile(r"(^|\.)mtp[._]")
 _FURTHER = re.compile(r"\w+\.[1-9]\d*\.")
 """Tensors of the second head and those after it, which are trained to follow the first: one head serves all depths."""
 
@@ -107,7 +108,8 @@ class StoredHeads:
         for file in sorted({self.files[name] for name in names}):
             try:
                 with safe_open(self.folder / file, "pt") as opened:
-                    tensors |= {name: opened.get_tensor(name) for name in names if self.files[name] == file}
+                    # Copies: tensors are mapped from the file, over which the policy may be saved.
+                    tensors |= {name: opened.get_tensor(name).clone() for name in names if self.files[name] == file}
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.folder / file} cannot be read; fetch it again: {error}") from error
         return {name: tensors[name] for name in names}
@@ -133,7 +135,7 @@ def find_heads(checkpoint: str | Path, target: PreTrainedModel, argument: str, *
     # Layers with a smaller number would be another depth's.
     marks = [(layout, mark) for layout, mark in marks if mark.lastindex == 1 or int(mark[2]) >= depth]
     layers = tuple(mark[1] for _, mark in marks)
-    of_heads = {name: file for name, file in files.items() if _is_mtp(name) or name.startswith(layers)}
+    of_heads = {name: file for name, file in files.items() if _MTP.search(name) or name.startswith(layers)}
     if not of_heads:
         return None
     served = [(layout, mark) for layout, mark in marks if mark.lastindex == 1 or int(mark[2]) == depth]
@@ -152,7 +154,3 @@ def stored_files(folder: Path) -> dict[str, str]:
         return {}
     files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
     return files
-
-
-def _is_mtp(name: str) -> bool:
-    return re.search(r"(^|\.)mtp[._]", name) is not None

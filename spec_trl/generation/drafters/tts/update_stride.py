@@ -15,8 +15,7 @@ UPDATES = 1000
 """By expectation an update closes 1 / UPDATES of what log τ lacks to its ceiling: between 1/600 (EAGLE-3, greedy) and
 1/4000 (small LM, sampled) in benchmarks/results/tts_drafters.json. In so many updates that may change by as much."""
 TRIAL = 0.01
-"""Share of the rounds' seconds that updates of unknown value may take. The planner's exploration budget gets 1.5 times
-as much."""
+"""Share of the rounds' seconds that updates of unknown value may take. The planner's budget gets 1.5 times as much."""
 FIRST = 2
 """Rounds that the first update is assumed to take, copying the network included; later updates are timed."""
 NOISE = 0.1

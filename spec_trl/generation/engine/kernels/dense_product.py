@@ -31,7 +31,7 @@ _NUM_WARPS = 4
 
 
 class Tile(NamedTuple):
-    """What one program computes: rows x outputs, `inputs` at a time, of which `stages` are on their way."""
+    """Tile of a program: rows x outputs, `inputs` at a time, with `stages` loads in flight."""
 
     rows: int
     outputs: int

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products, in Triton. Import it only where Triton is wanted.
+"""The operations of a decoder layer between its matrix products, in Triton. Importing this file imports Triton.
 
 A small operation on a GPU takes the time of its launch. An eager layer has some thirty of them; here they are five:
 
