@@ -282,7 +282,7 @@ def read_completions(
 
     if layers:
         runner.listen(layers, hear)
-    admission = rows.admit([Request(at, own, len(own) + length, 0) for at, own in enumerate(prompts)])
+    admission = rows.admit([Request(at, prompt, len(prompt) + length, 0) for at, prompt in enumerate(prompts)])
     _, logits = runner.read_prompts(rows, admission)  # [leaders, 1, V]
     assert logits is not None
     order = torch.tensor(rows.indices)  # [B]
@@ -290,13 +290,13 @@ def read_completions(
     rows.write(0, tokens)
     for state in states:
         state[order[admission.followers]] = state[order[admission.sources]]
-    found = [score(logits[[*admission.begun.values()]], tokens[:, :1])]
+    scores = [score(logits[[*admission.begun.values()]], tokens[:, :1])]
     most = max(_LOGITS // (len(prompts) * logits.shape[2]), 1)
     for first in range(0, length - 1, most):
         count = min(most, length - 1 - first)
         logits = runner.forward(rows.window(first, count), rows.columns_after(first, count), columns)
         runner.cache.commit([count] * len(prompts))
-        found.append(score(logits, tokens[:, first + 1 : first + 1 + count]))
+        scores.append(score(logits, tokens[:, first + 1 : first + 1 + count]))
     logprobs = torch.empty(completions.shape)
-    logprobs[order] = torch.cat(found, dim=1)
+    logprobs[order] = torch.cat(scores, dim=1)
     return logprobs, states
