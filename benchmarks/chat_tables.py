@@ -28,9 +28,9 @@ _TRAINED, _TRAINER = f"{MODEL}, float32: auto", "trl.GRPOTrainer (transformers g
 README_ROWS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     (f'a chat model answers maths questions, float32, `"auto"` with its defaults, {_ROWS}', FLOAT32, "`generate`",
      _rollouts(FLOAT32, "ours auto", GENERATE)),
-    (f'the same, `"self"`: the model\'s 8-bit copy guesses three tokens in each round, {_ROWS}', FLOAT32, "`generate`",
+    (f'the same, `"self"`: the model\'s 8-bit copy drafts three tokens in each round, {_ROWS}', FLOAT32, "`generate`",
      _rollouts(FLOAT32, "ours self", GENERATE)),
-    (f'the same, `"none"`: our engine without guesses, {_ROWS}', FLOAT32, "`generate`",
+    (f'the same, `"none"`: our engine without drafts, {_ROWS}', FLOAT32, "`generate`",
      _rollouts(FLOAT32, PLAIN, GENERATE)),
     (f'the same, `"none"`, {_ROWS}', FLOAT32, "`generate_batch`", _rollouts(FLOAT32, PLAIN, CONTINUOUS)),
     (f'the same in bfloat16 and up to 64 tokens, `"auto"`, {_ROWS}', BFLOAT16, "`generate`",

@@ -201,12 +201,14 @@ class WeightState:
 
     def __init__(self, network: nn.Module) -> None:
         parameters = list(network.parameters())
-        self._counters = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
+        # Tensors made in inference mode have no counter.
+        self._counters = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in parameters]
         by_device: dict[torch.device, list[Tensor]] = {}
         for parameter in parameters:
             points = round(_VALUES ** (1 / max(1, parameter.dim())))  # in a dimension: at most twice as many
             grid = tuple(slice(None, None, max(1, size // points)) for size in parameter.shape)
-            by_device.setdefault(parameter.device, []).append(parameter.detach()[grid].reshape(-1))
+            values = parameter.detach()[grid].flatten().contiguous().view(torch.uint8)  # NaN, too, equals itself
+            by_device.setdefault(parameter.device, []).append(values)
         self._values = [torch.cat(values) for values in by_device.values()]
 
     def __eq__(self, other: object) -> bool:

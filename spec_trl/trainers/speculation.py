@@ -15,10 +15,14 @@ from weakref import ref
 import torch
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import Trainer
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from transformers import GenerationMixin, PreTrainedModel, Trainer
 
 from ..generation.configuration import SpeculativeConfig, check_combination, check_strategy
+from ..generation.engine.attention import keeps_states
 from ..generation.engine.requirements import check_model, policy_in
+from ..generation.engine.rows import Request, RequestQueue
 from ..generation.generate import DEFAULTS, SpeculativeOutput, setting
 from ..generation.registry import check_use
 from ..generation.session import Session
@@ -61,11 +65,16 @@ def speculate(
     if trainer is not None and hasattr(trainer.args, "assistant_strategy"):
         raise ValueError(f"a {type(trainer).__name__} speculates by itself, as its config says; leave this call out.")
     model: nn.Module = target if trainer is None else trainer.model
+    while isinstance(model, DataParallel | DistributedDataParallel):
+        model = model.module
     config, policy = SpeculativeConfig(**options), policy_in(model)
+    if not isinstance(policy, PreTrainedModel):
+        raise ValueError(f"target is a {type(policy).__name__}; give the transformers model in it.")
     check_use(check_strategy(strategy), config)
     check_combination(strategy, config)
     check_model(policy)
-    check_states(policy, strategy, config)
+    if keeps_states(policy.config):
+        check_states(policy, strategy, config)
     with Session.lend(policy) as session:  # raises where the assistant does not fit
         make_drafters(session, strategy, policy, assistant_model, config)
     if trainer is not None:
@@ -128,11 +137,21 @@ class Speculation(AbstractContextManager["Speculation"]):
             call["generation_config"].return_dict_in_generate = True
         if self._assistant is not None:
             call["assistant_model"] = self._assistant
-        outer, started = self._model() or model, time.perf_counter()
+        outer, started, begun = self._model() or model, time.perf_counter(), []
+
+        def begin(requests: list[Request]) -> RequestQueue:
+            begun.append(True)
+            return RequestQueue(requests)
+
         try:
+            if kwargs.get("past_key_values") is not None:
+                raise ValueError("past_key_values is given, and speculation fills no cache of the caller.")
             with whole_weights(outer), self._autocast(outer, model.device):
-                output: SpeculativeOutput = model.generate(**call)
+                # Not the model's own `generate`, which may do something before and after it.
+                output: SpeculativeOutput = GenerationMixin.generate(model, **call, make_queue=begin)
         except ValueError as error:
+            if begun or any(isinstance(module, FSDPModule) for module in outer.modules()):
+                raise  # it is no refusal; or other ranks, whose calls are served, would gather no weights
             if not self._has_warned:
                 warnings.warn(f"a call of generate does not speculate: {error}", stacklevel=3)
                 self._has_warned = True
@@ -152,8 +171,9 @@ class Speculation(AbstractContextManager["Speculation"]):
         statistics, trainer = output.statistics, None if self._trainer is None else self._trainer()
         assert statistics is not None and output.lengths is not None
         mode: Mode = "train"
-        if trainer is not None and (not trainer.is_in_train or trainer.control.should_evaluate):
-            mode = "eval"
+        if trainer is not None:
+            at_start = trainer.args.eval_on_start and not trainer.state.global_step and not model.training
+            mode = "eval" if at_start or trainer.control.should_evaluate or not trainer.is_in_train else "train"
         totals = RolloutTotals()
         totals.add(statistics, len(output.lengths), seconds)
         step = sum(self._counts.values()) if trainer is None else trainer.state.global_step

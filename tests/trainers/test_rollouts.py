@@ -79,7 +79,7 @@ def test_options_of_adaptation_and_races(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Planner, "__init__", watch)
     options = dict(sd_margin=0.1, best_of_n_budget=9, best_of_n_race=False, draft_lengths=[4, 6])
     roll_out(tmp_path, "best_of_n", **options)
-    assert given == [(1e-3, 0.5, 0.25, 5), ([2, 4, 6], 0.1, False, 9)]
+    assert given == [(1e-3, 0.5, 0.25, 5, 11), ([2, 4, 6], 0.1, False, 9)]
 
 
 # ---- When it speculates, and what is measured for that -----------------------------------------------------------

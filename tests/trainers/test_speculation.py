@@ -12,7 +12,8 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import GenerationConfig, LlamaForCausalLM
+from torch.nn.parallel import DataParallel
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.a2po import A2POConfig, A2POTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
@@ -240,6 +241,41 @@ def test_what_it_cannot_serve_is_plain(tmp_path: Path) -> None:
     assert plain[2].tolist() == mixed[2].tolist() and speculation.verdict.rollouts == 1
 
 
+def test_errors_of_a_rollout_are_no_refusals() -> None:
+    """Not to be hidden by a second, plain call."""
+
+    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ValueError("mine")
+
+    policy = tiny_policy()
+    with spec_trl.speculate(policy, "self"), pytest.raises(ValueError, match="mine"):
+        policy.generate(**PROMPT, max_new_tokens=8, logits_processor=[fail])
+
+
+def test_a_model_with_a_generate_of_its_own() -> None:
+    class Completing(LlamaForCausalLM):
+        def generate(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            return super().generate(input_ids, **kwargs)[:, input_ids.shape[1] :]
+
+    policy = tiny_policy()
+    policy.__class__ = Completing
+    plain = policy.generate(**PROMPT, max_new_tokens=8)
+    with spec_trl.speculate(DataParallel(policy), "self", sd_toggle="always") as speculation:
+        assert policy.generate(**PROMPT, max_new_tokens=8).tolist() == plain.tolist()
+        cache = DynamicCache()
+        with pytest.warns(UserWarning, match="past_key_values"):
+            policy.generate(**PROMPT, max_new_tokens=8, past_key_values=cache)
+    assert speculation.verdict.rollouts == 1 and cache.get_seq_length() > 8
+
+
+@pytest.mark.parametrize("strategy", ["tts", "best_of_n"])
+def test_other_strategies(strategy: str) -> None:
+    policy = tiny_policy()
+    plain = policy.generate(**PROMPT, max_new_tokens=8)
+    with spec_trl.speculate(policy, strategy):
+        assert policy.generate(**PROMPT, max_new_tokens=8).tolist() == plain.tolist()
+
+
 def test_it_ends(tmp_path: Path) -> None:
     policy = tiny_policy()
     first, second = spec_trl.speculate(policy, "none"), spec_trl.speculate(policy, "self", sd_toggle="always")
@@ -282,5 +318,7 @@ def test_arguments_are_checked_at_once(tmp_path: Path) -> None:
             spec_trl.speculate(tiny_policy(), **given)
     with pytest.raises(ValueError, match="target is a str"):
         spec_trl.speculate("model")
+    with pytest.raises(ValueError, match="target is a Linear"):
+        spec_trl.speculate(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="SpecGRPOTrainer speculates by itself"):
         spec_trl.speculate(make_run(tmp_path).trainer)

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 import spec_trl
 from spec_trl import SpeculativeConfig
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.session import Session
+from spec_trl.generation.session import Session, WeightState
 from spec_trl.generation.strategies import make_drafters
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
@@ -118,6 +118,21 @@ def test_refreshed_when_no_version_counter_moves(write: str, dtype: torch.dtype,
         for _ in range(2):
             assert drafter_of(policy) is drafter and len(refreshed) == count
     assert counters == [parameter._version for parameter in parameters]
+
+
+def test_weights_of_any_kind_are_compared(fresh: LlamaForCausalLM) -> None:
+    odd = torch.nn.Module()
+    odd.narrow = torch.nn.Parameter(torch.zeros(64, 64).to(torch.float8_e4m3fn), requires_grad=False)
+    odd.packed = torch.nn.Parameter(torch.zeros(64, dtype=torch.uint8), requires_grad=False)
+    odd.broken = torch.nn.Parameter(torch.full((8, 8), torch.nan))
+    odd.expanded = torch.nn.Parameter(torch.zeros(8, 1).expand(8, 8))
+    odd.empty = torch.nn.Parameter(torch.zeros(0, 8))
+    with torch.inference_mode():
+        odd.inference = torch.nn.Parameter(torch.zeros(8))
+    before_ = WeightState(odd)
+    assert before_ == WeightState(odd)
+    odd.packed.data[0] = 1
+    assert before_ != WeightState(odd)
 
 
 def test_a_change_that_nobody_sees_costs_acceptance_alone(fresh: LlamaForCausalLM, prompts: Prompts) -> None:
