@@ -5,8 +5,8 @@ tokens and of its convolution; the family's functions stay reachable, including 
 
 * Prompts: rows of equal length run through the family's function together, without padding.
 * Later tokens, on a CPU with a compiler: our C++ (:mod:`cpu_states`): steps write states, verifications hold inputs,
-  commits replay them. Elsewhere a step is the mixer's, and a verification runs the family's function for one token
-  repeatedly, with the sums of decoding.
+  commits replay them. So does Triton for the gated delta rule on CUDA without `fla`. Elsewhere a step is the mixer's,
+  and a verification runs the family's function for one token repeatedly, with the sums of decoding.
 """
 
 import functools
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -24,11 +25,13 @@ from transformers.activations import ACT2FN
 
 from . import cpu_states
 from .cpu_states import Replay
+from .kernels import run_on
 from .memory import sent
 
 
 Arguments = dict[str, Any]
 """Arguments of a scan, by name."""
+Compiled = Callable[[Arguments, Tensor, bool], tuple[Tensor, Replay]]
 _IDLE_STEP = -1e4  # of a Mamba time step: its softplus is exactly 0, in half precision too
 
 
@@ -61,7 +64,7 @@ class Scan:
     state: str | None
     idle: Mapping[str, float]
     run: Steps
-    compiled: Callable[[Arguments, Tensor, bool], tuple[Tensor, Replay]]
+    compiled: Compiled
 
 
 class Holder(Protocol):
@@ -163,6 +166,18 @@ def convolves() -> bool:
     return _present.mixer is not None and _present.mixer.convolves
 
 
+def is_slow(step: Callable[..., Any]) -> bool:
+    """Whether a family's function is that of transformers, which calls `fla` where that is installed."""
+    return find_spec("fla") is None and getattr(inspect.unwrap(step), "__module__", "").startswith("transformers.")
+
+
+def steps_compiled(state: Tensor) -> bool:
+    """Whether the mixer that runs in this thread takes steps from such a state by its scan over many tokens."""
+    kind: Any = type(_present.mixer)
+    name = _scan_in(kind)
+    return name is not None and _twin_of(kind).__globals__[name].compiled(state) is not None
+
+
 def follows_states(network: nn.Module) -> bool:
     """Whether `network` keeps states beside K/V, all of which :class:`States` serves."""
     kinds = {type(module) for module in network.modules()}
@@ -254,6 +269,7 @@ class _Scanner:
 
     def __init__(self, scan: Scan, many: Callable[..., Any], step: Callable[..., Any]) -> None:
         self._scan, self._many, self._step = scan, many, step
+        self._has_kernel = scan.run is _delta_rule and is_slow(step)
         parameters = inspect.signature(many).parameters.values()
         self._names = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
         self._defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
@@ -267,14 +283,25 @@ class _Scanner:
             return self._over_prompts(given, state, cache.prompt)
         if state is None:  # no row has a text: a probe
             return self._many(**given)
-        if cpu_states.serves(state):
-            outputs, replay = self._scan.compiled(given, state, cache.is_step)
+        compiled = self.compiled(state)
+        if compiled is not None:
+            outputs, replay = compiled(given, state, cache.is_step)
         else:
             outputs, _ = self._scan.run(mixer, self._step, given, state)
             replay = partial(self._replay, mixer, given, state)
         if not cache.is_step:
             cache.hold(mixer.layer_idx, replay)
         return outputs, state
+
+    def compiled(self, state: Tensor) -> Compiled | None:
+        """What runs later tokens from such a state; None: the family's functions."""
+        if cpu_states.serves(state):
+            return self._scan.compiled
+        if not (self._has_kernel and state.dtype == torch.float32 and run_on(state.device)):
+            return None
+        from .kernels.delta_rule import delta_rule  # imports Triton
+
+        return delta_rule
 
     def _over_prompts(self, given: Arguments, state: Tensor | None, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Outputs and states of the first `lengths[b]` tokens of each row; outputs of other tokens are zeros."""

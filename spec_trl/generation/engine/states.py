@@ -22,7 +22,7 @@ from .cache import RaggedCache, copy_rows_of
 from .cpu_states import Replay
 from .family_hooks import CACHE_NAMES
 from .memory import sent
-from .scans import convolves, forward_of, keeps_windows
+from .scans import convolves, forward_of, keeps_windows, steps_compiled
 
 
 def cache_for(network: PreTrainedModel, rows: int, columns: int) -> RaggedCache:
@@ -146,7 +146,7 @@ class States(RaggedCache):
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         # With a state and one token a mixer takes a step of its family.
         state = self.recurrent_state(layer_idx) if self.is_step else None
-        return None if state is None or cpu_states.serves(state) else state
+        return None if state is None or steps_compiled(state) else state
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         if layer_idx not in self._recurrent:

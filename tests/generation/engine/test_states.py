@@ -15,7 +15,7 @@ from spec_trl import release
 from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import cpu_states, memory
+from spec_trl.generation.engine import cpu_states, memory, scans
 from spec_trl.generation.engine.cpu_states import Replay
 from spec_trl.generation.engine.model_costs import kv_bytes
 from spec_trl.generation.engine.requirements import check_model
@@ -100,6 +100,35 @@ def test_drafts_and_other_rows_change_no_bit(family: str) -> None:
     alone = generate(network, pad_left(ROWS[:1]), max_new_tokens=NEW)
     assert plain.statistics.exact is True and 0 < drafted.statistics.total.accepted < drafted.statistics.total.drafted
     assert torch.equal(drafted.logprobs, plain.logprobs) and torch.equal(alone.logprobs, plain.logprobs[:1])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("kimi_linear", marks=pytest.mark.slow)])
+def test_triton_computes_delta_rules(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps, verifications and commits, as on CUDA; the tokens are transformers'."""
+    module = pytest.importorskip("spec_trl.generation.engine.kernels.delta_rule", reason="Triton is not installed")
+    network, scan, written = make(family), module.delta_rule, set()
+
+    def count(given: Any, state: Tensor, writes: bool) -> Any:
+        written.add(writes)
+        return scan(given, state, writes)
+
+    monkeypatch.setattr(cpu_states, "serves", lambda state: False)
+    monkeypatch.setattr(scans, "run_on", lambda device: True)
+    monkeypatch.setattr(module, "delta_rule", count)
+    options: dict[str, Any] = dict(config={"max_batch_size": 3}, max_new_tokens=6, do_sample=False)
+    plain = outputs(generate(network, PROMPTS, **options))
+    drafted = generate(network, PROMPTS, drafter=Knowing(plain, 0), **options)
+    assert plain == outputs(drafted) == reference_outputs(network, PROMPTS, max_new_tokens=6)
+    assert 0 < drafted.statistics.total.accepted < drafted.statistics.total.drafted and written == {True, False}
+
+
+def test_fla_is_called_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule as step
+
+    assert scans.is_slow(step) and not scans.is_slow(lambda query: query)
+    (tmp_path / "fla.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not scans.is_slow(step)
 
 
 @pytest.mark.parametrize("strategy", ["self", "ngram", "history", "auto", "model", "best_of_n"])
