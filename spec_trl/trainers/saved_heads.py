@@ -31,14 +31,14 @@ def adding_heads(policy: PreTrainedModel, folder: str | Path, trained: MtpDrafte
     Args:
         policy: whose config names the checkpoint.
         folder: where safetensors of the policy are then; without them nothing is added.
-        trained: its weights take the place of those of the checkpoint, and stand alone where these cannot be read;
+        trained: its weights take the place of those of the checkpoint, and stand alone where these are not to be had;
             None: none was trained.
     """
     folder, tensors = Path(folder), dict[str, Tensor]()
     learned = {} if trained is None else trained.tensors()
     if policy.config.name_or_path and promises_heads(policy.config):
         try:
-            tensors = dict(heads_of(policy))
+            tensors = dict(heads_of(policy)) or learned
         except ValueError as error:
             tensors = learned
             if trained is None:
@@ -62,7 +62,7 @@ def heads_of(policy: PreTrainedModel) -> Mapping[str, Tensor]:
     deleted while the policy is trained, as `save_total_limit` does.
 
     Raises:
-        ValueError: they cannot be read, or are those of a model of another size.
+        ValueError: they cannot be read, or are those of a model of another size; of the latter, later calls return none.
     """
     name, revision = policy.config.name_or_path, getattr(policy.config, "_commit_hash", None)
     if (known := _read.get(policy)) is not None and known[0] == name:
@@ -76,6 +76,7 @@ def heads_of(policy: PreTrainedModel) -> Mapping[str, Tensor]:
         for size in ("hidden_size", "num_hidden_layers"):
             theirs, ours = (getattr(one.get_text_config(decoder=True), size, None) for one in (source, policy.config))
             if theirs != ours:
+                _read[policy] = name, {}  # later saves say nothing of it
                 raise ValueError(f"{OWN}={name!r} has {size}={theirs}, and the policy's is {ours}.")
     tensors = {} if heads is None else heads.read(heads.files)
     _read[policy] = name, tensors
