@@ -31,7 +31,7 @@ def adding_heads(policy: PreTrainedModel, folder: str | Path, trained: MtpDrafte
     Args:
         policy: whose config names the checkpoint.
         folder: where safetensors of the policy are then; without them nothing is added.
-        trained: its weights take the place of those of the checkpoint, and stand alone where these are not to be had;
+        trained: its weights take the place of those of the checkpoint, and stand alone where these are missing;
             None: none was trained.
     """
     folder, tensors = Path(folder), dict[str, Tensor]()
@@ -62,7 +62,8 @@ def heads_of(policy: PreTrainedModel) -> Mapping[str, Tensor]:
     deleted while the policy is trained, as `save_total_limit` does.
 
     Raises:
-        ValueError: they cannot be read, or are those of a model of another size; of the latter, later calls return none.
+        ValueError: they cannot be read, or are those of a model of another size. In the second case later
+            calls return none.
     """
     name, revision = policy.config.name_or_path, getattr(policy.config, "_commit_hash", None)
     if (known := _read.get(policy)) is not None and known[0] == name:
