@@ -169,8 +169,8 @@ def capturing_session(model: nn.Module) -> Session | None:
 
 def release(model: nn.Module) -> None:
     """Frees all objects that calls for `model`, also if it is wrapped, have left: K/V cache and captured forwards, the
-    quantized copy, a `"tts"` drafter with its learned weights, texts of earlier calls, and measurements of drafters
-    and rounds. Objects of a running call are freed when that call ends.
+    quantized copy, assistants loaded by path or hub id, a `"tts"` drafter with its learned weights, texts of earlier
+    calls, and measurements of drafters and rounds. Objects of a running call are freed when that call ends.
     """
     for module in model.modules():
         _snapshots.pop(module, None)

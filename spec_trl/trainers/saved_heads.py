@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,6 +19,8 @@ from ..json_files import replacing, write_atomically
 
 
 _HEADS, _REST = "model-mtp.safetensors", "model-00001-of-00001.safetensors"
+_read: "WeakKeyDictionary[PreTrainedModel, tuple[str, Mapping[str, Tensor]]]" = WeakKeyDictionary()
+"""Heads by policy, with the checkpoint's name."""
 
 
 @contextmanager
@@ -28,26 +31,57 @@ def adding_heads(policy: PreTrainedModel, folder: str | Path, trained: MtpDrafte
     Args:
         policy: whose config names the checkpoint.
         folder: where safetensors of the policy are then; without them nothing is added.
-        trained: its weights take the place of those of the checkpoint; None: none was trained.
+        trained: its weights take the place of those of the checkpoint, and stand alone where these are missing;
+            None: none was trained.
     """
     folder, tensors = Path(folder), dict[str, Tensor]()
+    learned = {} if trained is None else trained.tensors()
     if policy.config.name_or_path and promises_heads(policy.config):
-        revision = getattr(policy.config, "_commit_hash", None)
         try:
-            heads = find_heads(policy.config.name_or_path, policy, OWN, revision=revision)
-            tensors = {} if heads is None else heads.read(heads.files)
+            tensors = dict(heads_of(policy)) or learned
         except ValueError as error:
-            warnings.warn(
-                f"{folder} is saved without the policy's multi-token-prediction head, which config.json promises: "
-                f"{error} Copy the head's tensors there, or set its number of heads to 0.",
-                stacklevel=3,
-            )
-    if trained is not None:
-        tensors |= {name: tensor for name, tensor in trained.tensors().items() if name in tensors}
+            tensors = learned
+            if trained is None:
+                warnings.warn(
+                    f"{folder} is saved without the policy's multi-token-prediction head, which config.json promises: "
+                    f"{error} Copy the head's tensors there, or set its number of heads to 0.",
+                    stacklevel=3,
+                )
+    tensors |= {name: tensor for name, tensor in learned.items() if name in tensors}
     yield
     saved = stored_files(folder)
     if saved and (tensors := {name: tensor for name, tensor in tensors.items() if name not in saved}):
         add_tensors(folder, tensors)
+    elif WHOLE in saved.values() and (folder / _HEADS).is_file():  # an earlier save had heads
+        (folder / INDEX).unlink(missing_ok=True)
+        (folder / _HEADS).unlink()
+
+
+def heads_of(policy: PreTrainedModel) -> Mapping[str, Tensor]:
+    """All heads of the checkpoint that `policy` was loaded from, on the CPU. They are read once: the checkpoint may be
+    deleted while the policy is trained, as `save_total_limit` does.
+
+    Raises:
+        ValueError: they cannot be read, or are those of a model of another size. In the second case later
+            calls return none.
+    """
+    name, revision = policy.config.name_or_path, getattr(policy.config, "_commit_hash", None)
+    if (known := _read.get(policy)) is not None and known[0] == name:
+        return known[1]
+    heads = find_heads(name, policy, OWN, revision=revision)
+    if heads is not None:
+        try:
+            source = type(policy.config).from_pretrained(heads.folder)
+        except Exception as error:  # a save goes on
+            raise ValueError(f"{OWN}={name!r}: its config.json cannot be read: {error}") from error
+        for size in ("hidden_size", "num_hidden_layers"):
+            theirs, ours = (getattr(one.get_text_config(decoder=True), size, None) for one in (source, policy.config))
+            if theirs != ours:
+                _read[policy] = name, {}  # later saves say nothing of it
+                raise ValueError(f"{OWN}={name!r} has {size}={theirs}, and the policy's is {ours}.")
+    tensors = {} if heads is None else heads.read(heads.files)
+    _read[policy] = name, tensors
+    return tensors
 
 
 def add_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,7 @@
 """MTP heads in training: trained along, and written back into saved policies under the names they came with."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,58 @@ def test_a_source_that_is_gone(policy: PreTrainedModel, tmp_path: Path) -> None:
     with adding_heads(policy, tmp_path / "saved", None):
         pass
     assert stored(tmp_path / "saved").keys() == policy.state_dict().keys()
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_source_that_rotation_deletes(is_trained: bool, policy: PreTrainedModel, tmp_path: Path) -> None:
+    """The policy comes from a checkpoint of the same run, which the first save deletes."""
+    before = stored(tmp_path / "policy")
+    (tmp_path / "run").mkdir()
+    shutil.copytree(tmp_path / "policy", tmp_path / "run/checkpoint-0")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint-0", dtype=torch.float64)
+    saves = dict(save_strategy="steps", save_steps=1, save_total_limit=1, save_only_model=True)
+    options = OPTIONS | saves | {"drafter_adaptation": is_trained, "max_steps": 3}
+    run = train(tmp_path / "run", "mtp", policy=policy, **options)
+    assert [path.name for path in run.folder.glob("checkpoint-*")] == ["checkpoint-3"]
+    check_saved(run, run.folder / "checkpoint-3", tmp_path / "policy", is_trained)
+    assert before.keys() == stored(run.folder / "checkpoint-3").keys()
+
+
+def test_a_trained_head_outlives_its_source(policy: PreTrainedModel, tmp_path: Path) -> None:
+    """Which is deleted before the first save."""
+    before, drafter = stored(tmp_path / "policy"), MtpDrafter(None, policy)
+    shutil.rmtree(tmp_path / "policy")
+    with adding_heads(policy, tmp_path / "saved", drafter):
+        policy.save_pretrained(tmp_path / "saved")
+    found = stored(tmp_path / "saved")
+    assert found.keys() == before.keys() and all(tensor.equal(found[name]) for name, tensor in before.items())
+
+
+def test_no_index_stays_without_its_shards(policy: PreTrainedModel, tmp_path: Path) -> None:
+    """A save without heads, over one with them."""
+    for promised in (1, 0):
+        policy.config.num_nextn_predict_layers = promised
+        with adding_heads(policy, tmp_path / "saved", None):
+            policy.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved/model.safetensors.index.json").exists()
+    assert stored(tmp_path / "saved").keys() == policy.state_dict().keys()
+
+
+@pytest.mark.parametrize("size", [{"hidden_size": 32}, {"num_hidden_layers": 1}], ids=str)
+def test_heads_of_another_size_stay_out(size: dict[str, int], policy: PreTrainedModel, tmp_path: Path) -> None:
+    """The policy is made from the checkpoint's config with another size, which still names the checkpoint."""
+    for name, value in size.items():
+        setattr(policy.config, name, value)
+    other = AutoModelForCausalLM.from_config(policy.config, dtype=torch.float64)
+    assert other.config.name_or_path == str(tmp_path / "policy")
+    (name,) = size
+    with pytest.warns(UserWarning) as caught:
+        for _ in range(2):
+            with adding_heads(other, tmp_path / "saved", None):
+                other.save_pretrained(tmp_path / "saved")
+    (said,) = (str(one.message) for one in caught)
+    assert re.search(f"saved is saved without .*{name}=.*, and the policy's is {size[name]}", said)
+    assert stored(tmp_path / "saved").keys() == other.state_dict().keys()
 
 
 def test_bad_heads_end_a_run_before_it_begins(policy: PreTrainedModel, tmp_path: Path) -> None:

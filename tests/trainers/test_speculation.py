@@ -244,8 +244,12 @@ def test_what_it_cannot_serve_is_plain(tmp_path: Path) -> None:
 def test_errors_of_a_rollout_are_no_refusals() -> None:
     """Not to be hidden by a second, plain call."""
 
+    failures = [ValueError("mine")]
+
     def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise ValueError("mine")
+        if failures:
+            raise failures.pop()
+        return scores
 
     policy = tiny_policy()
     with spec_trl.speculate(policy, "self"), pytest.raises(ValueError, match="mine"):

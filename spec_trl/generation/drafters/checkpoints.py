@@ -184,6 +184,14 @@ def folder_of(
         ) from error
 
 
+def state_of(checkpoint: str) -> tuple[object, ...]:
+    """The name of a checkpoint and, of a folder, its files and their modification times: equal while no file of it is
+    written. A hub id stands for one state."""
+    folder = Path(checkpoint)
+    files = folder.iterdir() if folder.is_dir() else ()
+    return checkpoint, *sorted((file.name, file.stat().st_mtime_ns) for file in files)
+
+
 def _read_shards(index: Path) -> dict[str, Tensor]:
     try:
         files: dict[str, str] = json.loads(index.read_text())["weight_map"]

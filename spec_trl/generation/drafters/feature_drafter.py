@@ -21,7 +21,15 @@ from ..engine.linear_layers import NarrowProduct
 from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
 from ..engine.runner import COLUMN_BUCKET
-from .checkpoints import ConfigFile, load_exactly, read_checkpoint, read_config, tensors_to_store, write_checkpoint
+from .checkpoints import (
+    ConfigFile,
+    load_exactly,
+    read_checkpoint,
+    read_config,
+    state_of,
+    tensors_to_store,
+    write_checkpoint,
+)
 from .feature_network import FeatureConfig, FeatureNetwork
 from .target_parts import check_sizes, plain_embedding
 from .trainable_drafter import TrainableDrafter
@@ -67,6 +75,10 @@ class FeatureDrafter(TrainableDrafter):
         if not isinstance(assistant, str):
             raise cls._no_checkpoint("assistant_model", assistant)
         return cls(assistant, model)
+
+    @classmethod
+    def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...] | None:
+        return (*state_of(assistant), model.dtype, model.device) if isinstance(assistant, str) else None
 
     @classmethod
     def check_assistant(

@@ -28,6 +28,7 @@ from ..engine.shadow import make_shadow
 from ..registry import register_drafter
 from ..session import addresses, structure
 from .autoregressive import NetworkDrafter
+from .checkpoints import state_of
 from .target_parts import check_sizes
 from .trainable_drafter import Canvas
 
@@ -68,6 +69,12 @@ class SmallModelDrafter(NetworkDrafter):
     @classmethod
     def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "SmallModelDrafter":
         return cls(load_assistant(assistant, model), model)
+
+    @classmethod
+    def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...] | None:
+        if not isinstance(assistant, str):
+            return None  # a caller's module may change its structure, and costs nothing to take again
+        return *state_of(assistant), autocast_dtype(model.device) or model.dtype, model.device
 
     @classmethod
     def make_student(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "SmallModelDrafter":

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +26,13 @@ from transformers.initialization import no_init_weights
 from spec_trl import release
 from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
+from spec_trl.generation.registry import DRAFTERS
 from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3
+from tests.generation.drafters.mtp.heads import write_alone
 from tests.generation.drafters.watching import (
     KINDS,
     PRUNED,
@@ -151,6 +154,28 @@ def test_two_at_once(folders: dict[str, Path], tiny: PreTrainedModel) -> None:
 
 
 # ---- what it borrows, keeps and leaves alone ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*PRUNED, "mtp", "model", "auto"])
+def test_a_folder_is_read_once(kind: str, folders, tiny, tmp_path, monkeypatch) -> None:
+    """By several calls, until a file in it changes."""
+    folder = folders.get(kind, tmp_path / kind)
+    if kind == "mtp":
+        write_alone(folder, tiny)
+    elif kind not in folders:
+        tiny.save_pretrained(folder)
+    drafter, loads = DRAFTERS["model" if kind == "auto" else kind], []
+    make = drafter.make.__func__
+    monkeypatch.setattr(drafter, "make", classmethod(lambda *given: loads.append(given) or make(*given)))
+    plain = outputs(generate(tiny, PROMPTS))
+    for written in (False, False, True, False):
+        if written:
+            os.utime(folder / "model.safetensors")
+        result = generate(tiny, PROMPTS, kind, assistant_model=str(folder))
+        assert outputs(result) == plain and result.statistics.drafter_failure is None
+        assert kind == "auto" or result.statistics.total.drafted > 20
+    assert len(loads) == 2
+    release(tiny)
 
 
 @each_kind

@@ -194,7 +194,7 @@ def test_captured_forwards(
     for _ in range(2):  # captured, then kept
         result = generate(network, PROMPTS, strategy, config | {"runner": "graph"}, **options)
         assert outputs(result) == outputs(expected) and result.statistics.total == expected.statistics.total
-    assert tape.recorded == captures and tape.replayed > 10
+    assert tape.recorded == captures and tape.replayed > 5
     assert strategy == "none" or expected.statistics.total.accepted > 20
     release(network)
 

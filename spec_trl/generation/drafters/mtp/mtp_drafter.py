@@ -1,6 +1,7 @@
 """The multi-token-prediction (MTP) head of a checkpoint as drafter."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,7 +70,9 @@ class MtpDrafter(Eagle3Drafter):
 
     @classmethod
     def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...] | None:
-        return (model.config.name_or_path, model.dtype, model.device) if assistant is None else None
+        if assistant is None:
+            return model.config.name_or_path, model.dtype, model.device
+        return super().kept_for(model, assistant, config)
 
     @classmethod
     def check_assistant(
@@ -85,10 +88,12 @@ class MtpDrafter(Eagle3Drafter):
         return read_config(heads.folder, self.argument), heads.read(heads.first)
 
     def parse(self, settings: Mapping[str, Any], target: PreTrainedConfig) -> MtpConfig:  # type: ignore[override]
-        return MtpConfig.parse(target, is_sparse=any(".experts." in name for name in self._stored))
+        with refusing("the head does not fit the target's family", target.model_type):
+            return MtpConfig.parse(target, is_sparse=any(".experts." in name for name in self._stored))
 
     def build(self, target: PreTrainedModel) -> MtpNetwork:
-        return MtpNetwork(self.config, target, self._stored, self._has_norm)
+        with refusing("the head does not fit the target's family", target.config.model_type):
+            return MtpNetwork(self.config, target, self._stored, self._has_norm)
 
     def no_column(self) -> tuple[Tensor, Tensor]:
         return self._column
@@ -106,16 +111,22 @@ class MtpDrafter(Eagle3Drafter):
             return keys, values
 
         pair = self.network.fc.weight.new_zeros(1, 1, self.width)
-        try:
+        with refusing("the head's layer does not run by itself", type(self.network.layers[0]).__name__):
             with self.own_dtype():
                 self.network(pair, pair, pair[..., 0].long(), pair[:, None, :, :1], note)
             (column,) = written
-        except Exception as error:
-            raise ValueError(
-                f"the head's layer does not run by itself ({type(self.network.layers[0]).__name__}): "
-                f"{type(error).__name__}: {error}. Use another assistant_strategy."
-            ) from error
         return column
+
+
+@contextmanager
+def refusing(why: str, where: str) -> Iterator[None]:
+    """Raises ValueError for any error of the block: families differ in what their configs and layers have."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{why} ({where}): {type(error).__name__}: {error}. Use another assistant_strategy."
+        ) from error
 
 
 def served_heads(checkpoint: str | Path | None, target: PreTrainedModel, argument: str, **hub: Any) -> StoredHeads:

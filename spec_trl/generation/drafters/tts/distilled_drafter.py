@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from ...engine.rows import Admission
 from ...engine.statistics import LearningStatistics
 from ...registry import DRAFTERS, register_drafter
 from ...session import WeightState, structure
+from ..checkpoints import state_of
 from ..self_copy import SelfDrafter
 from ..small_model import SmallModelDrafter, as_assistant, refuse_states
 from ..trainable_drafter import Canvas, TrainableDrafter
@@ -362,6 +362,4 @@ def _identity(assistant: Any) -> Iterator[object]:
         network = as_assistant("assistant_model", assistant)
         yield from (*structure(network), WeightState(network))
     elif isinstance(assistant, str):
-        yield assistant
-        if (folder := Path(assistant)).is_dir():
-            yield from sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir())
+        yield from state_of(assistant)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from spec_trl import release
 from spec_trl.drafter_training.sequence_loss import TargetView, sequence_loss
@@ -20,6 +20,7 @@ from tests.conftest import STORY_MODEL, TRANSFORMERS
 from tests.generation.calls import generate, outputs, pad_left, random_rows, reference_outputs
 from tests.generation.drafters.mtp.heads import LAYOUTS, add, random_head, write_heads
 from tests.generation.drafters.watching import watch
+from tests.tiny_families import make
 
 
 ROWS = random_rows([5, 9, 1, 12, 7, 3])
@@ -153,6 +154,37 @@ def test_auto_without_heads(change: str, llama: PreTrainedModel, tmp_path: Path)
     assert len(said) == (change == "broken head")
     assert all(outputs(result) == outputs(results[0]) for result in results)
     release(llama)
+
+
+def foreign(folder: Path, family: str) -> PreTrainedModel:
+    """A model of a family whose layers no head fits, from a checkpoint with a head of a known mark."""
+    if family == "gpt2":
+        sizes = dict(vocab_size=64, n_embd=32, n_layer=1, n_head=2, num_nextn_predict_layers=1)
+        model: PreTrainedModel = GPT2LMHeadModel(GPT2Config(**sizes))
+    else:
+        model = make(family)
+        model.config.num_nextn_predict_layers = 1
+    model.save_pretrained(folder)
+    add(folder, {"mtp.fc.weight": torch.zeros(1, 1)})
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    return loaded.eval()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "falcon_h1"])
+def test_a_family_that_no_head_fits(family: str, tmp_path: Path) -> None:
+    """ "auto" goes on without the head, with one warning; "mtp" refuses."""
+    if family != "gpt2" and TRANSFORMERS < (5, 21):
+        pytest.skip("refused before 5.21")
+    model = foreign(tmp_path, family)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = [generate(model, PROMPTS, "auto", max_new_tokens=NEW) for _ in range(2)]
+    said = [str(one.message) for one in caught if "head of the checkpoint" in str(one.message)]
+    assert len(said) == 1 and f"config.name_or_path='{tmp_path}'" in said[0]
+    plain = outputs(generate(model, PROMPTS, max_new_tokens=NEW))
+    assert all(outputs(result) == plain for result in results)
+    with pytest.raises(ValueError, match=f"config.name_or_path='{tmp_path}': .* family .{family}.: .*Error"):
+        generate(model, PROMPTS, "mtp")
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
