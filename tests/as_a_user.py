@@ -42,6 +42,8 @@ def run_strategies(model: PreTrainedModel) -> None:
     plain = dict(input_ids=prompt, do_sample=False, max_new_tokens=40, min_new_tokens=40)
     expected = model.generate(**plain)
     for strategy in strategies():
+        if strategy == "mtp":  # the shipped model has no such head
+            continue
         options: dict[str, Any] = {}
         if strategy not in ("none", "auto", "best_of_n"):
             options["sd_toggle"] = "always"
