@@ -59,7 +59,7 @@ CLAIMS = {
     "between_commits": "rows",
     "end_to_end": "(ours|lossless), rollout tokens|(lossless|γ.), time of a rollout|always on, γ = [57].*block eff",
     "end_to_end_learned": "block efficiency|time of a rollout",
-    **dict.fromkeys(("cpu_attention", "dense_linear"), ""),
+    **dict.fromkeys(("cpu_attention", "dense_linear", "states"), ""),
     "kv_memory": "K/V",
     "specactor": "SpecActor over veRL;",
     **dict.fromkeys(("tts_drafters", "tts_drafters_self"), "TTS, acceptance length /"),
@@ -77,6 +77,7 @@ _PARTS = re.compile(
     r"batch \d+|\d+ layers|rows: \d+|\d+ tokens over \d+ columns|(?:all rows|rows are) [a-z ]+|(?<=sampler, )[^:]+|"
     r"(?:first|second)(?= call: auto)|(?<=[ \"])(?:self|model|ngram|history)(?=[:\"]| is)|(?<=noise )[^:,]+|"
     r"(?<=probe )[^:]+|"
+    r"^(?:Qwen3\.5|Falcon-H1|LFM2)|"
     r"^(?:EAGLE-3|DFlash|small LM|adapter on the self-drafter)|T = \d|\d+ updates in \d+ calls|last \d+[a-z0-9 ]*|"
     r"(?:S|K|η)=[\d.e-]+(?: async)?|λ=[\d.]+|TTS, per (?:request|rollout)|γ = \d(?: = γ\*)?|"
     r"(?<=learned auxiliary, )(?:as it came|adapted[a-z -]*|learning[a-zA-Z ()]*)"

@@ -197,7 +197,7 @@ def addresses(network: nn.Module) -> tuple[int, ...]:
 class WeightState:
     """Addresses of the parameters of `network`, their version counters, and some of their values, since fused
     optimizers and writes through `.data` do not count versions. Such a write that changes only other values is not
-    seen. Takes 2 ms with 272 parameters."""
+    seen. Takes 3 ms with 272 parameters on a CPU."""
 
     def __init__(self, network: nn.Module) -> None:
         parameters = list(network.parameters())
