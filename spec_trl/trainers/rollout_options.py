@@ -1,13 +1,12 @@
-"""GRPOConfig and the options that say how rollouts are drafted and verified."""
+"""The options that say how rollouts are drafted and verified: a part of the config of each of our trainers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate import PartialState
 from torch import nn
-from trl import GRPOConfig
 
 from ..drafter_training.adaptation import ADAPTABLE
 from ..generation.configuration import (
@@ -16,7 +15,6 @@ from ..generation.configuration import (
     check_combination,
     check_option,
     check_strategy,
-    document,
     option,
 )
 from ..generation.registry import DRAFTERS, check_use, drafting_ahead, needing_assistant, taking_assistant
@@ -27,7 +25,11 @@ from .checkpoint import DraftLengthState
 
 
 if TYPE_CHECKING:
+    from trl import GRPOConfig as TrainerConfig
+
     from ..efficient_rollout.draft_length import DraftLengthController
+else:
+    TrainerConfig = object
 
 
 def shared(name: str, default: Any = MISSING) -> Any:
@@ -41,7 +43,7 @@ _INSTEAD = {
     "draft_length": "Set draft_lengths=[5], which keeps one, or initial_draft_length, with which several start.",
     "max_batch_size": "Set rollout_batch_size.",
     "ngram_size": "It is an option of generate alone.",
-    "speculative_config": "Its fields are options here: SpecGRPOConfig(verification=..., draft_quantization=...).",
+    "speculative_config": "Its fields are options here: {}(verification=..., draft_quantization=...).",
     "drafter": "Name it by assistant_strategy.",
     "max_prompt_length": "TRL has it no longer: cut prompts in the dataset.",
 }
@@ -55,15 +57,16 @@ _BOUNDS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class SpecGRPOConfig(GRPOConfig):
-    """
-    Configuration class for the [`SpecGRPOTrainer`]: the options of [`~trl.GRPOConfig`], and those that say how
-    rollouts are drafted and verified.
+class RolloutOptions(TrainerConfig):
+    """Options of speculative rollouts, which stand before a config of TRL among the base classes of a config.
+
+    Attributes:
+        base_trainer: name of TRL's trainer of this config.
     """
 
     # Choices are `str` here: of a Literal, TrlParser answers a misspelt one with its whole usage.
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "best_of_n_assistants"]
+    base_trainer: ClassVar[str]
 
     assistant_strategy: str = option(
         "auto",
@@ -162,13 +165,14 @@ class SpecGRPOConfig(GRPOConfig):
     best_of_n_budget: int | None = shared("best_of_n_budget")
     best_of_n_race: bool = shared("best_of_n_race")
 
-    def __new__(cls, *_: Any, **options: Any) -> "SpecGRPOConfig":
+    def __new__(cls, *_: Any, **options: Any) -> "RolloutOptions":
         known = signature(cls.__init__).parameters  # a subclass may take more
         if any(one.kind is Parameter.VAR_KEYWORD for one in known.values()):
             return super().__new__(cls)
         for name in sorted(options.keys() - known.keys()):
             remedy = _INSTEAD.get(name) or did_you_mean(name, known).strip() or "The installed TRL has none."
-            raise ValueError(f"SpecGRPOConfig has no option {name!r} (given {options[name]!r:.60}). {remedy}")
+            given = f"{name!r} (given {options[name]!r:.60})"
+            raise ValueError(f"{cls.__name__} has no option {given}. {remedy.format(cls.__name__)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -178,7 +182,7 @@ class SpecGRPOConfig(GRPOConfig):
         self._check_generation()
         check_strategy(self.assistant_strategy)
         for declared in fields(self):
-            if declared.name in SpecGRPOConfig.__annotations__.keys() - OPTIONS.keys() - {"draft_lengths"}:
+            if declared.name in self.own_options().keys() - OPTIONS.keys() - {"draft_lengths"}:
                 check_option(declared, vars(self)[declared.name], **_BOUNDS.get(declared.name, {}))
         require_choice("rollout_sharing", self.rollout_sharing, ("pool", "own"))
         self._check_assistant()
@@ -211,19 +215,20 @@ class SpecGRPOConfig(GRPOConfig):
             )
 
     def _check_generation(self) -> None:
+        name = type(self).__name__
         for other in ("use_vllm", "use_transformers_continuous_batching"):
-            if vars(self)[other]:
+            if getattr(self, other, False):
                 raise ValueError(
-                    f"{other}=True contradicts assistant_strategy={self.assistant_strategy!r}: SpecGRPOTrainer "
-                    f"generates rollouts itself. Set {other}=False, or use trl.GRPOTrainer."
+                    f"{other}=True contradicts assistant_strategy={self.assistant_strategy!r}: {self.trainer} "
+                    f"generates rollouts itself. Set {other}=False, or use {self.base_trainer}."
                 )
-        for name in ("assistant_strategy", "assistant_model", "speculative_config"):
-            if name in (self.generation_kwargs or {}):
-                remedy = _INSTEAD.get(name, f"Set SpecGRPOConfig({name}=...).")
-                raise ValueError(f"generation_kwargs has {name!r}, which is for model.generate. {remedy}")
+        for setting in ("assistant_strategy", "assistant_model", "speculative_config"):
+            if setting in (self.generation_kwargs or {}):
+                remedy = _INSTEAD.get(setting, f"Set {{}}({setting}=...).").format(name)
+                raise ValueError(f"generation_kwargs has {setting!r}, which is for model.generate. {remedy}")
         if not self.ds3_gather_for_generation:
             raise ValueError(
-                "ds3_gather_for_generation=False contradicts SpecGRPOTrainer: ranks run different numbers of "
+                f"ds3_gather_for_generation=False contradicts {self.trainer}: ranks run different numbers of "
                 "forwards, so weights are gathered for the whole rollout. Set ds3_gather_for_generation=True."
             )
 
@@ -318,8 +323,10 @@ class SpecGRPOConfig(GRPOConfig):
         return controllers
 
     def own_options(self) -> dict[str, Any]:
-        """The options that GRPOConfig does not have, by name."""
-        return {name: vars(self)[name] for name in SpecGRPOConfig.__annotations__}
+        """The options that TRL's config does not have, by name."""
+        return {declared.name: vars(self)[declared.name] for declared in fields(RolloutOptions)}
 
-
-document(SpecGRPOConfig)
+    @property
+    def trainer(self) -> str:
+        """Name of our trainer of this config."""
+        return f"Spec{self.base_trainer.rpartition('.')[2]}"
