@@ -46,7 +46,7 @@ def speculate(
 
     Calls of the policy's `generate` that name no `assistant_strategy` then draft with `strategy`, and sample the
     tokens of `strategy="none"`. A call that asks for what speculation cannot serve, such as beams, is plain, with one
-    warning. Ranks do not pool their rows, as those of :class:`SpecGRPOTrainer` do.
+    warning. Ranks do not pool their rows, as they do in `SpecGRPOTrainer` and its like.
 
     Args:
         target: a trainer of transformers or TRL, or the model, which may be wrapped.
