@@ -12,6 +12,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -52,7 +53,8 @@ def speculate(
         target: a trainer of transformers or TRL, or the model, which may be wrapped.
         strategy: see :func:`~spec_trl.generation.configuration.check_strategy`.
         assistant_model: of strategies that take one.
-        output_dir: folder of the log, `rollout_log.jsonl`; by default the trainer's. A model alone has none.
+        output_dir: folder of the log, `rollout_log.jsonl`; by default the trainer's. A model alone has none. The first
+            rank writes it, of its rollouts.
         options: fields of :class:`SpeculativeConfig`.
 
     Raises:
@@ -71,24 +73,23 @@ def speculate(
         raise ValueError(f"target is a {type(policy).__name__}; give the transformers model in it.")
     check_use(check_strategy(strategy), config)
     check_combination(strategy, config)
-    check_model(policy)
-    if keeps_states(policy.config):
-        check_states(policy, strategy, config)
-    with Session.lend(policy) as session:  # raises where the assistant does not fit
-        make_drafters(session, strategy, policy, assistant_model, config)
-    if trainer is not None:
-        for name in _OTHER_ENGINES:
-            if getattr(trainer.args, name, False):
-                raise ValueError(f"{name}=True generates without model.generate; set it to False to speculate.")
+    for name in _OTHER_ENGINES:
+        if getattr(trainer and trainer.args, name, False):
+            raise ValueError(f"{name}=True generates without model.generate; set it to False to speculate.")
+    with whole_weights(model), Session.lend(policy) as session:
+        check_model(policy)
+        if keeps_states(policy.config):
+            check_states(policy, strategy, config)
+        make_drafters(session, strategy, policy, assistant_model, config)  # raises where the assistant does not fit
         if (generation_config := getattr(trainer, "generation_config", None)) is not None:
             check_generation(
                 policy, config, _cached(generation_config), getattr(trainer, "_tokenizer", None), policy.device,
                 "leave out speculate",
             )  # fmt: skip
-        if trainer.accelerator.is_main_process and output_dir is None:
-            output_dir = trainer.args.output_dir
-        elif not trainer.accelerator.is_main_process:
-            output_dir = None
+    if dist.is_initialized() and dist.get_rank():
+        output_dir = None  # the first rank writes the log
+    elif trainer is not None and output_dir is None:
+        output_dir = trainer.args.output_dir
     return Speculation(model, strategy, config, assistant_model, output_dir, trainer)
 
 
@@ -113,7 +114,7 @@ class Speculation(AbstractContextManager["Speculation"]):
 
     @property
     def log(self) -> RunLog | None:
-        """The log of the rollouts; None without `output_dir`."""
+        """The log of the rollouts; None without `output_dir`, and on all ranks but the first."""
         return self._records.log
 
     def stop(self) -> None:
