@@ -11,6 +11,7 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ..generation.engine.parked_rows import ParkedRows
 from ..generation.engine.rows import Request, RequestQueue, prompt_key
 from ..scheduling.shared_work import ExpectedLengths, longest_first
 from .link import Link, naming_the_remedy
@@ -57,13 +58,22 @@ class SharedRollouts:
         rank, ranks: this rank, and how many there are.
         timeout: seconds of silence after which a rank that waits for others gives up.
         decoding: number of ranks that decode, the first ones; None: all. If fewer than all, `shares` must be True.
+        parked: takes the K/V of rows between the turns of a tool loop; None: every turn reads whole texts.
 
     Attributes:
         pool: of the newest turn; None: this rank decoded its rows alone.
     """
 
-    def __init__(self, shares: bool, rank: int, ranks: int, timeout: float, decoding: int | None = None) -> None:
-        self._rank, self._timeout = rank, timeout
+    def __init__(
+        self,
+        shares: bool,
+        rank: int,
+        ranks: int,
+        timeout: float,
+        decoding: int | None = None,
+        parked: ParkedRows | None = None,
+    ) -> None:
+        self._rank, self._timeout, self._parked = rank, timeout, parked
         self._decoding = decoding or ranks
         self._shares = shares and ranks > 1
         self._expected = ExpectedLengths()
@@ -75,6 +85,8 @@ class SharedRollouts:
     def begin(self) -> None:
         """Begins a rollout: row numbers start at 0."""
         self._last_turn = None
+        if self._parked is not None:
+            self._parked.clear()
 
     def gather(self, prompts: list[list[int]]) -> Turn:
         """Begins the next turn of the rollout with this rank's `prompts` (token ids), possibly none. All ranks must
@@ -119,15 +131,20 @@ class SharedRollouts:
 
     def make_queue(self, turn: Turn, rows: int) -> Callable[[list[Request]], RequestQueue]:
         """Makes the queue of a turn for `generate`, with `rows` rows in flight."""
-        if not self._shares:
-            return RequestQueue
-        keys = [prompt_key(torch.tensor(prompt)) for prompt in turn.prompts]
-        order = longest_first(keys, self._expected.of(keys), rows)
-        link = self.link()
+        order: list[list[int]] = []
+        if self._shares:
+            keys = [prompt_key(torch.tensor(prompt)) for prompt in turn.prompts]
+            order = longest_first(keys, self._expected.of(keys), rows)
+            link = self.link()
 
         def make(requests: list[Request]) -> RequestQueue:
-            self.pool = SharedPool(requests, order, rows, link, self._send_seconds)
-            return self.pool
+            if self._parked is not None:
+                requests = self._parked.begin_turn([turn.rows[place] for place in turn.decoded], requests)
+            queue = RequestQueue(requests)
+            if self._shares:
+                queue = self.pool = SharedPool(requests, order, rows, link, self._send_seconds)
+            queue.parked = self._parked
+            return queue
 
         return make
 
@@ -141,6 +158,10 @@ class SharedRollouts:
         a pool must call it."""
         completions = self._of_all_ranks(turn, decoded) if self._shares else decoded
         self._last_turn = [(turn.rows[place], turn.prompts[place] + completions[place].tokens) for place in turn.own]
+        if self._parked is not None:
+            self._parked.end_turn(
+                {turn.rows[at]: (len(turn.prompts[at]), len(done.tokens)) for at, done in completions.items()}
+            )
         return completions
 
     def _of_all_ranks(self, turn: Turn, decoded: dict[int, Sampled]) -> dict[int, Sampled]:

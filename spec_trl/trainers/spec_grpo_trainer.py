@@ -20,6 +20,8 @@ from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
 from ..drafter_training.adaptation import check_adaptation
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.mtp.mtp_drafter import MtpDrafter
+from ..generation.engine.attention import keeps_states
+from ..generation.engine.parked_rows import ParkedRows
 from ..generation.engine.requirements import policy_in
 from ..generation.registry import CHOOSING
 from ..generation.strategies import policy_copies
@@ -85,7 +87,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self._draft_ranks = DraftRanks(args.draft_ranks, rank, ranks, args.ddp_timeout)
         shares, decoding = args.rollout_sharing == "pool", self._draft_ranks.decoding
-        self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding)
+        parked = ParkedRows() if self.tools and not keeps_states(policy_in(self.model).config) else None
+        self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding, parked)
         self._alarm = CollapseAlarm(by_first_token=args.sd_toggle == "measured" or args.assistant_strategy in CHOOSING)
         in_place = self._dist.zero_stage != 3 and not self._dist.is_fsdp
         self._graphs = KeptGraphs(config.keep_graphs, self.accelerator.device, in_place)
@@ -164,6 +167,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._sharing.begin()
         with self._clock.phase("rollout"), self._graphs.rollout(self.model, self.state.global_step):
             result = super()._generate(prompts)
+        self._sharing.begin()  # drops what tool turns have parked
         if self.rollout_func is None:
             self._finish_rollout(mode)
         self._rollouts[mode] += 1
