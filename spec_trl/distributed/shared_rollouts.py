@@ -1,7 +1,7 @@
 """A turn of a rollout on all ranks: which rank decodes which rows, and which completions it gets back."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple, TypeVar
@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..generation.engine.parked_rows import ParkedRows
 from ..generation.engine.rows import Request, RequestQueue, prompt_key
-from ..scheduling.shared_work import ExpectedLengths, longest_first
+from ..scheduling.shared_work import ExpectedLengths, dealt_to_holders, longest_first
 from .link import Link, naming_the_remedy
 from .pool import SharedPool
 
@@ -78,13 +78,14 @@ class SharedRollouts:
         self._shares = shares and ranks > 1
         self._expected = ExpectedLengths()
         self._turns = 0
+        self._holders: dict[int, int] = {}  # rank by row that was decoded there in the turn before
         self._last_turn: list[tuple[int, list[int]]] | None = None  # this rank's rows, and their tokens then
         self._send_seconds: float | None = None
         self.pool: SharedPool | None = None
 
     def begin(self) -> None:
         """Begins a rollout: row numbers start at 0."""
-        self._last_turn = None
+        self._last_turn, self._holders = None, {}
         if self._parked is not None:
             self._parked.clear()
 
@@ -131,10 +132,14 @@ class SharedRollouts:
 
     def make_queue(self, turn: Turn, rows: int) -> Callable[[list[Request]], RequestQueue]:
         """Makes the queue of a turn for `generate`, with `rows` rows in flight."""
-        order: list[list[int]] = []
+        order: Sequence[Sequence[int]] = []
         if self._shares:
             keys = [prompt_key(torch.tensor(prompt)) for prompt in turn.prompts]
             order = longest_first(keys, self._expected.of(keys), rows)
+            if self._parked is not None:
+                holders = {place: self._holders[row] for place, row in enumerate(turn.rows) if row in self._holders}
+                rounds = rows // max(map(len, order))
+                order = dealt_to_holders(order, holders, self._decoding, rounds)
             link = self.link()
 
         def make(requests: list[Request]) -> RequestQueue:
@@ -174,6 +179,7 @@ class SharedRollouts:
             for packed, _ in ranks
             for place, (tokens, logprobs) in packed.items()
         }
+        self._holders = {turn.rows[place]: rank for rank, (packed, _) in enumerate(ranks) for place in packed}
         measured = [seconds for _, seconds in ranks if seconds is not None]
         self._send_seconds = median(measured) if measured else None  # the sending rank decides by it
         if self._last_turn is None:  # prompts of later turns do not come back

@@ -75,6 +75,7 @@ class ParkedRows:
         """Parks `row`, which has ended, unless memory lacks, or a drafter must hear all forwards over a text."""
         cache, drafters = rollout.target.cache, rollout.drafters
         columns, number = int(rollout.rows.host_lengths[row]) - 1, self._numbers[rollout.rows.indices[row]]
+        self._pop(number)  # another rank has decoded the turns since
         needed, free = columns * cache.column_bytes, free_memory(rollout.rows.tokens.device)
         while self._bytes + needed > free and (freed := self.drop_oldest()):
             free += freed
