@@ -3,21 +3,39 @@
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .accept import Integers
-from .cache import RowStates
+from .cache import RaggedCache, RowStates
 from .memory import check_memory, sent
 from .noise import position_keys
 
 
 if TYPE_CHECKING:
+    from .parked_rows import ParkedRow, ParkedRows
     from .rollout import Rollout
+
+
+SHORT_PROMPT = 16
+"""Prompts of so few tokens are read like generated tokens on a CPU, where a decoder layer of few tokens is one call
+(`cpu_layers.py`). Only the prompt's length decides, so that its sums do not depend on other rows."""
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+Text: TypeAlias = tuple[bytes, Spans]
+
+
+class Piece(NamedTuple):
+    """Columns `first..end` of a text, generated ones or those of a prompt, which is `short` or not."""
+
+    first: int
+    end: int
+    generated: bool
+    short: bool
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,8 @@ class Request:
         head: number of columns whose K/V is computed again.
         tail: waits for the K/V of the columns from `head` on, without the last token, which the next forward feeds.
         method: name of the drafter to race with while the other rank still decodes the row; None: it gave the row up.
+        spans: columns of the prompt that earlier turns of a conversation have generated, without the last token of a
+            turn, which the next turn reads: pairs of first and end, ascending.
     """
 
     index: int
@@ -46,11 +66,24 @@ class Request:
     head: int = 0
     tail: Callable[[], RowStates] = dict
     method: str | None = None
+    spans: Spans = ()
 
     @property
     def length(self) -> int:
         """Tokens of the prompt and of what was generated."""
         return len(self.prompt) + (0 if self.generated is None else len(self.generated))
+
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        """Columns `start..stop` in the pieces in which a conversation computes them, so that K/V is the same if it is
+        computed again."""
+        pieces, column, short = [], 0, SHORT_PROMPT if self.prompt.device.type == "cpu" else 0
+        for first, end in (*self.spans, (len(self.prompt), self.length)):
+            for begin, finish, generated in ((column, first, False), (first, end, True)):
+                if max(begin, start) < min(finish, stop):
+                    is_short = finish - begin <= short
+                    pieces.append(Piece(max(begin, start), min(finish, stop), generated, is_short))
+            column = end
+        return pieces
 
 
 def prompt_key(prompt: Tensor) -> str:
@@ -64,7 +97,10 @@ class RequestQueue:
     Attributes:
         requests: all of the batch, by index.
         waiting: number of requests that no rank decodes yet, as far as this rank knows.
+        parked: takes the K/V of rows that end, for the next turn of a conversation; None: it is dropped.
     """
+
+    parked: "ParkedRows | None" = None
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
@@ -92,6 +128,16 @@ class RequestQueue:
         """Called once when request `index` ends; False discards its completion: another rank ended it first."""
         return True
 
+    def resume(self, rollout: "Rollout", admission: "Admission") -> None:
+        """Called when requests have been admitted, before their texts are read: brings parked rows back."""
+        if self.parked is not None:
+            self.parked.bring_back(rollout, admission)
+
+    def park(self, rollout: "Rollout", row: int) -> None:
+        """Called when `row` ends, before it leaves."""
+        if self.parked is not None:
+            self.parked.add(rollout, row)
+
     def after_round(self, rollout: "Rollout") -> None:
         """Called after a round, when ended rows have left; the queue may take further rows out of `rollout`."""
 
@@ -102,7 +148,7 @@ class Admission:
 
     Rows `first..first + leaders` hold texts to prefill; row `followers[i]` has the same prompt as row `sources[i]`
     (prefix sharing: the G copies of a GRPO prompt are prefilled once). `moved`: requests of leaders that were begun
-    before. `lengths`: tokens by row.
+    before. `lengths`, `requests`: of all of the rows. `parked`: leaders whose first columns were parked.
     """
 
     first: int
@@ -111,6 +157,8 @@ class Admission:
     sources: list[int]
     moved: dict[int, Request]
     lengths: list[int]
+    requests: list[Request]
+    parked: "dict[int, ParkedRow]" = field(default_factory=dict)
 
     @functools.cached_property
     def begun(self) -> dict[int, int]:
@@ -125,6 +173,21 @@ class Admission:
     def cached(self) -> list[int]:
         """Columns of K/V by row after the prompts have been read."""
         return [length - (row not in self.begun) for row, length in enumerate(self.lengths, self.first)]
+
+    def ends_short(self, row: int) -> bool:
+        """Whether the prompt of `row` ends with a short piece."""
+        request = self.requests[row - self.first]
+        return request.pieces(0, len(request.prompt))[-1].short
+
+    def bring_back(self, strategy: str, cache: RaggedCache) -> dict[int, int]:
+        """Writes the K/V that was parked for the drafter of this `strategy` into its `cache`; returns the number of
+        columns, by row, that the drafter need not compute."""
+        known = {}
+        for row, parked in self.parked.items():
+            if strategy in parked.drafters:
+                known[row], states = parked.drafters[strategy]
+                cache.import_row(row, 0, states)
+        return known
 
 
 class Rows:
@@ -168,6 +231,7 @@ class Rows:
         self.set_active(0)
         self.most: list[int] = []
         self.prompts: list[bytes] = []
+        self._spans: list[Spans] = []
         self.indices: list[int] = []
 
     def set_active(self, count: int) -> None:
@@ -205,14 +269,15 @@ class Rows:
     def admit(self, requests: list[Request]) -> Admission:
         """Puts `requests` into the free rows after the active ones."""
         first = self.active
-        row_of_prompt = dict(zip(self.prompts, range(first), strict=True)) if self._shares else {}
-        leaders: list[tuple[bytes, Request]] = []
-        followers: list[tuple[bytes, Request]] = []
+        texts = zip(self.prompts, self._spans, strict=True)  # equal texts with equal spans have equal K/V
+        row_of_prompt = {text: row for row, text in enumerate(texts)} if self._shares else {}
+        leaders: list[tuple[Text, Request]] = []
+        followers: list[tuple[Text, Request]] = []
         moved: dict[int, Request] = {}
         states: list[list[int]] = []  # [n, 5]
         seen = set(row_of_prompt)
         for request in requests:
-            key = request.prompt.cpu().numpy().tobytes()
+            key = request.prompt.cpu().numpy().tobytes(), request.spans
             (followers if key in seen and request.generated is None else leaders).append((key, request))
             if request.generated is None:  # else its K/V may not be here yet
                 seen.add(key)
@@ -229,7 +294,8 @@ class Rows:
                 self.logprobs[row, prompt:length] = request.logprobs
             states.append([length, prompt, request.limit, request.index, request.stream])
             self._host[:, row] = length, prompt, request.limit
-            self.prompts.append(key)
+            self.prompts.append(key[0])
+            self._spans.append(key[1])
             self.indices.append(request.index)
         self._state[:, first : first + len(states)] = sent(torch.tensor(states), self.tokens.device).T
         self.set_active(first + len(requests))
@@ -238,7 +304,9 @@ class Rows:
         self._keys[first : self.active] = position_keys(self.streams[first:], positions)
         follower_rows = list(range(first + len(leaders), self.active))
         sources = [row_of_prompt[key] for key, _ in followers]
-        return Admission(first, len(leaders), follower_rows, sources, moved, self.host_lengths[first:].tolist())
+        lengths = self.host_lengths[first:].tolist()
+        admitted = [request for _, request in leaders + followers]
+        return Admission(first, len(leaders), follower_rows, sources, moved, lengths, admitted)
 
     def generated_span(self, row: int) -> slice:
         """Columns of the generated tokens of `row`."""
@@ -294,7 +362,8 @@ class Rows:
             self._host[:, destination] = self._host[:, source]
             for row, target in zip(source, destination, strict=True):
                 self.prompts[target], self.indices[target] = self.prompts[row], self.indices[row]
-        del self.prompts[remaining:], self.indices[remaining:]
+                self._spans[target] = self._spans[row]
+        del self.prompts[remaining:], self.indices[remaining:], self._spans[remaining:]
         self.set_active(remaining)
         return source, destination
 
