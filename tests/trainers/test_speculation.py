@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import json
+import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch.nn.parallel import DataParallel
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, TrainerCallback
+from transformers.generation import BaseStreamer
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.a2po import A2POConfig, A2POTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
@@ -29,6 +32,7 @@ import spec_trl
 from examples.demo.task import build_tokenizer
 from spec_trl.cli.main import main
 from spec_trl.trainers.run_log import RolloutRecord, read_run
+from tests.trainers.conftest import ignore_round_times
 from tests.trainers.harness import PROMPTS, make_run, tiny_dataset, tiny_policy
 
 
@@ -147,7 +151,8 @@ def some(*fast: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", some("rloo", "gkd"))
-def test_trainers_train_as_without_drafts(name: str, tmp_path: Path) -> None:
+def test_trainers_train_as_without_drafts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignore_round_times(monkeypatch)  # by which "auto" decides
     plain, _ = train(name, tmp_path / "none", "none")
     efficiency = {}
     for run, strategy in (("self", "self"), ("fresh", "self"), ("auto", "auto")):
@@ -155,6 +160,7 @@ def test_trainers_train_as_without_drafts(name: str, tmp_path: Path) -> None:
         assert_same(plain, drafted)
         records = rollouts(tmp_path / run)
         assert len(records) == len(plain.generate_calls) == speculation.verdict.rollouts
+        assert speculation.verdict.drafted_rounds
         efficiency[run] = [record.block_efficiency for record in records]
     assert efficiency["self"] == efficiency["fresh"], "the copy is stale"
     assert min(efficiency["self"]) > 2
@@ -193,9 +199,29 @@ def test_a_run_resumes(tmp_path: Path) -> None:
     rest, _ = train("rloo", tmp_path, "self", tmp_path / "checkpoint-2", **options)
     assert rest.generate_calls == whole.generate_calls[2:]
     run = read_run(tmp_path)
-    assert len(run.headers) == 2
+    assert len(run.headers) == 2 and all(record.block_efficiency for record in run.rollouts)
     assert [(one.rollout, one.step) for one in run.rollouts] == [(step, step) for step in range(4)]
     assert [one.step for one in run.steps] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "strategy", "options"),
+    [("gkd", "teacher_model", "model", dict(lmbda=0.0, seq_kd=True)), ("a2po", "ref_model", "self", {})],
+)
+def test_other_models_of_a_trainer(
+    name: str, model: str, strategy: str, options: dict[str, Any], tmp_path: Path
+) -> None:  # fmt: skip
+    """The teacher that writes the sequences of `seq_kd`, for which the student drafts; A2PO's reference model."""
+    trained = []
+    for run in ("none", strategy):
+        trained.append(trainer := make_trainer(name, tmp_path / run, **options))
+        assistant = trainer.model if run == "model" else None
+        with spec_trl.speculate(getattr(trainer, model), run, assistant, tmp_path / run, sd_toggle="always"):
+            trainer.train()
+    plain, drafted = trained
+    assert losses(plain) and losses(plain) == losses(drafted)
+    assert all(map(torch.equal, plain.model.parameters(), drafted.model.parameters()))
+    assert all(record.acceptance_rate for record in rollouts(tmp_path / strategy))
 
 
 class Reporting(TrainerCallback):
@@ -275,18 +301,51 @@ def test_a_loop_drafts_with_a_fresh_copy(kind: str, tmp_path: Path) -> None:
     assert drafted == fresh and min(drafted["efficiency"]) > 2
 
 
-def test_what_it_cannot_serve_is_plain(tmp_path: Path) -> None:
+class Streamed(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+ONE: dict[str, Any] = {"input_ids": IDS[1:]}  # assisted decoding of transformers takes no more
+WITH_LOGITS = dict(output_logits=True, return_dict_in_generate=True)
+UNSERVED: dict[str, Callable[[LlamaForCausalLM], dict[str, Any]]] = {
+    "num_beams": lambda _: PROMPT | dict(num_beams=2, num_return_sequences=2),
+    "output_scores": lambda _: PROMPT | dict(output_scores=True, return_dict_in_generate=True),
+    "output_logits": lambda _: ONE | WITH_LOGITS | dict(streamer=Streamed()),
+    "prompt_lookup_num_tokens": lambda _: ONE | dict(prompt_lookup_num_tokens=2),
+    "assistant_model": lambda _: ONE | dict(assistant_model=tiny_policy(1)),
+    "past_key_values": lambda _: PROMPT | dict(past_key_values=DynamicCache()),
+    "inputs_embeds": lambda policy: dict(inputs_embeds=policy.get_input_embeddings()(IDS)),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_what_it_cannot_serve_is_plain(name: str) -> None:
+    """Calls of callbacks, for instance."""
     policy = tiny_policy()
-    calls = [dict(num_beams=2), dict(do_sample=True, output_logits=True, return_dict_in_generate=True), {}]
-    torch.manual_seed(0)
-    plain = [policy.generate(**PROMPT, max_new_tokens=8, **call) for call in calls]
-    with spec_trl.speculate(policy, "self", sd_toggle="always") as speculation:
+
+    def sample(call: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
         torch.manual_seed(0)
-        with pytest.warns(UserWarning, match="num_beams") as warned:
-            mixed = [policy.generate(**PROMPT, max_new_tokens=8, **call) for call in calls]
+        output = policy.generate(**call, do_sample=True, max_new_tokens=8)
+        streamed = call["streamer"].tokens if "streamer" in call else []
+        return (output if isinstance(output, torch.Tensor) else output.sequences).tolist(), streamed
+
+    plain = sample(UNSERVED[name](policy))
+    assert plain[1] or name != "output_logits"
+    with spec_trl.speculate(policy, "self", sd_toggle="always") as speculation:
+        with pytest.warns(UserWarning, match=name) as warned:
+            mixed = [sample(UNSERVED[name](policy)) for _ in range(2)]
+        assert speculation.verdict.rollouts == 0
+        _, streamed = sample(ONE | dict(streamer=Streamed()))
+    assert mixed == [plain, plain]
     assert len([one for one in warned if "does not speculate" in str(one.message)]) == 1
-    assert plain[0].tolist() == mixed[0].tolist() and plain[1].sequences.tolist() == mixed[1].sequences.tolist()
-    assert plain[2].tolist() == mixed[2].tolist() and speculation.verdict.rollouts == 1
+    assert speculation.verdict.drafted_rounds and len(streamed) == 6 + 8 + 1
 
 
 def test_errors_of_a_rollout_are_no_refusals() -> None:
@@ -321,32 +380,54 @@ def test_a_model_with_a_generate_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "toggle"), [("tts", "always"), ("best_of_n", "measured")])
-def test_other_strategies(strategy: str, toggle: str) -> None:
+def test_other_strategies(strategy: str, toggle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignore_round_times(monkeypatch)
     policy = tiny_policy()
     plain = policy.generate(**PROMPT, max_new_tokens=64)
     with spec_trl.speculate(policy, strategy, sd_toggle=toggle) as speculation:
         for _ in range(3):
             assert policy.generate(**PROMPT, max_new_tokens=64).tolist() == plain.tolist()
-    assert speculation.verdict.rollouts == 3
-    assert speculation.verdict.drafted_rounds or toggle == "measured"  # by what this machine's rounds take
+    assert speculation.verdict.rollouts == 3 and speculation.verdict.drafted_rounds
 
 
-def test_it_ends(tmp_path: Path) -> None:
+def test_it_ends() -> None:
     policy = tiny_policy()
     first, second = spec_trl.speculate(policy, "none"), spec_trl.speculate(policy, "self", sd_toggle="always")
     first.stop()  # the second has taken its place
     policy.generate(**PROMPT, max_new_tokens=8)
     assert (first.verdict.rollouts, second.verdict.rollouts) == (0, 1)
-    copied = copy.deepcopy(policy)
-    copied.generate(**PROMPT, max_new_tokens=8)
-    second.stop()
-    policy.generate(**PROMPT, max_new_tokens=8)
+    copy.deepcopy(policy).generate(**PROMPT, max_new_tokens=8)
     assert second.verdict.rollouts == 1
-    spec_trl.speculate(policy, "self")
-    left = weakref.ref(policy)
-    del policy, copied
+
+    class Stopping(Streamed):
+        def put(self, value: torch.Tensor) -> None:
+            second.stop()
+            super().put(value)
+
+    drafted, streamer = second.verdict.drafted_rounds, Stopping()
+    ids = policy.generate(**ONE, max_new_tokens=8, streamer=streamer)
+    assert second.verdict.drafted_rounds > drafted and streamer.tokens == [*ids[0].tolist(), -1]
+    second.stop()
+    assert policy.generate(**ONE, max_new_tokens=8).tolist() == ids.tolist()
+    assert second.verdict.rollouts == 2
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_trainer_and_its_policy_are_freed(stops: bool, tmp_path: Path) -> None:
+    trainer = make_trainer("rloo", tmp_path, max_steps=1)
+    spec_trl.speculate(trainer, "self")
+    speculation = spec_trl.speculate(trainer, "self", sd_toggle="always")  # stops the first
+    trainer.train()
+    assert speculation.verdict.rollouts == 1 and speculation.verdict.drafted_rounds
+    lines = (tmp_path / "rollout_log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["header", "rollout", "step"]
+    assert pickle.loads(pickle.dumps(trainer.state)).log_history == trainer.state.log_history
+    if stops:
+        speculation.stop()
+    left = weakref.ref(trainer), weakref.ref(trainer.model)
+    del trainer
     gc.collect()
-    assert left() is None
+    assert [one() for one in left] == [None, None]
 
 
 @pytest.mark.parametrize(
