@@ -140,9 +140,7 @@ class Speculation(AbstractContextManager["Speculation"]):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def __call__(
-        self, generate: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, generate: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Generates for `generate(model, *args, **kwargs)`, which would be plain."""
         names = list(inspect.signature(generate).parameters)[1:]
         kwargs = dict(zip(names, args, strict=False)) | kwargs

@@ -159,5 +159,3 @@ def loop(kind: str, folder: Path, strategy: str, is_fresh: bool = False) -> dict
     assert speculation.verdict.rollouts == 6
     efficiency = [record.block_efficiency for record in rollouts(folder)]
     return {"sampled": sampled, "efficiency": efficiency, "has_log": speculation.log is not None}
-
-
