@@ -3,8 +3,8 @@
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +17,12 @@ from .noise import position_keys
 
 
 if TYPE_CHECKING:
+    from .image_prompts import ImagePrompt
     from .rollout import Rollout
+
+
+Prompt: TypeAlias = "tuple[bytes, ImagePrompt | None]"
+"""Rows with equal ones have the same K/V."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Request:
         head: number of columns whose K/V is computed again.
         tail: waits for the K/V of the columns from `head` on, without the last token, which the next forward feeds.
         method: name of the drafter to race with while the other rank still decodes the row; None: it gave the row up.
+        images: of the prompt; None: it is text.
     """
 
     index: int
@@ -46,6 +52,7 @@ class Request:
     head: int = 0
     tail: Callable[[], RowStates] = dict
     method: str | None = None
+    images: "ImagePrompt | None" = None
 
     @property
     def length(self) -> int:
@@ -102,7 +109,7 @@ class Admission:
 
     Rows `first..first + leaders` hold texts to prefill; row `followers[i]` has the same prompt as row `sources[i]`
     (prefix sharing: the G copies of a GRPO prompt are prefilled once). `moved`: requests of leaders that were begun
-    before. `lengths`: tokens by row.
+    before. `lengths`: tokens by row. `images`: of rows whose prompts have some; such leaders come first.
     """
 
     first: int
@@ -111,6 +118,7 @@ class Admission:
     sources: list[int]
     moved: dict[int, Request]
     lengths: list[int]
+    images: "dict[int, ImagePrompt]" = field(default_factory=dict)
 
     @functools.cached_property
     def begun(self) -> dict[int, int]:
@@ -168,6 +176,7 @@ class Rows:
         self.set_active(0)
         self.most: list[int] = []
         self.prompts: list[bytes] = []
+        self._images: list[ImagePrompt | None] = []
         self.indices: list[int] = []
 
     def set_active(self, count: int) -> None:
@@ -205,18 +214,21 @@ class Rows:
     def admit(self, requests: list[Request]) -> Admission:
         """Puts `requests` into the free rows after the active ones."""
         first = self.active
-        row_of_prompt = dict(zip(self.prompts, range(first), strict=True)) if self._shares else {}
-        leaders: list[tuple[bytes, Request]] = []
-        followers: list[tuple[bytes, Request]] = []
+        texts = zip(self.prompts, self._images, strict=True)
+        row_of_prompt = dict(zip(texts, range(first), strict=True)) if self._shares else {}
+        leaders: list[tuple[Prompt, Request]] = []
+        followers: list[tuple[Prompt, Request]] = []
         moved: dict[int, Request] = {}
         states: list[list[int]] = []  # [n, 5]
         seen = set(row_of_prompt)
         for request in requests:
-            key = request.prompt.cpu().numpy().tobytes()
+            key = request.prompt.cpu().numpy().tobytes(), request.images
             (followers if key in seen and request.generated is None else leaders).append((key, request))
             if request.generated is None:  # else its K/V may not be here yet
                 seen.add(key)
-        leaders.sort(key=lambda leader: leader[1].length)  # rows of similar length prefill with little padding
+        # Rows of similar length prefill with little padding.
+        leaders.sort(key=lambda leader: (leader[1].images is None, leader[1].length))
+        followers.sort(key=lambda follower: follower[1].images is not None)
         for row, (key, request) in enumerate(leaders + followers, start=first):
             prompt, length = len(request.prompt), request.length
             self.tokens[row, :prompt] = request.prompt
@@ -229,7 +241,8 @@ class Rows:
                 self.logprobs[row, prompt:length] = request.logprobs
             states.append([length, prompt, request.limit, request.index, request.stream])
             self._host[:, row] = length, prompt, request.limit
-            self.prompts.append(key)
+            self.prompts.append(key[0])
+            self._images.append(key[1])
             self.indices.append(request.index)
         self._state[:, first : first + len(states)] = sent(torch.tensor(states), self.tokens.device).T
         self.set_active(first + len(requests))
@@ -238,7 +251,9 @@ class Rows:
         self._keys[first : self.active] = position_keys(self.streams[first:], positions)
         follower_rows = list(range(first + len(leaders), self.active))
         sources = [row_of_prompt[key] for key, _ in followers]
-        return Admission(first, len(leaders), follower_rows, sources, moved, self.host_lengths[first:].tolist())
+        images = {row: image for row, image in enumerate(self._images[first:], first) if image is not None}
+        lengths = self.host_lengths[first:].tolist()
+        return Admission(first, len(leaders), follower_rows, sources, moved, lengths, images)
 
     def generated_span(self, row: int) -> slice:
         """Columns of the generated tokens of `row`."""
@@ -294,7 +309,8 @@ class Rows:
             self._host[:, destination] = self._host[:, source]
             for row, target in zip(source, destination, strict=True):
                 self.prompts[target], self.indices[target] = self.prompts[row], self.indices[row]
-        del self.prompts[remaining:], self.indices[remaining:]
+                self._images[target] = self._images[row]
+        del self.prompts[remaining:], self.indices[remaining:], self._images[remaining:]
         self.set_active(remaining)
         return source, destination
 

@@ -1,6 +1,6 @@
 """Forwards: runs one network over a ragged cache, eagerly or with C++ on a CPU: prefill, verification, drafting."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
@@ -21,6 +21,7 @@ from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .cpu_layers import SCALARS
 from .drafter import Forward, NetworkDraft
 from .family_hooks import cache_argument
+from .image_prompts import read_images
 from .memory import sent
 from .requirements import position_limit
 from .rows import Admission, Rows
@@ -214,10 +215,17 @@ class EagerRunner:
         lengths = admission.cached
         for row, request in admission.moved.items():
             lengths[row - admission.first] = request.head
-        logits = self._read(rows, admission, lengths, set(admission.begun))
+        known, logits = dict[int, int](), list[Tensor]()
+        if admission.images or self.cache.offsets is not None:
+            known, logits = read_images(self.network, self.cache, admission, lengths)
+            self.forwards += len(known)
+            self.eager_forwards += len(known)
+        logits += self._read(rows, admission, lengths, admission.begun.keys() - known.keys(), known)
         late = [row for row in admission.followers if admission.begun[row] == row]
-        if late:
-            logits += self._read_ends(rows, admission, late)
+        seen = [row for row in late if row in admission.images]  # the last ones
+        if len(late) > len(seen):
+            logits += self._read_ends(rows, admission, late[: len(late) - len(seen)])
+        logits += [admission.images[row].logits for row in seen]
         return sum(lengths[: admission.leaders]), torch.cat(logits) if logits else None
 
     def _read_ends(self, rows: Rows, admission: Admission, late: list[int]) -> list[Tensor]:
@@ -239,11 +247,14 @@ class EagerRunner:
 
     def read_texts(self, rows: Rows, admission: Admission) -> None:
         """Writes the K/V of admitted texts without their last tokens, for a drafter, whose first draft feeds those."""
-        self._read(rows, admission, [length - 1 for length in admission.lengths], ())
+        self._read(rows, admission, [length - 1 for length in admission.lengths], (), {})
 
-    def _read(self, rows: Rows, admission: Admission, lengths: list[int], ends: Collection[int]) -> list[Tensor]:
-        """Writes the first `lengths` columns of the admitted rows; returns logits `[n, 1, vocab]` of the last columns
-        of leaders in `ends`. Lengths of leaders that are not moved ascend."""
+    def _read(
+        self, rows: Rows, admission: Admission, lengths: list[int], ends: Collection[int], known: Mapping[int, int]
+    ) -> list[Tensor]:
+        """Writes the first `lengths` columns of the admitted rows, except the `known` first columns by row; returns
+        logits `[n, 1, vocab]` of the last columns of leaders in `ends`. Lengths of other leaders that are not moved
+        ascend."""
         device, logits = rows.tokens.device, list[Tensor]()
         self.cache.reserve(lengths[: admission.leaders], admission.first)
         self.cache.forget(admission.first, admission.first + len(lengths))
@@ -252,12 +263,12 @@ class EagerRunner:
             vocabulary: int = self.network.config.get_text_config(decoder=True).vocab_size
             most = min(most, max(_LOGITS_PER_FORWARD // vocabulary, 1))
         queries = min(_QUERIES_PER_FORWARD, most)
-        start = 0
+        start, alone = 0, admission.moved.keys() | known.keys()
         while start < admission.leaders:
             end, longest, first = start + 1, lengths[start], admission.first + start
             is_moved = first in admission.moved
             is_short = _is_short(rows, first)
-            while end < admission.leaders and not is_moved and admission.first + end not in admission.moved:
+            while end < admission.leaders and first not in alone and admission.first + end not in alone:
                 too_many = lengths[end] * (end + 1 - start) > most
                 if too_many or _is_short(rows, admission.first + end) != is_short:
                     break
@@ -265,7 +276,7 @@ class EagerRunner:
             last = admission.first + end
             # Generated tokens are computed like steps, in the same order of sums.
             prompt = min(int(rows.host_prompt_lengths[first]), longest) if is_moved else longest
-            for column in (*range(0, prompt, queries), *range(prompt, longest, queries)):
+            for column in (*range(known.get(first, 0), prompt, queries), *range(prompt, longest, queries)):
                 stop = min(column + queries, prompt if column < prompt else longest)
                 positions = torch.arange(column, stop, device=device).expand(end - start, -1)  # [n, q]
                 text = [max(min(stop, length) - column, 0) for length in lengths[start:end]]
@@ -360,7 +371,9 @@ class EagerRunner:
         sound = f"every module's output is finite ({self.network.dtype}): the logits processors did it"
         return broken[0] if broken else sound
 
-    def _position_ids(self, positions: Tensor) -> Tensor:
+    def _position_ids(self, positions: Tensor, first_row: int = 0) -> Tensor:
+        if self.cache.offsets is not None:
+            positions = positions + self.cache.offsets[first_row : first_row + len(positions), None]  # [B, q]
         # Drafts of a row about to end may be past the last position. Their outputs are discarded, but a learned
         # position table must not be read out of range. RoPE has no last position.
         return positions if self._position_limit is None else positions.clamp(max=self._position_limit - 1)  # [B, q]
@@ -389,7 +402,7 @@ class EagerRunner:
             masks = self._masks.build(positions, columns, dtype, places, keys)
         logits = self.network(
             input_ids=tokens,
-            position_ids=self._position_ids(positions),
+            position_ids=self._position_ids(positions, first_row),
             attention_mask=masks,
             use_cache=True,
             **{self._cache_argument: self.cache},
