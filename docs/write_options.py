@@ -9,10 +9,11 @@ from dataclasses import MISSING, Field, fields
 from fnmatch import fnmatch
 from pathlib import Path
 
-from spec_trl import SpecGRPOConfig, SpeculativeConfig
+from spec_trl import SpeculativeConfig
+from spec_trl.trainers.rollout_options import RolloutOptions
 
 
-CONFIGS: dict[str, type] = {"SpecGRPOConfig": SpecGRPOConfig, "SpeculativeConfig": SpeculativeConfig}
+CONFIGS: dict[str, type] = {"SpecGRPOConfig": RolloutOptions, "SpeculativeConfig": SpeculativeConfig}
 TABLE = re.compile(r"<!-- options: (\w+)([^>]*?) -->\n(.*?)<!-- end of options -->", re.DOTALL)
 
 
@@ -23,11 +24,8 @@ def with_tables(text: str) -> str:
 
 def write_table(name: str, patterns: list[str]) -> str:
     """The table of the class `name`, of those options that match one of `patterns`, or of all, with its marks."""
-    config = CONFIGS[name]
     chosen = [
-        each
-        for each in fields(config)
-        if each.name in config.__annotations__ and any(fnmatch(each.name, pattern) for pattern in patterns or ["*"])
+        each for each in fields(CONFIGS[name]) if any(fnmatch(each.name, pattern) for pattern in patterns or ["*"])
     ]
     rows = [f"| `{each.name}` | `{default_of(each)!r}` | {each.metadata['help']} |" for each in chosen]
     mark = " ".join([f"<!-- options: {name}", *patterns, "-->"])

@@ -56,11 +56,12 @@ def check_option(declared: Field[Any], value: object, **bounds: Any) -> None:
     require_value(declared.name, value, kinds_of(declared), **bounds)
 
 
-def document(config: type) -> None:
-    """Appends the options that the class `config` declares to its docstring, with their defaults and what they do."""
+def document(config: type, declaring: type) -> None:
+    """Appends the options that the class `declaring` declares to the docstring of the class `config`, which has them,
+    with their defaults and what they do."""
     config.__doc__ = f"{config.__doc__}\n    Options:"
     for declared in fields(config):
-        if declared.name in config.__annotations__:
+        if declared.name in declaring.__annotations__:
             default = declared.default if declared.default_factory is MISSING else declared.default_factory()
             text = textwrap.indent(textwrap.fill(declared.metadata["help"], 105), " " * 12)
             config.__doc__ += f"\n        {declared.name} (defaults to `{default!r}`):\n{text}"
@@ -332,7 +333,7 @@ class SpeculativeConfig:
         return value if isinstance(value, SpeculativeConfig) else cls(**(value or {}))
 
 
-document(SpeculativeConfig)
+document(SpeculativeConfig, SpeculativeConfig)
 OPTIONS = {field.name: field for field in fields(SpeculativeConfig)}
 """The options by name."""
 

@@ -9,12 +9,11 @@ input, as under gradient checkpointing, with its ordinary gradient.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
-from trl import GRPOTrainer
 
 from ..cpu_products import DTYPES
 from ..generation.configuration import SpeculativeConfig
@@ -31,6 +30,10 @@ from ..native_code import compiler
 from .sampler_mismatch import is_comparable
 
 
+if TYPE_CHECKING:
+    from .speculative_rollouts import SpeculativeRollouts
+
+
 class ExactLogprobs:
     """Computes log-probabilities of completions by the sampler's engine, with the gradient of TRL's forward.
 
@@ -44,7 +47,7 @@ class ExactLogprobs:
     """
 
     def __init__(
-        self, trainer: GRPOTrainer, config: SpeculativeConfig, processors: Iterable[LogitsProcessor] | None
+        self, trainer: "SpeculativeRollouts", config: SpeculativeConfig, processors: Iterable[LogitsProcessor] | None
     ) -> None:
         policy = policy_in(trainer.model)
         _check(trainer, policy, config, processors)
@@ -115,11 +118,14 @@ def _check(
     args, device = trainer.args, trainer.accelerator.device
     dropout = [name for name, module in policy.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
     reasons = {
+        f"the loss of a {type(trainer).__name__} reads no log-probabilities of tokens": (
+            "_get_per_token_logps_and_entropies" in trainer.lacking
+        ),
         f"the policy is on {device}, not on a CPU": device.type != "cpu",
         "there is no C++ compiler": compiler() is None,
         f"the policy is in {policy.dtype}, not in one of {list(DTYPES)}": policy.dtype not in DTYPES,
         "a rollout_func generates": processors is None,
-        "tools take turns, which are read as prompts": bool(trainer.tools),
+        "tools take turns, which are read as prompts": bool(getattr(trainer, "tools", None)),
         "tokens are drawn from another distribution (top_p, top_k, min_p, a penalty, ...) than the loss is of": (
             not is_comparable(processors or (), args.temperature)
         ),
@@ -127,7 +133,9 @@ def _check(
         "the policy's config has attention_dropout": bool(getattr(policy.config, "attention_dropout", 0)),
         "torch_compile=True": args.torch_compile,
         "FSDP or ZeRO-3 shards the weights": trainer._dist.is_fsdp or trainer._dist.zero_stage == 3,
-        "the routers' loss reads their logits; set router_aux_loss_coef=0": trainer.aux_loss_enabled,
+        "the routers' loss reads their logits; set router_aux_loss_coef=0": (
+            getattr(trainer, "aux_loss_enabled", False)  # distillation has no such loss
+        ),
         "draft_quantization='awq-...' reads what layers are fed in the loss's forward": (
             config.draft_quantization.startswith("awq")
         ),

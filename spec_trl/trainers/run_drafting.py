@@ -26,7 +26,7 @@ from ..quantization.awq import ActivationStatistics
 from ..scheduling.control import Control
 from ..scheduling.planner import Planner
 from .checkpoint import DraftLengthState, RankState, RolloutState, only_for_speed
-from .spec_grpo_config import SpecGRPOConfig
+from .rollout_options import RolloutOptions
 from .step_totals import Durations
 
 
@@ -50,7 +50,7 @@ class RunDrafting:
         adapts: whether a learned drafter is trained along.
     """
 
-    def __init__(self, args: SpecGRPOConfig, accelerator: Accelerator, adapts: bool) -> None:
+    def __init__(self, args: RolloutOptions, accelerator: Accelerator, adapts: bool) -> None:
         self._args, self._accelerator, self._adapts = args, accelerator, adapts
         self.config = args.speculative_config()
         self.drafters: list[Drafter] = []
@@ -128,7 +128,8 @@ class RunDrafting:
         """Returns the control, made at the first rollout, with the current γ and τ_prev (ER Algorithm 1, lines
         6-8)."""
         args, is_new = self._args, self.control is None
-        rows = max(rows, args.per_device_train_batch_size * args.steps_per_generation)
+        steps = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)  # distillation has no choice
+        rows = max(rows, args.per_device_train_batch_size * steps)
         rows = min(args.rollout_batch_size or rows, rows)  # most rows in flight, in this or a later rollout
         if self.control is None:
             self.control = self._make_control(policy, rows, width + args.max_completion_length)

@@ -7,12 +7,12 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -27,9 +27,9 @@ from ..generation.generate import DEFAULTS, SpeculativeOutput, setting
 from ..generation.registry import check_use
 from ..generation.session import Session
 from ..generation.strategies import Assistant, check_states, make_drafters
-from ..measuring.machine import hardware_name
 from .rollout_memory import whole_weights
-from .run_log import LOG_FILE, Mode, RunHeader, RunLog, Verdict
+from .run_log import Mode, RunLog, Verdict
+from .run_records import RunRecords, describe
 from .step_totals import RolloutTotals
 from .trainer_checks import check_generation
 
@@ -53,7 +53,8 @@ def speculate(
         target: a trainer of transformers or TRL, or the model, which may be wrapped.
         strategy: see :func:`~spec_trl.generation.configuration.check_strategy`.
         assistant_model: of strategies that take one.
-        output_dir: folder of the log, `rollout_log.jsonl`; by default the trainer's. A model alone has none.
+        output_dir: folder of the log, `rollout_log.jsonl`; by default the trainer's. A model alone has none. The first
+            rank writes it, of its rollouts.
         options: fields of :class:`SpeculativeConfig`.
 
     Raises:
@@ -72,45 +73,49 @@ def speculate(
         raise ValueError(f"target is a {type(policy).__name__}; give the transformers model in it.")
     check_use(check_strategy(strategy), config)
     check_combination(strategy, config)
-    check_model(policy)
-    if keeps_states(policy.config):
-        check_states(policy, strategy, config)
-    with Session.lend(policy) as session:  # raises where the assistant does not fit
-        make_drafters(session, strategy, policy, assistant_model, config)
-    if trainer is not None:
-        for name in _OTHER_ENGINES:
-            if getattr(trainer.args, name, False):
-                raise ValueError(f"{name}=True generates without model.generate; set it to False to speculate.")
+    for name in _OTHER_ENGINES:
+        if getattr(trainer and trainer.args, name, False):
+            raise ValueError(f"{name}=True generates without model.generate; set it to False to speculate.")
+    with whole_weights(model), Session.lend(policy) as session:
+        check_model(policy)
+        if keeps_states(policy.config):
+            check_states(policy, strategy, config)
+        make_drafters(session, strategy, policy, assistant_model, config)  # raises where the assistant does not fit
         if (generation_config := getattr(trainer, "generation_config", None)) is not None:
             check_generation(
-                policy, config, _cached(generation_config), getattr(trainer, "_tokenizer", None), policy.device
-            )
-        if trainer.accelerator.is_main_process and output_dir is None:
-            output_dir = trainer.args.output_dir
-        elif not trainer.accelerator.is_main_process:
-            output_dir = None
+                policy, config, _cached(generation_config), getattr(trainer, "_tokenizer", None), policy.device,
+                "leave out speculate",
+            )  # fmt: skip
+    if dist.is_initialized() and dist.get_rank():
+        output_dir = None  # the first rank writes the log
+    elif trainer is not None and output_dir is None:
+        output_dir = trainer.args.output_dir
     return Speculation(model, strategy, config, assistant_model, output_dir, trainer)
 
 
 class Speculation(AbstractContextManager["Speculation"]):
-    """Result of :func:`speculate`: ends with `stop()`, or as a context manager.
-
-    Attributes:
-        verdict: whether the rollouts so far gained from drafts, in a sentence.
-        log: of the rollouts; None without `output_dir`.
-    """
+    """Result of :func:`speculate`: ends with `stop()`, or as a context manager."""
 
     def __init__(
         self, model: nn.Module, strategy: str, config: SpeculativeConfig, assistant: Assistant,
         output_dir: str | Path | None, trainer: Any,
     ) -> None:  # fmt: skip
-        self.verdict = Verdict()
-        self.log = None if output_dir is None else RunLog(Path(output_dir) / LOG_FILE)
+        self._records = RunRecords(output_dir)
         self._model, self._trainer = ref(model), None if trainer is None else ref(trainer)
         self._strategy, self._config, self._assistant = strategy, config, assistant
         self._counts: dict[Mode, int] = {"train": 0, "eval": 0}
         self._has_warned = False
         DEFAULTS[policy_in(model)] = self._generate
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the rollouts so far gained from drafts, in a sentence."""
+        return self._records.verdict
+
+    @property
+    def log(self) -> RunLog | None:
+        """The log of the rollouts; None without `output_dir`, and on all ranks but the first."""
+        return self._records.log
 
     def stop(self) -> None:
         """Makes `generate` plain again."""
@@ -179,20 +184,8 @@ class Speculation(AbstractContextManager["Speculation"]):
         step = sum(self._counts.values()) if trainer is None else trainer.state.global_step
         lengths = dict.fromkeys(statistics.tallies, self._config.draft_length)
         record = totals.record(mode, self._counts[mode], step, self._strategy, lengths)
-        if not any(self._counts.values()):
-            header = RunHeader(
-                started=datetime.now(UTC).isoformat(timespec="seconds"),
-                hardware=hardware_name(model.device),
-                model=model.config._name_or_path or type(model).__name__,
-                dtype=str(model.dtype).removeprefix("torch."),
-                strategy=self._strategy,
-            )
-            if self.log is not None:
-                self.log.append(header)
         self._counts[mode] += 1
-        self.verdict.add(record)
-        if self.log is not None:
-            self.log.append(record)
+        self._records.append(record, lambda: describe(model, model.device, self._strategy))
 
 
 def _cached(config: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Checks of SpecGRPOTrainer before any work: that the classes of TRL and transformers are the known ones, and that no
+"""Checks of our trainers before any work: that the classes of TRL and transformers are the known ones, and that no
 rollout will fail. A prompt that is drawn later is checked then, and the error shows its text."""
 
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
@@ -39,6 +39,7 @@ from ..generation.engine.runner_choice import runner_mode
 from ..generation.generate import move_stop_strings
 from ..generation.strategies import check_assistants, check_device, check_states
 from ..papers import load
+from .rollout_options import RolloutOptions
 
 
 KNOWN = "trl 1.16 and transformers 5.17 to 5.24"
@@ -65,13 +66,13 @@ _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 # ---- base classes, whose private methods may change --------------------------------------
 
 
-def check_methods(ours: type, theirs: type) -> None:
+def check_methods(ours: type, theirs: type, lacking: Collection[str] = ()) -> None:
     """Raises ImportError unless every method of `ours` that overrides one of `theirs` has the same parameters in the
-    same order. Parameters that our `*args` takes may change."""
+    same order. Parameters that our `*args` takes may change; methods named in `lacking` may be missing."""
     for name in (*OVERRIDDEN, *_CALLED):
-        if not hasattr(theirs, name):
-            raise _unknown(f"{theirs.__name__} has no {name}")
-        if name in _CALLED:
+        if not hasattr(theirs, name) and name not in lacking:
+            raise _unknown(ours, f"{theirs.__name__} has no {name}")
+        if not hasattr(theirs, name) or name in _CALLED:
             continue
         mine, base = signature(getattr(ours, name)), signature(getattr(theirs, name))
         passes_on = any(one.kind is Parameter.VAR_POSITIONAL for one in mine.parameters.values())
@@ -79,21 +80,22 @@ def check_methods(ours: type, theirs: type) -> None:
         named = list(base.parameters)[: len(wanted) if passes_on else None]
         if named != wanted:
             known, new = (", ".join(one.parameters) for one in (mine, base))
-            raise _unknown(f"{theirs.__name__}.{name} takes ({new}), where ({known}) is known")
+            raise _unknown(ours, f"{theirs.__name__}.{name} takes ({new}), where ({known}) is known")
     keywords = {"gather_deepspeed3_params", "generation_kwargs", "gradient_checkpointing_kwargs"}
     if unknown := sorted(keywords - {*signature(unwrap_model_for_generation).parameters}):
-        raise _unknown(f"trl.models.unwrap_model_for_generation takes no {', '.join(unknown)}")
+        raise _unknown(ours, f"trl.models.unwrap_model_for_generation takes no {', '.join(unknown)}")
 
 
-def check_attributes(trainer: object) -> None:
-    """Raises ImportError if the base classes have not set an attribute that `trainer` reads."""
-    if missing := [name for name in READ if not hasattr(trainer, name)]:
-        raise _unknown(f"a GRPOTrainer has no {', '.join(missing)}")
+def check_attributes(trainer: object, theirs: type, lacking: Collection[str] = ()) -> None:
+    """Raises ImportError if the base class `theirs` has not set an attribute that `trainer` reads, but for those named
+    in `lacking`."""
+    if missing := [name for name in READ if not hasattr(trainer, name) and name not in lacking]:
+        raise _unknown(type(trainer), f"a {theirs.__name__} has no {', '.join(missing)}")
 
 
-def _unknown(difference: str) -> ImportError:
+def _unknown(ours: type, difference: str) -> ImportError:
     return ImportError(
-        f"SpecGRPOTrainer knows {KNOWN}; trl {trl.__version__} and transformers {transformers.__version__} are "
+        f"{ours.__name__} knows {KNOWN}; trl {trl.__version__} and transformers {transformers.__version__} are "
         f"installed, and differ: {difference}. {_REMEDY}"
     )
 
@@ -101,21 +103,23 @@ def _unknown(difference: str) -> ImportError:
 # ---- rollouts -------------------------------------------------------------------------------------------------------
 
 
-def check_fsdp(version: int | None) -> None:
-    """Raises ValueError for an FSDP `version` whose weights cannot be gathered; None: no FSDP."""
+def check_fsdp(version: int | None, config: type) -> None:
+    """Raises ValueError for an FSDP `version` whose weights cannot be gathered; None: no FSDP. `config`: class of the
+    trainer's config."""
     if version == 1:
         raise ValueError(
             "fsdp_version=1 is not served: it keeps a layer's weights in one flat tensor, and the drafter is made of "
             'each weight by itself. Set fsdp_version: 2 in the file for accelerate (fsdp_config={"version": 2} in '
-            "SpecGRPOConfig)."
+            f"{config.__name__})."
         )
 
 
 def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorList:
-    """Raises ValueError if a rollout of `trainer`, a SpecGRPOTrainer, would fail under `config`. Returns the
+    """Raises ValueError if a rollout of `trainer`, one of ours, would fail under `config`. Returns the
     processors of a rollout."""
     policy, args, settings = policy_in(trainer.model), trainer.args, trainer.generation_config
-    processors = check_generation(policy, config, settings, trainer._tokenizer, trainer.accelerator.device)
+    device, instead = trainer.accelerator.device, f"use {args.base_trainer}"
+    processors = check_generation(policy, config, settings, trainer._tokenizer, device, instead)
     check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
     drafter = config.tts_drafter if args.assistant_strategy == "tts" else args.assistant_strategy
     if drafter == MtpDrafter.strategy and args.assistant_model is None:
@@ -137,9 +141,10 @@ def check_generation(
     generation_config: GenerationConfig,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
+    instead: str,
 ) -> LogitsProcessorList:
-    """Raises ValueError if the first rollout would fail, possibly after a calibration. Returns the processors of a
-    rollout."""
+    """Raises ValueError if the first rollout would fail, possibly after a calibration; `instead`: its last remedy.
+    Returns the processors of a rollout."""
     check_model(policy)
     runner_mode(config, device)
     check_device(config, device)
@@ -165,7 +170,7 @@ def check_generation(
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(
             f"{kind}{error} Look in generation_kwargs, cache_implementation and the model's own generation_config, or "
-            "use trl.GRPOTrainer."
+            f"{instead}."
         ) from error
     return processors
 
@@ -217,7 +222,7 @@ def check_dataset(
     _check(policy, generation_config, ids, lambda at: f"{name}[{rows[longest[at]]}]['prompt']")
 
 
-def check_text(images: Any, fields: Mapping[str, Any]) -> None:
+def check_text(images: Any, fields: Mapping[str, Any], options: RolloutOptions) -> None:
     """Raises ValueError if prompts hold more than text; `fields`: outputs of a processor besides token ids."""
     carried = sorted(
         name
@@ -226,8 +231,8 @@ def check_text(images: Any, fields: Mapping[str, Any]) -> None:
     )
     if images or carried:
         raise ValueError(
-            f"the prompts carry {carried or 'images'}; SpecGRPOTrainer generates from text. "
-            "Use trl.GRPOTrainer for multimodal prompts."
+            f"the prompts carry {carried or 'images'}; {options.trainer} generates from text. "
+            f"Use {options.base_trainer} for multimodal prompts."
         )
 
 

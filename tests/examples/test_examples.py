@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from examples import generate, grpo_gsm8k, own_loop
+import spec_trl
+from examples import generate, grpo_gsm8k, online_dpo, own_loop, rloo
 from examples.demo.task import build_tokenizer
 from spec_trl import SpeculativeConfig, SpeculativeOutput
 from spec_trl.cli.loading import pad_left, token_ids
@@ -52,14 +53,25 @@ def test_the_scripts_of_the_docs(
         assert len(names["out"].sequences) == 2
 
 
-def test_a_loop_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [(own_loop, ["--model", str(STORY_MODEL), "--rows", "2", "--tokens", "24"]), (rloo, []), (online_dpo, [])],
+    ids=["own_loop", "rloo", "online_dpo"],
+)
+def test_what_speculate_serves(
+    script: Any, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    always = partial(spec_trl.speculate, strategy="self", sd_toggle="always")
+    monkeypatch.setattr(spec_trl, "speculate", always)
     monkeypatch.chdir(tmp_path)
-    own_loop.main(["--model", str(STORY_MODEL), "--steps", "2", "--rows", "2", "--tokens", "24"])
-    assert len(read_run(tmp_path / "own_loop").rollouts) == 2
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines[:2]] == ["step 0", "step 1"] and "plain decoding" in lines[2]
+    script.main(["--steps", "2", *options])
+    records = read_run(tmp_path / script.__name__.rpartition(".")[2]).rollouts
+    assert [(record.mode, record.step) for record in records] == [("train", 0), ("train", 1)]
+    assert all((record.acceptance_rate or 0.0) > 0.3 for record in records)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1].startswith("drafting in ")
+    assert script is not own_loop or [line.partition(":")[0] for line in printed[:-1]] == ["step 0", "step 1"]
 
 
 # ---- GSM8K ----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from spec_trl.generation.configuration import (
     Distillation,
     kinds_of,
 )
+from spec_trl.trainers.rollout_options import RolloutOptions
 from spec_trl.value_checks import require_folder_or_id
 
 
@@ -60,7 +61,7 @@ def test_the_trainer_has_the_options_of_generate() -> None:
         for_a_shell = "tts_stride", "keep_graphs", "exact", "best_of_n_drafters", "best_of_n_assistants"
         if name not in for_a_shell:
             is_choice = get_origin(OPTIONS[name].type) is Literal
-            assert SpecGRPOConfig.__annotations__[name] == (str if is_choice else OPTIONS[name].type), name
+            assert RolloutOptions.__annotations__[name] == (str if is_choice else OPTIONS[name].type), name
     assert all(option.metadata["help"] for option in own.values())
 
 
@@ -89,11 +90,12 @@ def test_an_example_takes_its_options_from_here(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_docstrings_and_docs_list_every_option() -> None:
-    for config in (SpeculativeConfig, SpecGRPOConfig):
-        for name in config.__annotations__:
+    trained_with = {option.name for option in fields(RolloutOptions)}
+    for config, names in ((SpeculativeConfig, {*OPTIONS}), (SpecGRPOConfig, trained_with)):
+        for name in names:
             assert f"        {name} (defaults to " in (config.__doc__ or "")
     page = (DOCS / "options.md").read_text()
-    assert all(f"| `{name}` |" in page for name in {*OPTIONS, *SpecGRPOConfig.__annotations__})
+    assert all(f"| `{name}` |" in page for name in {*OPTIONS, *trained_with})
     for path in DOCS.glob("*.md"):
         assert path.read_text() == with_tables(path.read_text()), f"{path.name}: run python -m docs.write_options"
 

@@ -22,10 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 from trl.distributed import DistributedBackend
 
+import spec_trl
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.requirements import policy_in
+from spec_trl.trainers.run_log import read_run
 from tests.trainers.ddp_job import same_batch
 from tests.trainers.harness import make_run, tiny_dataset, tiny_policy
+from tests.trainers.test_speculation import loop, losses, make_trainer
 
 
 # By name: what is trained, and how weights are sharded.
@@ -68,6 +71,13 @@ ZERO: dict[str, Case] = {
     "auto3": (FSDP2["auto"][0], zero(3)),
 }
 CASES = FSDP2 | ZERO
+SPECULATING: dict[str, Case] = {
+    "rloo": ({}, fsdp2()),
+    "gkd": ({}, fsdp2(activation_checkpointing=True)),
+    "loop": ({}, {}),  # shards as the trainer before it
+    "online_dpo": ({"bf16": True, "learning_rate": 1e-3}, fsdp2()),
+}
+"""Trainers of TRL under :func:`spec_trl.speculate`, and a loop without a trainer."""
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 
 
@@ -182,6 +192,28 @@ def train_sharded(folder: Path, name: str, resume: Path | None = None) -> dict[s
     }
 
 
+def train_speculating(folder: Path, name: str, run: str) -> dict[str, Any]:
+    """Trains one of the cases of `speculate`; what it sampled and learned, and τ of the first rank's rollouts. `run`:
+    a strategy, or "fresh", which is "self" without anything of earlier rollouts."""
+    strategy, is_fresh = ("self", True) if run == "fresh" else (run, False)
+    if name == "loop":
+        return loop("AdamW", folder, strategy, is_fresh)
+    options, sharding = SPECULATING[name]
+    trainer, weights = make_trainer(name, folder, is_fresh=is_fresh, **options, **sharding), Weights()
+    weights.backend = DistributedBackend(trainer.accelerator)
+    trainer.add_callback(weights)
+    # In bfloat16 the fast kernel serves fewer rows.
+    with spec_trl.speculate(trainer, strategy, sd_toggle="always", draft_length=3, draft_kernel="reference"):
+        trainer.train()
+    efficiency = [record.block_efficiency for record in read_run(folder).rollouts]
+    return {
+        "sampled": (trainer.generate_calls, losses(trainer)),
+        "weights": weights.by_step,
+        "held": weights.held,
+        "efficiency": efficiency,
+    }
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.freeze()  # see tests/conftest.py
@@ -189,6 +221,10 @@ if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     done = {}
     for name in sys.argv[2:]:
+        if name in SPECULATING:
+            for run in ("none", "self", "fresh"):
+                done[f"{name} {run}"] = train_speculating(folder / f"{name} {run}", name, run)
+            continue
         done[name] = train_sharded(folder / name, name)
         if CASES[name][0] is SAVING:
             done[f"{name} resumed"] = train_sharded(folder / name, name, folder / name / "checkpoint-2")

@@ -14,7 +14,7 @@ from torch import Tensor
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.requirements import policy_in
 from tests.trainers.harness import Run, train
-from tests.trainers.sharded_job import FSDP2, ZERO, make_policy, options, packed
+from tests.trainers.sharded_job import FSDP2, SPECULATING, ZERO, make_policy, options, packed
 
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def run_ranks(folder: Path, names: list[str]) -> Ranks:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Of FSDP2 and, where it is installed, of DeepSpeed; two starts, for one process can only have one of them."""
-    one, other = run_ranks(tmp_path_factory.mktemp("fsdp2"), list(FSDP2))
+    one, other = run_ranks(tmp_path_factory.mktemp("fsdp2"), [*FSDP2, *SPECULATING])
     if find_spec("deepspeed") is not None:
         more = run_ranks(tmp_path_factory.mktemp("zero"), list(ZERO))
         one, other = one | more[0], other | more[1]
@@ -129,3 +129,16 @@ def test_a_resumed_run_goes_on(name: str, ranks: Ranks) -> None:
         assert rest["accepted"] == whole["accepted"][-1:]
         for key, weight in whole["weights"][-1].items():
             assert torch.equal(rest["weights"][-1][key], weight)
+
+
+@pytest.mark.parametrize("name", SPECULATING)
+def test_speculate_serves_sharded_weights(name: str, ranks: Ranks) -> None:
+    for rank in ranks:
+        plain, drafted, fresh = (rank[f"{name} {run}"] for run in ("none", "self", "fresh"))
+        assert plain["sampled"] and plain["sampled"] == drafted["sampled"]
+        assert min(drafted["efficiency"]) > 2 and drafted["efficiency"] == fresh["efficiency"], "the copy is stale"
+        if name != "loop":
+            assert plain["held"] == drafted["held"] == [0.5] * 4
+            for weights, others in zip(plain["weights"], drafted["weights"], strict=True):
+                assert all(torch.equal(weights[key], others[key]) for key in weights)
+    assert [rank["loop self"]["has_log"] for rank in ranks] == [True, False]

@@ -58,7 +58,9 @@ def taught(kind: Any) -> Callable[..., Any]:
 def stored(model: LlamaForCausalLM, folder: Path) -> LlamaForCausalLM:
     """Some trainers load a model, or its tokenizer, again."""
     build_tokenizer().save_pretrained(folder)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder)  # of several ranks, the first one does
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
     model.config._name_or_path = model.name_or_path = str(folder)
     return model
 
@@ -78,7 +80,10 @@ TRAINERS: dict[str, tuple[Callable[..., Any], Any, Dataset, dict[str, Any]]] = {
 }
 
 
-def make_trainer(name: str, folder: Path, trainer: dict[str, Any] | None = None, **options: Any) -> Any:
+def make_trainer(
+    name: str, folder: Path, trainer: dict[str, Any] | None = None, is_fresh: bool = False, **options: Any
+) -> Any:  # fmt: skip
+    """`is_fresh`: rollouts find nothing of earlier ones."""
     kind, config, dataset, needed = TRAINERS[name]
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -90,15 +95,17 @@ def make_trainer(name: str, folder: Path, trainer: dict[str, Any] | None = None,
     length = {} if {"max_new_tokens"} & needed.keys() else {"max_completion_length": 16}
     policy, args = stored(tiny_policy(), folder / "policy"), config(**(settings | length | needed | options))
     made = kind(model=policy, args=args, train_dataset=dataset, processing_class=tokenizer, **(trainer or {}))
-    made.generate_calls = watch(spec_trl.generation.engine.requirements.policy_in(made.model))
+    made.generate_calls = watch(spec_trl.generation.engine.requirements.policy_in(made.model), is_fresh)
     return made
 
 
-def watch(policy: LlamaForCausalLM) -> list[list[list[int]]]:
+def watch(policy: LlamaForCausalLM, is_fresh: bool) -> list[list[list[int]]]:
     """What each call of `generate` returned that named no strategy."""
     calls, generate = [], policy.generate
 
     def watched(*args: Any, **kwargs: Any) -> Any:
+        if is_fresh:
+            spec_trl.release(policy)
         output = generate(*args, **kwargs)
         if not {"assistant_strategy", "custom_generate"} & kwargs.keys():
             calls.append((output if isinstance(output, torch.Tensor) else output.sequences).tolist())
@@ -140,13 +147,15 @@ def some(*fast: str) -> list[Any]:
 @pytest.mark.parametrize("name", some("rloo", "gkd"))
 def test_trainers_train_as_without_drafts(name: str, tmp_path: Path) -> None:
     plain, _ = train(name, tmp_path / "none", "none")
-    for strategy in ("self", "auto"):
-        drafted, speculation = train(name, tmp_path / strategy, strategy)
+    efficiency = {}
+    for run, strategy in (("self", "self"), ("fresh", "self"), ("auto", "auto")):
+        drafted, speculation = train(name, tmp_path / run, strategy, is_fresh=run == "fresh")
         assert_same(plain, drafted)
-        records = rollouts(tmp_path / strategy)
+        records = rollouts(tmp_path / run)
         assert len(records) == len(plain.generate_calls) == speculation.verdict.rollouts
-        if strategy == "self":
-            assert min(record.block_efficiency or 0.0 for record in records) > 2, "the copy is stale"
+        efficiency[run] = [record.block_efficiency for record in records]
+    assert efficiency["self"] == efficiency["fresh"], "the copy is stale"
+    assert min(efficiency["self"]) > 2
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -190,41 +199,37 @@ IDS = torch.tensor([[0, 0, 1, 14, 6, 40], [1, 16, 7, 40, 17, 40]])
 PROMPT = {"input_ids": IDS, "attention_mask": (IDS > 0).long()}
 
 
-def loop(policy: LlamaForCausalLM, kind: str, is_fresh: bool) -> list[list[list[int]]]:
+def loop(kind: str, folder: Path, strategy: str, is_fresh: bool = False) -> dict[str, Any]:
     """Samples, and raises the likelihood of what it sampled; `is_fresh`: nothing is left of earlier calls."""
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare_model(policy)
+    policy, accelerator = tiny_policy().float(), Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, fused=True)
     if kind == "AdamW8bit":
-        optimizer = pytest.importorskip("bitsandbytes").optim.AdamW8bit(model.parameters(), lr=3e-3)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+        optimizer = pytest.importorskip("bitsandbytes").optim.AdamW8bit(policy.parameters(), lr=3e-3)
+    model, optimizer = accelerator.prepare(policy, optimizer)
     sampled = []
     torch.manual_seed(5)
-    for _ in range(6):
-        if is_fresh:
-            spec_trl.release(policy)
-        config = GenerationConfig(do_sample=True, max_new_tokens=24, pad_token_id=0, top_k=0)
-        ids = accelerator.unwrap_model(model).generate(**PROMPT, generation_config=config)
-        sampled.append(ids.tolist())
-        accelerator.backward(model(ids, labels=ids).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return sampled
+    with spec_trl.speculate(model, strategy, output_dir=folder, sd_toggle="always") as speculation:
+        for _ in range(6):
+            if is_fresh:
+                spec_trl.release(policy)
+            config = GenerationConfig(do_sample=True, max_new_tokens=24, pad_token_id=0, top_k=0)
+            ids = accelerator.unwrap_model(model).generate(**PROMPT, generation_config=config)
+            sampled.append(ids.tolist())
+            accelerator.backward(model(ids, labels=ids).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert speculation.verdict.rollouts == 6
+    efficiency = [record.block_efficiency for record in rollouts(folder)]
+    return {"sampled": sampled, "efficiency": efficiency, "has_log": speculation.log is not None}
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "AdamW8bit"])
 def test_a_loop_drafts_with_a_fresh_copy(kind: str, tmp_path: Path) -> None:
     """No version counter moves; with a copy of the first weights τ would fall to 1.5."""
-    sampled, efficiencies = [], []
-    for name, strategy, is_fresh in (("none", "none", False), ("self", "self", False), ("fresh", "self", True)):
-        policy = tiny_policy().float()
-        folder = tmp_path / name
-        with spec_trl.speculate(policy, strategy, output_dir=folder, sd_toggle="always") as speculation:
-            sampled.append(loop(policy, kind, is_fresh))
-        assert speculation.verdict.rollouts == 6
-        efficiencies.append([record.block_efficiency for record in rollouts(folder)])
-    assert sampled[0] == sampled[1] == sampled[2]
-    assert efficiencies[1] == efficiencies[2] and min(efficiencies[1]) > 2
+    none, drafted = (loop(kind, tmp_path / strategy, strategy) for strategy in ("none", "self"))
+    fresh = loop(kind, tmp_path / "fresh", "self", is_fresh=True)
+    assert none["sampled"] == drafted["sampled"]
+    assert drafted == fresh and min(drafted["efficiency"]) > 2
 
 
 def test_what_it_cannot_serve_is_plain(tmp_path: Path) -> None:

@@ -11,8 +11,12 @@ from trl import GRPOTrainer
 
 from spec_trl import SpecGRPOTrainer
 from spec_trl.trainers import exact_logprobs, trainer_checks
+from spec_trl.trainers.speculative_rollouts import SpeculativeRollouts
 from spec_trl.trainers.trainer_checks import OVERRIDDEN, READ, check_attributes
 from tests.trainers.harness import make_run
+
+
+KINDS = (SpeculativeRollouts, SpecGRPOTrainer)
 
 
 def changed(self: Any, prompts: list[Any], images: list[Any]) -> None:
@@ -70,7 +74,7 @@ def test_what_is_passed_on_may_change(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_changed_keywords_and_attributes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match="a GRPOTrainer has no _dist. Install"):
-        check_attributes(SimpleNamespace(**dict.fromkeys({*READ} - {"_dist"})))
+        check_attributes(SimpleNamespace(**dict.fromkeys({*READ} - {"_dist"})), GRPOTrainer)
     monkeypatch.setattr(trainer_checks, "unwrap_model_for_generation", lambda model, accelerator, **_: None)
     with pytest.raises(ImportError, match="unwrap_model_for_generation takes no gather_deepspeed3_params, gener"):
         make_run(tmp_path)
@@ -78,9 +82,9 @@ def test_changed_keywords_and_attributes_are_named(tmp_path: Path, monkeypatch: 
 
 def test_the_list_is_complete() -> None:
     """Each method that is in place of one of the base class, and each attribute of it that is read."""
-    ours = {name for name, value in vars(SpecGRPOTrainer).items() if inspect.isfunction(value)}
+    ours = {name for kind in KINDS for name, value in vars(kind).items() if inspect.isfunction(value)}
     assert {name for name in ours if hasattr(GRPOTrainer, name)} - {"__init__"} == {*OVERRIDDEN}
-    source = inspect.getsource(SpecGRPOTrainer)
+    source = inspect.getsource(SpeculativeRollouts)
     others = inspect.getsource(trainer_checks) + inspect.getsource(exact_logprobs)  # which are given the trainer
     for name in READ:
         assert f"self.{name}" in source or f"trainer.{name}" in others or f'"{name}"' in others, name
