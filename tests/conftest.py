@@ -147,7 +147,7 @@ def narrow_model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
 def narrow(narrow_model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
     """A target in a dtype in which the order of a sum shows, and wide enough for that. No test may change it. Of the
     prompts some are read as steps are computed, and some, beyond `SHORT_PROMPT`, by other products."""
-    monkeypatch.setattr("spec_trl.generation.engine.runner.SHORT_PROMPT", SHORT_PROMPT)
+    monkeypatch.setattr("spec_trl.generation.engine.rows.SHORT_PROMPT", SHORT_PROMPT)
     return narrow_model
 
 

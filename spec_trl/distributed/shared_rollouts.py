@@ -1,7 +1,7 @@
 """A turn of a rollout on all ranks: which rank decodes which rows, and which completions it gets back."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple, TypeVar
@@ -11,8 +11,9 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ..generation.engine.parked_rows import ParkedRows
 from ..generation.engine.rows import Request, RequestQueue, prompt_key
-from ..scheduling.shared_work import ExpectedLengths, longest_first
+from ..scheduling.shared_work import ExpectedLengths, dealt_to_holders, longest_first
 from .link import Link, naming_the_remedy
 from .pool import SharedPool
 
@@ -57,24 +58,36 @@ class SharedRollouts:
         rank, ranks: this rank, and how many there are.
         timeout: seconds of silence after which a rank that waits for others gives up.
         decoding: number of ranks that decode, the first ones; None: all. If fewer than all, `shares` must be True.
+        parked: takes the K/V of rows between the turns of a tool loop; None: every turn reads whole texts.
 
     Attributes:
         pool: of the newest turn; None: this rank decoded its rows alone.
     """
 
-    def __init__(self, shares: bool, rank: int, ranks: int, timeout: float, decoding: int | None = None) -> None:
-        self._rank, self._timeout = rank, timeout
+    def __init__(
+        self,
+        shares: bool,
+        rank: int,
+        ranks: int,
+        timeout: float,
+        decoding: int | None = None,
+        parked: ParkedRows | None = None,
+    ) -> None:
+        self._rank, self._timeout, self._parked = rank, timeout, parked
         self._decoding = decoding or ranks
         self._shares = shares and ranks > 1
         self._expected = ExpectedLengths()
         self._turns = 0
+        self._holders: dict[int, int] = {}  # rank by row that was decoded there in the turn before
         self._last_turn: list[tuple[int, list[int]]] | None = None  # this rank's rows, and their tokens then
         self._send_seconds: float | None = None
         self.pool: SharedPool | None = None
 
     def begin(self) -> None:
         """Begins a rollout: row numbers start at 0."""
-        self._last_turn = None
+        self._last_turn, self._holders = None, {}
+        if self._parked is not None:
+            self._parked.clear()
 
     def gather(self, prompts: list[list[int]]) -> Turn:
         """Begins the next turn of the rollout with this rank's `prompts` (token ids), possibly none. All ranks must
@@ -119,15 +132,24 @@ class SharedRollouts:
 
     def make_queue(self, turn: Turn, rows: int) -> Callable[[list[Request]], RequestQueue]:
         """Makes the queue of a turn for `generate`, with `rows` rows in flight."""
-        if not self._shares:
-            return RequestQueue
-        keys = [prompt_key(torch.tensor(prompt)) for prompt in turn.prompts]
-        order = longest_first(keys, self._expected.of(keys), rows)
-        link = self.link()
+        order: Sequence[Sequence[int]] = []
+        if self._shares:
+            keys = [prompt_key(torch.tensor(prompt)) for prompt in turn.prompts]
+            order = longest_first(keys, self._expected.of(keys), rows)
+            if self._parked is not None:
+                holders = {place: self._holders[row] for place, row in enumerate(turn.rows) if row in self._holders}
+                rounds = rows // max(map(len, order))
+                order = dealt_to_holders(order, holders, self._decoding, rounds)
+            link = self.link()
 
         def make(requests: list[Request]) -> RequestQueue:
-            self.pool = SharedPool(requests, order, rows, link, self._send_seconds)
-            return self.pool
+            if self._parked is not None:
+                requests = self._parked.begin_turn([turn.rows[place] for place in turn.decoded], requests)
+            queue = RequestQueue(requests)
+            if self._shares:
+                queue = self.pool = SharedPool(requests, order, rows, link, self._send_seconds)
+            queue.parked = self._parked
+            return queue
 
         return make
 
@@ -141,6 +163,10 @@ class SharedRollouts:
         a pool must call it."""
         completions = self._of_all_ranks(turn, decoded) if self._shares else decoded
         self._last_turn = [(turn.rows[place], turn.prompts[place] + completions[place].tokens) for place in turn.own]
+        if self._parked is not None:
+            self._parked.end_turn(
+                {turn.rows[at]: (len(turn.prompts[at]), len(done.tokens)) for at, done in completions.items()}
+            )
         return completions
 
     def _of_all_ranks(self, turn: Turn, decoded: dict[int, Sampled]) -> dict[int, Sampled]:
@@ -153,6 +179,7 @@ class SharedRollouts:
             for packed, _ in ranks
             for place, (tokens, logprobs) in packed.items()
         }
+        self._holders = {turn.rows[place]: rank for rank, (packed, _) in enumerate(ranks) for place in packed}
         measured = [seconds for _, seconds in ranks if seconds is not None]
         self._send_seconds = median(measured) if measured else None  # the sending rank decides by it
         if self._last_turn is None:  # prompts of later turns do not come back

@@ -255,11 +255,14 @@ def speculative_decoding(
         pad = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
         prefixes = PrefixView(rows, input_ids)
         make: Callable[..., Rollout] = Rollout
+        queue = make_queue(requests)
+        if memory is not None:
+            memory.parked = queue.parked
         if in_step:
             ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)  # as generate asks
             make = partial(RolloutInStep, padding=pad if ends else None)
         rollout = make(
-            make_queue(requests), runner, drafters, control, rows,
+            queue, runner, drafters, control, rows,
             LogitsPipeline(logits_processor, prefixes, batch),
             Stopping(stopping_criteria, prefixes),
             do_sample=do_sample,

@@ -5,7 +5,7 @@ begins last (RhymeRL, Seer and DAS use the same order). The tail of a moving row
 other rank computes the head again, so that both end at the same time. No token depends on either.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import gcd
@@ -48,6 +48,22 @@ def dealt(order: Sequence[T], rank: int, ranks: int, rounds: int) -> list[T]:
     ranks begin with equal work."""
     places = (round_ * ranks + (ranks - 1 - rank if round_ % 2 else rank) for round_ in range(rounds))
     return [order[place] for place in places if place < len(order)]
+
+
+def dealt_to_holders(
+    order: Sequence[Sequence[int]], holders: Mapping[int, int], ranks: int, rounds: int
+) -> list[Sequence[int]]:
+    """`order`, changed so that :func:`dealt` gives groups to the rank that holds K/V of their first request
+    (`holders`), as far as that rank has rows for them."""
+    left, dealt_first = list(order), min(rounds * ranks, len(order))
+    arranged: list[Sequence[int] | None] = [None] * dealt_first
+    places = {place: rank for rank in range(ranks) for place in dealt(range(dealt_first), rank, ranks, rounds)}
+    for place in range(dealt_first):
+        mine = next((group for group in left if holders.get(group[0]) == places[place]), None)
+        if mine is not None:
+            left.remove(mine)
+            arranged[place] = mine
+    return [left.pop(0) if group is None else group for group in arranged] + left
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def _check(
         "there is no C++ compiler": compiler() is None,
         f"the policy is in {policy.dtype}, not in one of {list(DTYPES)}": policy.dtype not in DTYPES,
         "a rollout_func generates": processors is None,
-        "tools take turns, which are read as prompts": bool(getattr(trainer, "tools", None)),
+        "tools take turns, whose texts are read in pieces": bool(getattr(trainer, "tools", None)),
         "tokens are drawn from another distribution (top_p, top_k, min_p, a penalty, ...) than the loss is of": (
             not is_comparable(processors or (), args.temperature)
         ),

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..distributed.draft_ranks import DraftRanks
 from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
 from ..generation.drafters.history import HistoryDrafter
+from ..generation.engine.parked_rows import ParkedRows
 from ..generation.registry import CHOOSING
 from ..generation.strategies import policy_copies
 from .rollout_options import RolloutOptions
@@ -32,6 +33,7 @@ class Rollouts:
         args: of the run.
         accelerator: of the run.
         adapts: whether a learned drafter is trained along.
+        parks: whether rollouts may have several turns, between which rows keep their K/V.
 
     Attributes:
         drafting: drafters and their control.
@@ -39,13 +41,14 @@ class Rollouts:
         records: log and verdict; of rank 0.
     """
 
-    def __init__(self, args: RolloutOptions, accelerator: Accelerator, adapts: bool) -> None:
+    def __init__(self, args: RolloutOptions, accelerator: Accelerator, adapts: bool, parks: bool) -> None:
         rank, ranks = accelerator.process_index, accelerator.num_processes
         self._args, self._accelerator = args, accelerator
         self.drafting = RunDrafting(args, accelerator, adapts)
         self._draft_ranks = DraftRanks(args.draft_ranks, rank, ranks, args.ddp_timeout)
         shares, decoding = args.rollout_sharing == "pool", self._draft_ranks.decoding
-        self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding)
+        self._parked = ParkedRows() if parks else None
+        self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding, self._parked)
         self._alarm = CollapseAlarm(by_first_token=args.sd_toggle == "measured" or args.assistant_strategy in CHOOSING)
         self.counts = {"train": 0, "eval": 0}
         self.records = RunRecords(args.output_dir if accelerator.is_main_process else None)
@@ -115,9 +118,7 @@ class Rollouts:
             seconds = time.perf_counter() - started
             self._totals.add(output.statistics, len(decoded), seconds, self._sharing.pool)
         self._totals.turns += 1
-        for copied in policy_copies(drafters):
-            self._totals.durations.refresh_seconds += copied.refresh_seconds
-            copied.refresh_seconds = 0.0
+        self._totals.add_refreshes(drafters)
         return decoded
 
     def _request_ids(self, rows: list[int]) -> list[int]:
@@ -140,6 +141,8 @@ class Rollouts:
         """Logs the rollout of `model`, which may be wrapped by peft, and updates draft lengths; returns TRL's metrics.
         All ranks must call it."""
         drafting, strategy = self.drafting, self._args.assistant_strategy
+        if self._parked is not None:
+            self._parked.clear()
         totals = self._totals.over_ranks([drafter.strategy for drafter in drafting.drafters])
         candidates = drafting.control.candidates if drafting.control is not None else ()
         draft_lengths = {candidate.name: candidate.draft_length for candidate in candidates}

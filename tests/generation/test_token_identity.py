@@ -230,7 +230,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 def kinds_of_prompts() -> Iterator[None]:
     """Some prompts are short, and some are not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "SHORT_PROMPT", SHORT_PROMPT)
+        patch.setattr("spec_trl.generation.engine.rows.SHORT_PROMPT", SHORT_PROMPT)
         yield
 
 

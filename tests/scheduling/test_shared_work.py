@@ -11,6 +11,7 @@ from spec_trl.scheduling.shared_work import (
     ExpectedLengths,
     MoveCosts,
     dealt,
+    dealt_to_holders,
     fit_affine,
     longest_first,
     measured_send_seconds,
@@ -54,6 +55,20 @@ def test_ranks_begin_with_as_much_work() -> None:
     hands = [sum(lengths[index] for index in dealt(range(64), rank, 4, 16)) for rank in range(4)]
     in_a_row = [sum(lengths[16 * rank : 16 * rank + 16]) for rank in range(4)]
     assert max(hands) - min(hands) < 0.3 * (max(in_a_row) - min(in_a_row))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_holders_are_dealt_what_they_hold(ranks: int) -> None:
+    order = [[2 * index, 2 * index + 1] for index in range(9)]
+    holders = {index: index // 2 % ranks for index in range(18) if index // 2 != 8}  # no rank holds one group
+    arranged = dealt_to_holders(order, holders, ranks, rounds=2)
+    assert sorted(arranged) == order and dealt_to_holders(order, {}, ranks, rounds=2) == order
+    for rank in range(ranks):
+        assert all(holders[first] == rank for first, _ in dealt(arranged, rank, ranks, rounds=2))
+
+
+def test_what_no_rank_has_rows_for_comes_later() -> None:
+    assert dealt_to_holders([[0], [1], [2], [3]], dict.fromkeys(range(4), 1), 2, 1) == [[1], [0], [2], [3]]
 
 
 def line(fixed: float, per_row: float) -> AffineSeconds:

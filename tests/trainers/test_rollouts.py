@@ -21,10 +21,13 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine import runner_choice
+from spec_trl.generation.engine.parked_rows import ParkedRows
+from spec_trl.generation.engine.statistics import SpeculationStatistics
 from spec_trl.scheduling.planner import Planner
 from spec_trl.specactor import ladder_calibration
 from spec_trl.trainers import run_drafting
 from spec_trl.trainers.run_log import read_run
+from spec_trl.trainers.step_totals import RolloutTotals
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.conftest import Asked
 from tests.trainers.harness import (
@@ -223,6 +226,49 @@ def test_tool_loop(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> N
     assert [lane.request for lane in lanes] == list(range(record.requests))
     assert max(lane.ended for lane in lanes[:8]) < min(lane.changes[0][0] for lane in lanes[8:])
     assert lanes[-1].changes[0][1] > max(lane.changes[-1][1] for lane in lanes[:8])
+
+
+@pytest.mark.parametrize("strategy", ["none", "self"])
+def test_tool_turns_read_only_what_is_new(
+    strategy: str, tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five turns, in which a tool answers all rows that have not reached the limit: the completions are those of turns
+    that read whole texts."""
+    call = {"type": "function", "function": {"name": "recite", "arguments": {"count": 5}}}
+    chat_tokenizer.parse_response = lambda ids, **_: {
+        "role": "assistant", "content": chat_tokenizer.decode(ids), "tool_calls": [call],
+    }  # fmt: skip
+    found: list[SpeculationStatistics] = []
+    add = RolloutTotals.add
+    monkeypatch.setattr(
+        RolloutTotals, "add", lambda self, statistics, *rest: (found.append(statistics), add(self, statistics, *rest))
+    )
+
+    def run(name: str) -> tuple[Run, float]:
+        found.clear()
+        run = roll_out(
+            tmp_path / name, strategy, conversations("a3+b8", "c5"), tokenizer=chat_tokenizer,
+            policy=tiny_policy(max_position_embeddings=2048), max_completion_length=500,
+            max_tool_calling_iterations=4, trainer={"tools": [recite]},
+        )  # fmt: skip
+        assert len(found) == 5 and (strategy == "none" or sum(each.total.drafted for each in found) > 200)
+        return run, sum(each.tokens_read for each in found) / sum(each.tokens for each in found)
+
+    parked, share = run("parked")
+    monkeypatch.setattr(ParkedRows, "add", lambda self, rollout, row: None)
+    read, whole = run("read")
+    assert parked.rewarded == read.rewarded
+    print(f"tokens read per generated token: {share:.2f} where rows are parked, {whole:.2f} where they are read")
+    assert share < 0.4 < 1.0 < whole
+
+
+def recite(count: int) -> str:
+    """Recites.
+
+    Args:
+        count: how much.
+    """
+    return "a3+b8=" * count
 
 
 def test_images_are_refused(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from ...quantization.linear import QuantizedLinear
 from ..engine.accept import Integers, Proposal
 from ..engine.attention import keeps_states
-from ..engine.cache import autocast_dtype
+from ..engine.cache import RowStates, autocast_dtype
 from ..engine.drafter import DraftSession, NetworkDraft
 from ..engine.linear_layers import lend_copies, take_copies_back
 from ..engine.memory import sent
@@ -88,9 +88,15 @@ class NetworkDrafter(TrainableDrafter):
             if self._has_states and any(source < admission.first for source in admission.sources):
                 # Rows in flight have advanced beyond the prompt: their copies read it again.
                 admission = replace(admission, leaders=len(admission.lengths), followers=[], sources=[])
-            self._runner.read_texts(self.session.rows, admission)
-            rows = self.session.rows
+            rows, known = self.session.rows, admission.bring_back(self.strategy, self.cache)
+            self._runner.read(rows, admission, [length - 1 for length in admission.lengths], known)
             self._cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
+
+    def park(self, row: int) -> dict[str, tuple[int, RowStates]]:
+        if self._cached is None or self._has_states:
+            return {}
+        columns = min(int(self._cached[row]), int(self.session.rows.host_lengths[row]) - 1)
+        return {self.strategy: (columns, self.cache.export_row(row, 0, columns))}
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         if self._owns_cache:

@@ -15,7 +15,7 @@ from ...scheduling.acceptance import MAX_DRAFT_LENGTH
 from ...value_checks import require_folder_or_id
 from ..configuration import SpeculativeConfig
 from ..engine.accept import Proposal
-from ..engine.cache import autocast_dtype
+from ..engine.cache import RowStates, autocast_dtype
 from ..engine.drafter import DraftCost, DraftSession, Forward, NetworkDraft
 from ..engine.linear_layers import NarrowProduct
 from ..engine.noise import RoundNoise
@@ -213,12 +213,27 @@ class FeatureDrafter(TrainableDrafter):
         del self.cache, self._runner, self.embeddings, self.failure, self._recent, self._prompt_ends
 
     def admit(self, admission: Admission) -> None:
+        with self.own_dtype():
+            self.feed_texts(admission, admission.bring_back(self.strategy, self.cache))
         known = admission.cached
         self.cache.trim(admission.first, known[: admission.leaders])
         if admission.followers:  # a pair of a prompt's last column, where it keeps pairs, has a token that differs
             self.cache.copy_rows(admission.sources, admission.followers, known[admission.leaders :], self.lag)
         self._admit_recent(admission)
         self._admitted = self.session.rows.active
+
+    def feed_texts(self, admission: Admission, known: Mapping[int, int]) -> None:
+        """Computes K/V of admitted texts that no intake of features gives, except the `known` first columns by row."""
+
+    def park(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
+        if self.context or self.failure is not None:  # features of the newest columns are not in the cache
+            return None
+        columns = int(self.session.rows.host_lengths[row]) - 1
+        return {self.strategy: (self.computed(row), self.cache.export_row(row, 0, columns))}
+
+    def computed(self, row: int) -> int:
+        """Number of first columns of `row` whose K/V :meth:`feed_texts` need not compute again."""
+        return 0
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         self._admitted = self.session.rows.active

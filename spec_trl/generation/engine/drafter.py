@@ -17,7 +17,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ...scheduling.acceptance import MAX_DRAFT_LENGTH
 from ..configuration import SpeculativeConfig
 from .accept import Integers, Proposal
-from .cache import RaggedCache
+from .cache import RaggedCache, RowStates
 from .noise import Draw, RoundNoise, draw, stream_keys, widen
 from .processors import Filters, LogitsPipeline, draw_processed
 from .rows import Admission, PrefixView, Request, Rows
@@ -198,6 +198,12 @@ class Drafter(CandidateGenerator):
 
     def admit(self, admission: Admission) -> None:
         """Rows have entered."""
+
+    def park(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
+        """Returns K/V of its cache for `row`, which has ended, and the number of first columns that it need not
+        compute in the next turn of the conversation, by strategy; nothing if it has no cache, or computes all again.
+        None: it must hear the target's forwards over the whole text."""
+        return {}
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         """Rows have ended, and rows `source` are now rows `destination`, so that active rows come first: moves state

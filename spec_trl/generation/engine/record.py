@@ -189,6 +189,7 @@ class Record:
             reason=explanation.reason,
             cache_bytes=target.cache.bytes_of([length + control.most_drafted for length in rows.most]),
             preemptions=self.preemptions,
+            tokens_read=self.tokens_read,
         )
         statistics.points, statistics.speculating = points_and_plans(self.rounds, self._names)
         count_drafts(statistics, self.rounds, len(self.completions), self._names)

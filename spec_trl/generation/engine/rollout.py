@@ -104,6 +104,7 @@ class Rollout:
         while taken := self._take():
             with phase("prefill"):
                 admission = rows.admit(taken)
+                self.queue.resume(self, admission)
                 count, logits = self.target.read_prompts(rows, admission)
                 self.record.tokens_read += count
                 method, self.control = taken[0].method, self._whole_control
@@ -275,6 +276,7 @@ class Rollout:
         for row in finished:
             if self.queue.keeps(rows.indices[row]):
                 ended[rows.indices[row]] = Completion(*rows.output(row, self.want_logprobs))
+                self.queue.park(self, row)
         self.record.end([rows.indices[row] for row in finished], ended)
 
     def _free(self, leaving: list[int]) -> None:
@@ -299,9 +301,8 @@ class Rollout:
         """Returns the requests of the rows `leaving` with their generated tokens. The rows leave; or with `method`
         they stay, and another rank races for them with its drafter of that name.
 
-        The K/V of the first `head_share` of their columns is left out; all of it if there is no memory for a copy, or
-        if drafters read hidden states or layers keep states, which only a forward over these columns gives.
-        """
+        The K/V of the first `head_share` of their columns is left out; all of it if memory for a copy lacks, or if
+        drafters read hidden states or layers keep states, which only a forward gives."""
         rows, cache = self.rows, self.target.cache
         needed = sum(int(rows.host_lengths[row]) for row in leaving) * cache.column_bytes
         must_read = self.target.is_heard or cache.has_states

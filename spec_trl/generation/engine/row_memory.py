@@ -16,6 +16,7 @@ from .linear_layers import bytes_of_copies
 from .memory import free_memory
 from .model_costs import kv_bytes
 from .pages import PagedCache
+from .parked_rows import ParkedRows
 from .rows import Request, Rows
 from .runner import TOKENS_PER_FORWARD
 
@@ -122,8 +123,13 @@ class RowMemory:
 
     Lengths are unknown. So rows are admitted while memory lasts for as many more tokens per row as it has generated, a
     good guess for long-tailed lengths, at least a page. If memory ends earlier, the shortest rows leave, whose K/V is
-    cheapest to compute again. They wait until another row has ended.
+    cheapest to compute again. They wait until another row has ended. Parked rows leave first.
+
+    Attributes:
+        parked: rows whose K/V waits for the next turn of a conversation, or None.
     """
+
+    parked: ParkedRows | None = None
 
     def __init__(self, rows: Rows, needs: RowNeeds) -> None:
         self._rows, self._needs = rows, needs
@@ -141,7 +147,7 @@ class RowMemory:
         left = self._left(np.minimum(np.maximum(rows.host_generated, PAGE_COLUMNS), rows.remaining))
         count = 0
         for needed in self._needed(requests):
-            left -= needed
+            left = self._spare(left - needed)
             if left < 0:
                 self._refused_at = max(rows.active + count, 1)
                 break
@@ -157,7 +163,7 @@ class RowMemory:
         if (columns - self._columns_then) * needs.column < self._slack / 2:
             return []
         per_row = PAGE_COLUMNS * needs.column + needs.row - needs.states
-        slack = self._left(np.full_like(rows.host_lengths, PAGE_COLUMNS))
+        slack = self._spare(self._left(np.full_like(rows.host_lengths, PAGE_COLUMNS)))
         leaving: list[int] = []
         for row in rows.host_lengths.argsort(kind="stable")[: rows.active - 1].tolist():  # the longest row stays
             if slack >= 0:
@@ -175,6 +181,12 @@ class RowMemory:
         rows, needs = self._rows, self._needs
         free = free_memory(rows.tokens.device) - needs.fixed
         return free - rows.active * (needs.row - needs.states) - int(growth.sum()) * needs.column
+
+    def _spare(self, left: float) -> float:
+        """Returns `left`, with the bytes of parked rows that leave if it is negative, the oldest first."""
+        while left < 0 and self.parked is not None and (freed := self.parked.drop_oldest()):
+            left += freed
+        return left
 
     def _needed(self, requests: Sequence[Request]) -> Iterator[float]:
         """Bytes that every request will need."""
@@ -207,6 +219,9 @@ class PagedRowMemory(RowMemory):
         """Pages left when rows have grown by `growth` `[active]` columns."""
         lengths = (self._rows.host_lengths + growth).tolist()
         return self._pages.free - sum(self._growth(row, length) for row, length in enumerate(lengths))
+
+    def _spare(self, left: float) -> float:
+        return left  # parked rows are not in the pool
 
     def _needed(self, requests: Sequence[Request]) -> Iterator[float]:
         known = set(self._rows.prompts)

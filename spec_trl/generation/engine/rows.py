@@ -4,25 +4,40 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .accept import Integers
-from .cache import RowStates
+from .cache import RaggedCache, RowStates
 from .memory import check_memory, sent
 from .noise import position_keys
 
 
 if TYPE_CHECKING:
     from .image_prompts import ImagePrompt
+    from .parked_rows import ParkedRow, ParkedRows
     from .rollout import Rollout
 
 
-Prompt: TypeAlias = "tuple[bytes, ImagePrompt | None]"
-"""Rows with equal ones have the same K/V."""
+SHORT_PROMPT = 16
+"""Prompts of so few tokens are read like generated tokens on a CPU, where a decoder layer of few tokens is one call
+(`cpu_layers.py`). Only the prompt's length decides, so that its sums do not depend on other rows."""
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+Text: TypeAlias = "tuple[bytes, Spans, ImagePrompt | None]"
+"""Tokens of a prompt, its spans and images: of equal ones K/V is equal."""
+
+
+class Piece(NamedTuple):
+    """Columns `first..end` of a text, generated ones or those of a prompt, which is `short` or not."""
+
+    first: int
+    end: int
+    generated: bool
+    short: bool
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,8 @@ class Request:
         head: number of columns whose K/V is computed again.
         tail: waits for the K/V of the columns from `head` on, without the last token, which the next forward feeds.
         method: name of the drafter to race with while the other rank still decodes the row; None: it gave the row up.
+        spans: columns of the prompt that earlier turns of a conversation have generated, without the last token of a
+            turn, which the next turn reads: pairs of first and end, ascending.
         images: of the prompt; None: it is text.
     """
 
@@ -52,12 +69,25 @@ class Request:
     head: int = 0
     tail: Callable[[], RowStates] = dict
     method: str | None = None
+    spans: Spans = ()
     images: "ImagePrompt | None" = None
 
     @property
     def length(self) -> int:
         """Tokens of the prompt and of what was generated."""
         return len(self.prompt) + (0 if self.generated is None else len(self.generated))
+
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        """Columns `start..stop` in the pieces in which a conversation computes them, so that K/V is the same if it is
+        computed again."""
+        pieces, column, short = [], 0, SHORT_PROMPT if self.prompt.device.type == "cpu" else 0
+        for first, end in (*self.spans, (len(self.prompt), self.length)):
+            for begin, finish, generated in ((column, first, False), (first, end, True)):
+                if max(begin, start) < min(finish, stop):
+                    is_short = finish - begin <= short
+                    pieces.append(Piece(max(begin, start), min(finish, stop), generated, is_short))
+            column = end
+        return pieces
 
 
 def prompt_key(prompt: Tensor) -> str:
@@ -71,7 +101,10 @@ class RequestQueue:
     Attributes:
         requests: all of the batch, by index.
         waiting: number of requests that no rank decodes yet, as far as this rank knows.
+        parked: takes the K/V of rows that end, for the next turn of a conversation; None: it is dropped.
     """
+
+    parked: "ParkedRows | None" = None
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
@@ -99,6 +132,16 @@ class RequestQueue:
         """Called once when request `index` ends; False discards its completion: another rank ended it first."""
         return True
 
+    def resume(self, rollout: "Rollout", admission: "Admission") -> None:
+        """Called when requests have been admitted, before their texts are read: brings parked rows back."""
+        if self.parked is not None:
+            self.parked.bring_back(rollout, admission)
+
+    def park(self, rollout: "Rollout", row: int) -> None:
+        """Called when `row` ends, before it leaves."""
+        if self.parked is not None:
+            self.parked.add(rollout, row)
+
     def after_round(self, rollout: "Rollout") -> None:
         """Called after a round, when ended rows have left; the queue may take further rows out of `rollout`."""
 
@@ -109,7 +152,8 @@ class Admission:
 
     Rows `first..first + leaders` hold texts to prefill; row `followers[i]` has the same prompt as row `sources[i]`
     (prefix sharing: the G copies of a GRPO prompt are prefilled once). `moved`: requests of leaders that were begun
-    before. `lengths`: tokens by row. `images`: of rows whose prompts have some; such leaders come first.
+    before. `lengths`, `requests`: of all of the rows. `images`: of prompts that have some; leaders with images come
+    first, and followers with images last. `parked`: leaders whose first columns were parked.
     """
 
     first: int
@@ -118,7 +162,9 @@ class Admission:
     sources: list[int]
     moved: dict[int, Request]
     lengths: list[int]
+    requests: list[Request]
     images: "dict[int, ImagePrompt]" = field(default_factory=dict)
+    parked: "dict[int, ParkedRow]" = field(default_factory=dict)
 
     @functools.cached_property
     def begun(self) -> dict[int, int]:
@@ -133,6 +179,21 @@ class Admission:
     def cached(self) -> list[int]:
         """Columns of K/V by row after the prompts have been read."""
         return [length - (row not in self.begun) for row, length in enumerate(self.lengths, self.first)]
+
+    def ends_short(self, row: int) -> bool:
+        """Whether the prompt of `row` ends with a short piece."""
+        request = self.requests[row - self.first]
+        return request.pieces(0, len(request.prompt))[-1].short
+
+    def bring_back(self, strategy: str, cache: RaggedCache) -> dict[int, int]:
+        """Writes the K/V that was parked for the drafter of this `strategy` into its `cache`; returns the number of
+        columns, by row, that the drafter need not compute."""
+        known = {}
+        for row, parked in self.parked.items():
+            if strategy in parked.drafters:
+                known[row], states = parked.drafters[strategy]
+                cache.import_row(row, 0, states)
+        return known
 
 
 class Rows:
@@ -176,7 +237,7 @@ class Rows:
         self.set_active(0)
         self.most: list[int] = []
         self.prompts: list[bytes] = []
-        self._images: list[ImagePrompt | None] = []
+        self._texts: list[Text] = []
         self.indices: list[int] = []
 
     def set_active(self, count: int) -> None:
@@ -214,15 +275,15 @@ class Rows:
     def admit(self, requests: list[Request]) -> Admission:
         """Puts `requests` into the free rows after the active ones."""
         first = self.active
-        texts = zip(self.prompts, self._images, strict=True)
-        row_of_prompt = dict(zip(texts, range(first), strict=True)) if self._shares else {}
-        leaders: list[tuple[Prompt, Request]] = []
-        followers: list[tuple[Prompt, Request]] = []
+        row_of_prompt = dict(zip(self._texts, range(first), strict=True)) if self._shares else {}
+        leaders: list[tuple[Text, Request]] = []
+        followers: list[tuple[Text, Request]] = []
         moved: dict[int, Request] = {}
+        images: dict[int, ImagePrompt] = {}
         states: list[list[int]] = []  # [n, 5]
         seen = set(row_of_prompt)
         for request in requests:
-            key = request.prompt.cpu().numpy().tobytes(), request.images
+            key = request.prompt.cpu().numpy().tobytes(), request.spans, request.images
             (followers if key in seen and request.generated is None else leaders).append((key, request))
             if request.generated is None:  # else its K/V may not be here yet
                 seen.add(key)
@@ -237,12 +298,14 @@ class Rows:
             else:
                 moved[row] = request
                 self.tokens[row, prompt:length] = request.generated
+            if request.images is not None:
+                images[row] = request.images
             if request.logprobs is not None:
                 self.logprobs[row, prompt:length] = request.logprobs
             states.append([length, prompt, request.limit, request.index, request.stream])
             self._host[:, row] = length, prompt, request.limit
             self.prompts.append(key[0])
-            self._images.append(key[1])
+            self._texts.append(key)
             self.indices.append(request.index)
         self._state[:, first : first + len(states)] = sent(torch.tensor(states), self.tokens.device).T
         self.set_active(first + len(requests))
@@ -251,9 +314,9 @@ class Rows:
         self._keys[first : self.active] = position_keys(self.streams[first:], positions)
         follower_rows = list(range(first + len(leaders), self.active))
         sources = [row_of_prompt[key] for key, _ in followers]
-        images = {row: image for row, image in enumerate(self._images[first:], first) if image is not None}
         lengths = self.host_lengths[first:].tolist()
-        return Admission(first, len(leaders), follower_rows, sources, moved, lengths, images)
+        admitted = [request for _, request in leaders + followers]
+        return Admission(first, len(leaders), follower_rows, sources, moved, lengths, admitted, images)
 
     def generated_span(self, row: int) -> slice:
         """Columns of the generated tokens of `row`."""
@@ -309,8 +372,8 @@ class Rows:
             self._host[:, destination] = self._host[:, source]
             for row, target in zip(source, destination, strict=True):
                 self.prompts[target], self.indices[target] = self.prompts[row], self.indices[row]
-                self._images[target] = self._images[row]
-        del self.prompts[remaining:], self.indices[remaining:], self._images[remaining:]
+                self._texts[target] = self._texts[row]
+        del self.prompts[remaining:], self.indices[remaining:], self._texts[remaining:]
         self.set_active(remaining)
         return source, destination
 

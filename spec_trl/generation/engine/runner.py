@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import groupby
 from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -24,7 +24,7 @@ from .family_hooks import cache_argument
 from .image_prompts import read_images
 from .memory import sent
 from .requirements import position_limit
-from .rows import Admission, Rows
+from .rows import Admission, Piece, Rows
 from .shadow import keep_states
 from .states import cache_for
 
@@ -35,9 +35,6 @@ COLUMN_BUCKET = 32
 # Tokens and columns of one prefill forward, padding included: they bound the memory of activations and masks.
 TOKENS_PER_FORWARD = 8192
 _QUERIES_PER_FORWARD = 2048
-# Prompts of so few tokens are read like generated tokens on a CPU, where a decoder layer of few tokens is one call
-# (`cpu_layers.py`). Only the prompt's length decides, so that its sums do not depend on other rows.
-SHORT_PROMPT = 16
 # Logits of one prefill forward of a network that names no head: half a GiB in float32.
 _LOGITS_PER_FORWARD = 2**27
 _facts: "WeakKeyDictionary[nn.Module, tuple[MaskPlan, int | None, str, bool]]" = WeakKeyDictionary()
@@ -59,10 +56,6 @@ def _facts_of(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool
             network._supports_logits_to_keep(),
         )  # fmt: skip
     return facts
-
-
-def _is_short(rows: Rows, row: int) -> bool:
-    return rows.tokens.device.type == "cpu" and int(rows.host_prompt_lengths[row]) <= SHORT_PROMPT
 
 
 class FeatureRunner:
@@ -215,24 +208,27 @@ class EagerRunner:
         lengths = admission.cached
         for row, request in admission.moved.items():
             lengths[row - admission.first] = request.head
-        known, logits = dict[int, int](), list[Tensor]()
+        known = {row: parked.columns for row, parked in admission.parked.items()} if admission.parked else {}
+        count, logits = sum(lengths[: admission.leaders]) - sum(known.values()), list[Tensor]()
         if admission.images or self.cache.offsets is not None:
-            known, logits = read_images(self.network, self.cache, admission, lengths)
-            self.forwards += len(known)
-            self.eager_forwards += len(known)
-        logits += self._read(rows, admission, lengths, admission.begun.keys() - known.keys(), known)
+            seen, logits = read_images(self.network, self.cache, admission, lengths)
+            known |= seen
+            self.forwards += len(seen)
+            self.eager_forwards += len(seen)
+        logits += self.read(rows, admission, lengths, known, admission.begun.keys() - admission.images.keys())
         late = [row for row in admission.followers if admission.begun[row] == row]
-        seen = [row for row in late if row in admission.images]  # the last ones
-        if len(late) > len(seen):
-            logits += self._read_ends(rows, admission, late[: len(late) - len(seen)])
-        logits += [admission.images[row].logits for row in seen]
-        return sum(lengths[: admission.leaders]), torch.cat(logits) if logits else None
+        # Logits of copies of prompts with images, the last ones, are known.
+        ends = [admission.images[row].logits for row in late if row in admission.images] if admission.images else []
+        if text := late[: len(late) - len(ends)]:
+            logits += self._read_ends(rows, admission, text)
+        logits += ends
+        return count, torch.cat(logits) if logits else None
 
     def _read_ends(self, rows: Rows, admission: Admission, late: list[int]) -> list[Tensor]:
         """Reads the last prompt tokens of the rows `late`, copies of rows that were in flight before, for the logits
         after them. It reads them as prompts, for a step would sum in another order."""
         logits: list[Tensor] = []
-        for is_short, group in groupby(range(late[0], late[-1] + 1), partial(_is_short, rows)):
+        for is_short, group in groupby(range(late[0], late[-1] + 1), admission.ends_short):
             between = list(group)
             first, last = between[0], between[-1] + 1
             positions = rows.lengths[first:last, None] - 1  # [n, 1]
@@ -245,55 +241,75 @@ class EagerRunner:
                 logits.append(ends)
         return logits
 
-    def read_texts(self, rows: Rows, admission: Admission) -> None:
-        """Writes the K/V of admitted texts without their last tokens, for a drafter, whose first draft feeds those."""
-        self._read(rows, admission, [length - 1 for length in admission.lengths], (), {})
-
-    def _read(
-        self, rows: Rows, admission: Admission, lengths: list[int], ends: Collection[int], known: Mapping[int, int]
+    def read(
+        self,
+        rows: Rows,
+        admission: Admission,
+        lengths: list[int],
+        known: Mapping[int, int],
+        ends: Collection[int] = (),
     ) -> list[Tensor]:
-        """Writes the first `lengths` columns of the admitted rows, except the `known` first columns by row; returns
-        logits `[n, 1, vocab]` of the last columns of leaders in `ends`. Lengths of other leaders that are not moved
-        ascend."""
-        device, logits = rows.tokens.device, list[Tensor]()
-        self.cache.reserve(lengths[: admission.leaders], admission.first)
-        self.cache.forget(admission.first, admission.first + len(lengths))
-        most = TOKENS_PER_FORWARD
+        """Writes the K/V of the first `lengths` columns of the admitted rows, except the `known` first columns by row;
+        returns logits `[n, 1, vocab]` of the last columns of leaders in `ends`."""
+        logits, first = list[Tensor](), admission.first
+        self.cache.reserve(lengths[: admission.leaders], first)
+        self.cache.forget(first, first + len(lengths))
+        most, queries = TOKENS_PER_FORWARD, _QUERIES_PER_FORWARD
         if ends and self.network.get_output_embeddings() is None:  # a forward may then compute logits of all tokens
             vocabulary: int = self.network.config.get_text_config(decoder=True).vocab_size
             most = min(most, max(_LOGITS_PER_FORWARD // vocabulary, 1))
-        queries = min(_QUERIES_PER_FORWARD, most)
-        start, alone = 0, admission.moved.keys() | known.keys()
+            queries = min(queries, most)
+        leaders = zip(admission.requests[: admission.leaders], lengths, strict=False)
+        pieces = [request.pieces(known.get(row, 0), end) for row, (request, end) in enumerate(leaders, first)]
+        start = 0
         while start < admission.leaders:
-            end, longest, first = start + 1, lengths[start], admission.first + start
-            is_moved = first in admission.moved
-            is_short = _is_short(rows, first)
-            while end < admission.leaders and first not in alone and admission.first + end not in alone:
-                too_many = lengths[end] * (end + 1 - start) > most
-                if too_many or _is_short(rows, admission.first + end) != is_short:
+            group, end, width, furthest = list(pieces[start]), start + 1, 0, 0
+            # Prompts of one kind are read together, if padding stays within the rows; other texts piece by piece.
+            together = len(group) == 1 and not group[0].generated
+            while together and end < admission.leaders and len(pieces[end]) == 1:
+                (piece,) = pieces[end]
+                length = piece.end - piece.first
+                width, furthest = max(width, group[0].end - group[0].first, length), max(furthest, piece.first)
+                fits = (len(group) + 1) * width <= most and max(furthest, group[0].first) + width <= rows.columns
+                in_order = width <= queries or width == length  # of rows, their logits come
+                if not (fits and in_order) or piece[2:] != group[0][2:]:
                     break
-                end, longest = end + 1, lengths[end]
-            last = admission.first + end
-            # Generated tokens are computed like steps, in the same order of sums.
-            prompt = min(int(rows.host_prompt_lengths[first]), longest) if is_moved else longest
-            for column in (*range(known.get(first, 0), prompt, queries), *range(prompt, longest, queries)):
-                stop = min(column + queries, prompt if column < prompt else longest)
-                positions = torch.arange(column, stop, device=device).expand(end - start, -1)  # [n, q]
-                text = [max(min(stop, length) - column, 0) for length in lengths[start:end]]
-                self.cache.feeds(text if column < prompt else None)
-                # Shorter rows feed scratch tokens after their text: masked now, overwritten later.
-                here = [row for row in range(end - start) if column < lengths[start + row] <= stop]
-                places = [(row, lengths[start + row] - 1 - column) for row in here if first + row in ends]
-                with reading_prompts() if column < prompt and not is_short else nullcontext():
-                    read = self.prefill(rows.tokens[first:last, column:stop], positions, stop, first, places)
-                if column >= prompt:
-                    self.cache.commit(text)
-                if read is not None:
-                    logits.append(read)
-            self.cache.trim(first, lengths[start:end])
+                group.append(piece)
+                end += 1
+            for part in [group] if together else [[piece] for piece in group]:
+                done = zip(range(start, end), part, strict=True)
+                wanted = [n - start for n, piece in done if first + n in ends and piece.end == lengths[n]]
+                logits += self._read_pieces(rows, first + start, part, wanted, queries)
+            self.cache.trim(first + start, lengths[start:end])
             start = end
         if admission.followers:
             self.cache.copy_rows(admission.sources, admission.followers, lengths[admission.leaders :])
+        return logits
+
+    def _read_pieces(
+        self, rows: Rows, first_row: int, pieces: list[Piece], wanted: list[int], most: int
+    ) -> list[Tensor]:
+        """Writes one piece of text for each row from `first_row` on, of one kind, at most `most` columns at once;
+        returns logits `[n, 1, vocab]` after those that are `wanted`."""
+        logits, generated = list[Tensor](), pieces[0].generated
+        firsts, ends, *_ = zip(*pieces, strict=True)
+        lengths = np.subtract(ends, firsts).tolist()
+        offsets = sent(torch.tensor(firsts), rows.tokens.device)[:, None]  # [n, 1]
+        texts = rows.tokens[first_row : first_row + len(pieces)]  # [n, columns]
+        for begin in range(0, max(lengths), most):
+            stop = min(begin + most, max(lengths))
+            positions = offsets + torch.arange(begin, stop, device=offsets.device)  # [n, q]
+            fed = [max(min(stop, length) - begin, 0) for length in lengths]
+            self.cache.feeds(None if generated else fed)
+            # Shorter rows feed scratch tokens after their text: masked now, overwritten later.
+            places = [(row, lengths[row] - 1 - begin) for row in wanted if begin < lengths[row] <= stop]
+            # Generated tokens are computed like steps, in the same order of sums.
+            with nullcontext() if generated or pieces[0].short else reading_prompts():
+                read = self.prefill(texts.gather(1, positions), positions, max(firsts) + stop, first_row, places)
+            if generated:
+                self.cache.commit(fed)
+            if read is not None:
+                logits.append(read)
         return logits
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":
@@ -352,24 +368,6 @@ class EagerRunner:
             use_cache=True,
             **{self._cache_argument: cache},
         ).logits
-
-    def first_broken_module(self, tokens: Tensor, positions: Tensor, columns: int) -> str:
-        """Repeats a forward; returns a sentence that names the first module with a NaN or infinity in its output."""
-        broken: list[str] = []
-
-        def watch(name: str, _module: nn.Module, _inputs: object, output: object) -> None:
-            if not broken and isinstance(output, Tensor) and not torch.isfinite(output).all():
-                broken.append(f"the first non-finite values come out of '{name}' ({output.dtype})")
-
-        leaves = [(name, module) for name, module in self.network.named_modules() if not module._modules]
-        handles = [module.register_forward_hook(partial(watch, name)) for name, module in leaves]
-        try:
-            EagerRunner(self.network, self.cache).forward(tokens, positions, columns)  # a replay calls no hooks
-        finally:
-            for handle in handles:
-                handle.remove()
-        sound = f"every module's output is finite ({self.network.dtype}): the logits processors did it"
-        return broken[0] if broken else sound
 
     def _position_ids(self, positions: Tensor, first_row: int = 0) -> Tensor:
         if self.cache.offsets is not None:

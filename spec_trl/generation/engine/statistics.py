@@ -199,6 +199,7 @@ class SpeculationStatistics:
         cache_bytes: peak of the K/V caches, drafters' included: on a CPU under Linux of written pages, in a pool of
             pages that rows had, else of the whole caches.
         preemptions: how often a row left for want of memory. Its K/V is computed again when it comes back.
+        tokens_read: tokens of prompts, and of rows that came back, whose K/V the target computed.
         graphs, graph_bytes: captured forwards of target and drafters, and device memory that they take in addition to
             weights and caches.
         copied_bytes: of 16-bit copies of the target's wider weights, under autocast.
@@ -232,6 +233,7 @@ class SpeculationStatistics:
     seconds: float = 0.0
     cache_bytes: int = 0
     preemptions: int = 0
+    tokens_read: int = 0
     graphs: int = 0
     graph_bytes: int = 0
     copied_bytes: int = 0

@@ -127,6 +127,7 @@ def test_tokens_are_those_of_generate(family: str, strategy: str, reads: list[in
     assert not torch.equal(changed, expected), "images matter"
     result = greedy(model, inputs, strategy)
     assert torch.equal(result.sequences, expected) and len(reads) == 3
+    assert result.statistics.tokens_read == inputs["attention_mask"].sum()
     assert result.statistics.exact is None
     total = result.statistics.total
     assert (total.drafted > 20) == (strategy != "none") and total.accepted > (8 if strategy == "self" else -1)

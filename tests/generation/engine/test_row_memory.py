@@ -18,6 +18,7 @@ from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDr
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.engine import memory, row_memory
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.parked_rows import ParkedRows
 from spec_trl.generation.engine.row_memory import RowMemory, RowNeeds
 from spec_trl.generation.engine.rows import Request, RequestQueue, Rows
 from tests.distributed import test_pool as pools
@@ -168,6 +169,19 @@ def test_the_shortest_rows_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looks) == 2
     monkeypatch.setattr(row_memory, "free_memory", lambda device: 0)
     assert row_memory_of([50, 7, 30], RowNeeds(2, 0, 0)).leaving(87) == [1, 2], "the last one stays"
+
+
+def test_parked_rows_leave_before_rows_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    parked = ParkedRows()
+    sizes = [70, 50, 40]  # bytes of the rows that are parked, the oldest first
+    monkeypatch.setattr(parked, "drop_oldest", lambda: sizes.pop(0) if sizes else 0)
+    monkeypatch.setattr(row_memory, "free_memory", lambda device: 3 * 2 * 64 - 100)
+    own = row_memory_of([50, 7, 30], RowNeeds(column=2, row=0, fixed=0))
+    own.parked = parked
+    assert own.leaving(87) == [] and sizes == [40]
+    # A new row of 6 grows by 64, and those of 50, 7 and 30 by as many.
+    monkeypatch.setattr(row_memory, "free_memory", lambda device: 3 * 2 * 64 + 2 * (6 + 64) - 40)
+    assert own.fitting([Request(0, torch.ones(6).long(), 500, 0)]) == 1 and sizes == []
 
 
 def test_where_memory_is_taken_at_once_fewer_rows_are_in_flight(

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from ...engine.accept import Integers
 from ...engine.attention import FULL, MaskPlan, as_spans
 from ...engine.drafter import DraftSession, Forward
+from ...engine.memory import sent
 from ...engine.rows import Admission
 from ...registry import register_drafter
 from ..autoregressive import CATCH_UP
@@ -60,18 +61,24 @@ class Eagle3Drafter(FeatureDrafter):
         super().end()
         del self._cached
 
-    def admit(self, admission: Admission) -> None:
-        rows = self.session.rows
-        leaders = (rows.host_lengths[admission.first :] - 1).tolist()[: admission.leaders]  # pairs of each
-        if leaders:
-            width = max(_PROMPT_PAIRS // len(leaders), CATCH_UP)
-            for start in range(0, max(leaders), width):
-                stop = min(start + width, max(leaders))
-                columns = torch.arange(start, stop, device=rows.tokens.device).expand(len(leaders), -1)  # [n, q]
+    def feed_texts(self, admission: Admission, known: Mapping[int, int]) -> None:
+        rows, end = self.session.rows, admission.first + admission.leaders
+        pairs = (rows.host_lengths[admission.first :] - 1).tolist()[: admission.leaders]  # of each row
+        firsts = torch.tensor([known.get(row, 0) for row in range(admission.first, end)])  # [n]
+        if pairs:
+            lacking = int((torch.tensor(pairs) - firsts).max())
+            offsets = sent(firsts, rows.tokens.device)[:, None]  # [n, 1]
+            width = max(_PROMPT_PAIRS // len(pairs), CATCH_UP)
+            for start in range(0, lacking, width):
+                stop = min(start + width, lacking)
+                columns = offsets + torch.arange(start, stop, device=offsets.device)  # [n, q]
                 # Shorter rows feed scratch after their prompt: masked now, overwritten later.
-                self._feed(columns, stop, first_row=admission.first)
-        super().admit(admission)
+                columns.clamp_(max=rows.columns - 2)
+                self._feed(columns, int(firsts.max()) + stop, first_row=admission.first)
         self._cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
+
+    def computed(self, row: int) -> int:
+        return min(int(self._cached[row]), int(self.session.rows.host_lengths[row]) - 1)
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         super().move(source, destination, columns)

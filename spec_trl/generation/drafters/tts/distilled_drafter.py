@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ...configuration import Distillation, SpeculativeConfig
 from ...engine.accept import Integers, Proposal
+from ...engine.cache import RowStates
 from ...engine.drafter import DraftCost, Drafter, DraftSession
 from ...engine.graph_capture import CAPTURING
 from ...engine.noise import RoundNoise
@@ -153,6 +154,9 @@ class DistilledDrafter(Drafter):
 
     def admit(self, admission: Admission) -> None:
         self.student.admit(admission)
+
+    def park(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
+        return self.student.park(row)
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         rows = self.session.rows
