@@ -1,4 +1,4 @@
-"""Batched, lossless speculative decoding for transformers, and fast GRPO rollouts for TRL.
+"""Batched, lossless speculative decoding for transformers, and fast rollouts for TRL.
 
 Importing this package teaches `model.generate` the keyword `assistant_strategy`.
 """
@@ -16,16 +16,25 @@ from .generation.strategies import refresh
 
 
 if TYPE_CHECKING:
+    from .trainers.spec_distillation_trainer import SpecDistillationConfig, SpecDistillationTrainer
+    from .trainers.spec_gmpo_trainer import SpecGMPOConfig, SpecGMPOTrainer
     from .trainers.spec_grpo_config import SpecGRPOConfig
     from .trainers.spec_grpo_trainer import SpecGRPOTrainer
+    from .trainers.spec_rloo_trainer import SpecRLOOConfig, SpecRLOOTrainer
     from .trainers.speculation import speculate
 
 
 __all__ = [
     "Drafter",
     "Proposal",
+    "SpecDistillationConfig",
+    "SpecDistillationTrainer",
+    "SpecGMPOConfig",
+    "SpecGMPOTrainer",
     "SpecGRPOConfig",
     "SpecGRPOTrainer",
+    "SpecRLOOConfig",
+    "SpecRLOOTrainer",
     "SpeculativeConfig",
     "SpeculativeOutput",
     "install",
@@ -36,10 +45,17 @@ __all__ = [
     "speculative_decoding",
     "uninstall",
 ]
-# Imported on first access: they import TRL, datasets and peft, which generate does not need.
+# Imported on first access: they import TRL, datasets and peft, which generate does not need. GMPO is in TRL's
+# experimental part, which another TRL may not have.
 _TRAINERS = {
+    "SpecDistillationConfig": "spec_distillation_trainer",
+    "SpecDistillationTrainer": "spec_distillation_trainer",
+    "SpecGMPOConfig": "spec_gmpo_trainer",
+    "SpecGMPOTrainer": "spec_gmpo_trainer",
     "SpecGRPOConfig": "spec_grpo_config",
     "SpecGRPOTrainer": "spec_grpo_trainer",
+    "SpecRLOOConfig": "spec_rloo_trainer",
+    "SpecRLOOTrainer": "spec_rloo_trainer",
     "speculate": "speculation",
 }
 

@@ -138,14 +138,15 @@ new = {name.partition(".")[0] for name in set(sys.modules) - before}
 heavy = {"bitsandbytes", "datasets", "matplotlib", "pandas", "peft", "pydantic", "scipy", "triton", "trl"}
 print(*sorted(new & heavy))
 print(*sorted({"SpecGRPOConfig", "SpecGRPOTrainer"} & set(dir(spec_trl))))
-from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
+from spec_trl import SpecDistillationTrainer, SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOTrainer
 SpecGRPOConfig(use_cpu=True)
+print(any(name.startswith("trl.experimental") for name in sys.modules))
 print(papers(), min(rounds) > 0)
 generate("self", speculative_config={"sd_toggle": "roofline"})
 print("spec_trl.efficient_rollout.toggle" in papers())
 """).splitlines()
     assert printed[:2] == ["", "SpecGRPOConfig SpecGRPOTrainer"]
-    assert printed[-2:] == ["[] True", "True"]
+    assert printed[-3:] == ["False", "[] True", "True"]
 
 
 def test_unknown_names_are_missing_as_anywhere() -> None:

@@ -121,7 +121,7 @@ class SharedRollouts:
         if None in rows:
             raise RuntimeError(
                 "a prompt of a later turn does not begin with prompt and completion of the turn before, in the order "
-                "of the rows, so that its noise cannot be keyed; leave GRPOTrainer._tool_call_loop as it is."
+                "of the rows, so that its noise cannot be keyed; leave TRL's _tool_call_loop as it is."
             )
         return [row for row in rows if row is not None]
 

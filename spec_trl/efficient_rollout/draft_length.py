@@ -23,7 +23,7 @@ class DraftLengthController:
 
     The window restarts after a move: τ of the old γ says nothing about the thresholds of the new γ.
 
-    `SpecGRPOConfig` checks the values.
+    `RolloutOptions` checks the values.
     """
 
     draft_lengths: Sequence[int] = (5, 7, 9, 11)  # Γ, ascending

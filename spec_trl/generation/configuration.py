@@ -1,6 +1,6 @@
 """The options of speculative generation, each declared once: its default, what it does, what values it may have.
 
-SpecGRPOConfig, the `--help` of commands and the tables in docs/options.md take them from here.
+Configs of trainers, the `--help` of commands and the tables in docs/options.md take them from here.
 """
 
 import functools

@@ -293,7 +293,7 @@ class RolloutOptions(TrainerConfig):
 
     def speculative_config(self) -> SpeculativeConfig:
         """The same options as `generate` takes them; their checks name the options of this class."""
-        options = {name: value for name, value in vars(self).items() if name in OPTIONS}  # `seed` of GRPOConfig too
+        options = {name: value for name, value in vars(self).items() if name in OPTIONS}  # `seed` of TRL's config too
         options["draft_length"] = self.initial_draft_length or self.draft_lengths[0]  # γ₀
         options["max_batch_size"] = self.rollout_batch_size
         for name in ("keep_graphs", "exact"):

@@ -118,9 +118,7 @@ class Rollouts:
             seconds = time.perf_counter() - started
             self._totals.add(output.statistics, len(decoded), seconds, self._sharing.pool)
         self._totals.turns += 1
-        for copied in policy_copies(drafters):
-            self._totals.durations.refresh_seconds += copied.refresh_seconds
-            copied.refresh_seconds = 0.0
+        self._totals.add_refreshes(drafters)
         return decoded
 
     def _request_ids(self, rows: list[int]) -> list[int]:

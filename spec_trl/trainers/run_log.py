@@ -45,7 +45,7 @@ class RunHeader:
         started: ISO date and time.
         model: name or path of the policy.
         strategy: `assistant_strategy`.
-        settings: options of `SpecGRPOConfig` that GRPOConfig lacks.
+        settings: options of the trainer's config that TRL's config lacks.
         profile: path of the roofline profile, if there is one.
         calibration_seconds: spent before the first rollout on the profile and the draft ladder.
     """

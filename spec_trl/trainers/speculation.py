@@ -7,7 +7,9 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from weakref import ref
 
@@ -26,11 +28,11 @@ from ..generation.engine.rows import Request, RequestQueue
 from ..generation.generate import DEFAULTS, SpeculativeOutput, setting
 from ..generation.registry import check_use
 from ..generation.session import Session
-from ..generation.strategies import Assistant, check_states, make_drafters
+from ..generation.strategies import Assistant, check_states, make_drafters, policy_copies
 from .rollout_memory import whole_weights
-from .run_log import Mode, RunLog, Verdict
+from .run_log import Mode, Record, RunLog, StepRecord, Verdict, read_run
 from .run_records import RunRecords, describe
-from .step_totals import RolloutTotals
+from .step_totals import RolloutTotals, StepClock, metrics
 from .trainer_checks import check_generation
 
 
@@ -47,14 +49,15 @@ def speculate(
 
     Calls of the policy's `generate` that name no `assistant_strategy` then draft with `strategy`, and sample the
     tokens of `strategy="none"`. A call that asks for what speculation cannot serve, such as beams, is plain, with one
-    warning. Ranks do not pool their rows, as those of :class:`SpecGRPOTrainer` do.
+    warning. A trainer logs the means of its rollouts' metrics, as :class:`SpecGRPOTrainer` does; ranks do not pool
+    their rows, as its ranks do. A second call for a model stops what the first one returned.
 
     Args:
         target: a trainer of transformers or TRL, or the model, which may be wrapped.
         strategy: see :func:`~spec_trl.generation.configuration.check_strategy`.
         assistant_model: of strategies that take one.
         output_dir: folder of the log, `rollout_log.jsonl`; by default the trainer's. A model alone has none. The first
-            rank writes it, of its rollouts.
+            rank writes it, of its rollouts and steps.
         options: fields of :class:`SpeculativeConfig`.
 
     Raises:
@@ -101,11 +104,19 @@ class Speculation(AbstractContextManager["Speculation"]):
         output_dir: str | Path | None, trainer: Any,
     ) -> None:  # fmt: skip
         self._records = RunRecords(output_dir)
-        self._model, self._trainer = ref(model), None if trainer is None else ref(trainer)
+        self._model = ref(model)
+        self._trainer: Callable[[], Any] = (lambda: None) if trainer is None else ref(trainer)
         self._strategy, self._config, self._assistant = strategy, config, assistant
         self._counts: dict[Mode, int] = {"train": 0, "eval": 0}
         self._has_warned = False
-        DEFAULTS[policy_in(model)] = self._generate
+        policy = policy_in(model)
+        if isinstance(first := DEFAULTS.get(policy), Speculation):
+            first.stop()
+        DEFAULTS[policy] = self
+        device = policy.device if trainer is None else trainer.args.device
+        self._reports = _Reports(device, self._log_step, self._resume)
+        if trainer is not None:  # before callbacks that report what is logged, such as W&B's
+            trainer.callback_handler.callbacks.insert(0, self._reports)
 
     @property
     def verdict(self) -> Verdict:
@@ -118,14 +129,17 @@ class Speculation(AbstractContextManager["Speculation"]):
         return self._records.log
 
     def stop(self) -> None:
-        """Makes `generate` plain again."""
-        for policy in [policy for policy, default in DEFAULTS.items() if default == self._generate]:
+        """Makes `generate` plain again; a call that is running ends as it began."""
+        for policy in [policy for policy, default in DEFAULTS.items() if default is self]:
             del DEFAULTS[policy]
+        trainer = self._trainer()
+        if trainer is not None and self._reports in trainer.callback_handler.callbacks:
+            trainer.remove_callback(self._reports)
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _generate(
+    def __call__(
         self, generate: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Generates for `generate(model, *args, **kwargs)`, which would be plain."""
@@ -151,7 +165,12 @@ class Speculation(AbstractContextManager["Speculation"]):
         try:
             if kwargs.get("past_key_values") is not None:
                 raise ValueError("past_key_values is given, and speculation fills no cache of the caller.")
-            with whole_weights(outer), self._autocast(outer, model.device):
+            with (
+                self._reports.phase("prepare"),
+                self._reports.phase("rollout"),
+                whole_weights(outer),
+                self._autocast(outer, model.device),
+            ):
                 # Not the model's own `generate`, which may do something before and after it.
                 output: SpeculativeOutput = GenerationMixin.generate(model, **call, make_queue=begin)
         except ValueError as error:
@@ -173,19 +192,69 @@ class Speculation(AbstractContextManager["Speculation"]):
 
     def _add(self, model: Any, output: SpeculativeOutput, seconds: float) -> None:
         """Adds a rollout to verdict and log."""
-        statistics, trainer = output.statistics, None if self._trainer is None else self._trainer()
+        statistics, trainer = output.statistics, self._trainer()
         assert statistics is not None and output.lengths is not None
         mode: Mode = "train"
         if trainer is not None:
             at_start = trainer.args.eval_on_start and not trainer.state.global_step and not model.training
             mode = "eval" if at_start or trainer.control.should_evaluate or not trainer.is_in_train else "train"
-        totals = RolloutTotals()
+        totals, drafters = RolloutTotals(), list(Session.of(model).drafters.values())
         totals.add(statistics, len(output.lengths), seconds)
+        totals.add_refreshes(drafters)
         step = sum(self._counts.values()) if trainer is None else trainer.state.global_step
         lengths = dict.fromkeys(statistics.tallies, self._config.draft_length)
         record = totals.record(mode, self._counts[mode], step, self._strategy, lengths)
         self._counts[mode] += 1
-        self._records.append(record, lambda: describe(model, model.device, self._strategy))
+        self._append(record, model)
+        self._reports.add(mode, metrics(record, bool(policy_copies(drafters)), races=self._strategy == "best_of_n"))
+
+    def _append(self, record: Record, policy: Any) -> None:
+        self._records.append(record, partial(describe, policy, policy.device, self._strategy))
+
+    def _log_step(self, step: int, seconds: float, phases: dict[str, float]) -> None:
+        if (model := self._model()) is not None:
+            self._append(StepRecord(step, seconds, phases, None), policy_in(model))
+
+    def _resume(self, step: int) -> None:
+        """Counts the rollouts of the log that were before `step`, at which the run resumes."""
+        if self.log is not None and step and self.log.path.exists():
+            for record in read_run(self.log.path).rollouts:
+                self._counts[record.mode] += record.step < step + (record.mode == "eval")
+
+
+class _Reports(StepClock):
+    """Adds means of the rollouts' metrics to what a trainer logs, and times its steps.
+
+    Args:
+        device, on_step: see :class:`StepClock`.
+        on_begin: called with the number of earlier optimizer steps where training begins.
+    """
+
+    def __init__(
+        self, device: torch.device, on_step: Callable[[int, float, dict[str, float]], None],
+        on_begin: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        super().__init__(device, on_step)
+        self._on_begin = on_begin
+        self._values: dict[Mode, dict[str, list[float]]] = {"train": {}, "eval": {}}
+
+    def add(self, mode: Mode, values: dict[str, float]) -> None:
+        """Adds the metrics of a rollout."""
+        for name, value in values.items():
+            self._values[mode].setdefault(name, []).append(value)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._on_begin(state.global_step)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, *, model: Any, logs: dict[str, float], **kwargs: Any
+    ) -> None:  # fmt: skip
+        mode: Mode = "train" if model.training else "eval"  # as in the logs of TRL
+        prefix = "rollout" if mode == "train" else "eval_rollout"
+        means = {f"{prefix}/{name}": fmean(values) for name, values in self._values[mode].items()}
+        self._values[mode].clear()
+        logs |= means
+        state.log_history[-1].update(means)  # a copy of `logs`
 
 
 def _cached(config: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from functools import reduce
@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from ..distributed.pool import SharedPool
 from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
+from ..generation.engine.drafter import Drafter
 from ..generation.engine.record import thin
 from ..generation.engine.statistics import (
     MOST_PLANS,
@@ -25,6 +26,7 @@ from ..generation.engine.statistics import (
     added,
     slowest,
 )
+from ..generation.strategies import policy_copies
 from ..scheduling.control import Explanation, Tally
 from .run_log import TIMELINES, Mode, RolloutRecord
 
@@ -169,6 +171,13 @@ class RolloutTotals:
         self.idle_seconds += 0.0 if pool is None else pool.idle_seconds
         plain = math.inf if plain is None else seconds - statistics.seconds + plain
         self.durations = added(self.durations, Durations(seconds, 0.0, waited, tail.seconds, tail.rounds, plain))
+
+    def add_refreshes(self, drafters: Iterable[Drafter]) -> None:
+        """Adds the seconds that copies of the policy among `drafters` took to be made or requantized since the last
+        call."""
+        for copied in policy_copies(drafters):
+            self.durations.refresh_seconds += copied.refresh_seconds
+            copied.refresh_seconds = 0.0
 
     def over_ranks(self, strategies: Sequence[str]) -> "RolloutTotals":
         """Returns totals of all ranks, with a tally by strategy for `strategies`. All ranks must call it."""

@@ -16,7 +16,13 @@ from trl import GRPOConfig
 
 from docs.write_options import with_tables
 from examples import generate
-from spec_trl import SpecGRPOConfig, SpeculativeConfig
+from spec_trl import (
+    SpecDistillationConfig,
+    SpecGMPOConfig,
+    SpecGRPOConfig,
+    SpecRLOOConfig,
+    SpeculativeConfig,
+)
 from spec_trl.cli.arguments import MARGIN
 from spec_trl.cli.main import build_parser
 from spec_trl.efficient_rollout.draft_length import DraftLengthController
@@ -91,7 +97,8 @@ def test_an_example_takes_its_options_from_here(monkeypatch: pytest.MonkeyPatch)
 
 def test_docstrings_and_docs_list_every_option() -> None:
     trained_with = {option.name for option in fields(RolloutOptions)}
-    for config, names in ((SpeculativeConfig, {*OPTIONS}), (SpecGRPOConfig, trained_with)):
+    configs = SpecGRPOConfig, SpecRLOOConfig, SpecDistillationConfig, SpecGMPOConfig
+    for config, names in ((SpeculativeConfig, {*OPTIONS}), *((config, trained_with) for config in configs)):
         for name in names:
             assert f"        {name} (defaults to " in (config.__doc__ or "")
     page = (DOCS / "options.md").read_text()

@@ -19,12 +19,13 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PrinterCallback,
+    Trainer,
     TrainerCallback,
 )
-from trl import GRPOTrainer
+from trl import DistillationTrainer
 
 from examples.demo.task import build_tokenizer
-from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
+from spec_trl import SpecDistillationTrainer, SpecGMPOTrainer, SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOTrainer
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.registry import CHOOSING
@@ -144,18 +145,38 @@ class Run(TrainerCallback):
         return self
 
 
+class Distillation(SpecDistillationTrainer):
+    """Hands in what it sampled, as the others do to the reward function."""
+
+    run: Run
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        result = super()._generate(prompts)
+        self.run.rewarded.append(("train" if self.model.training else "eval", [list(ids) for ids in result[1]]))
+        return result
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "rloo": {"kind": SpecRLOOTrainer, "beta": 0.0}, "distillation": {"kind": Distillation},
+    "gmpo": {"kind": SpecGMPOTrainer},
+}  # fmt: skip
+"""Options of :func:`make_run` with which other trainers than SpecGRPOTrainer run; RLOO without a reference policy,
+which it would load by its name."""
+
+
 def make_run(
     output_dir: Path,
     strategy: str = "self",
     policy: PreTrainedModel | None = None,
     tokenizer: Any = None,
     trainer: dict[str, Any] | None = None,
-    kind: type[GRPOTrainer] = SpecGRPOTrainer,
+    kind: type[Trainer] = SpecGRPOTrainer,
     **config: Any,
 ) -> Run:
     """A run, not begun, whose trainer is a `kind` on the tiny task.
 
-    `trainer` has further arguments of the trainer, `config` further fields of SpecGRPOConfig.
+    `trainer` has further arguments of the trainer, `config` further fields of its config. In a distillation no reward
+    is asked for, and another tiny policy teaches.
     """
     run = Run()
 
@@ -172,13 +193,17 @@ def make_run(
         logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False,
         disable_tqdm=True, seed=3, sd_toggle="measured" if strategy in CHOOSING else "always",
     )  # fmt: skip
-    arguments = dict(reward_funcs=count_digits, train_dataset=tiny_dataset(), callbacks=[run])
+    arguments: dict[str, Any] = dict(reward_funcs=count_digits, train_dataset=tiny_dataset(), callbacks=[run])
+    if issubclass(kind, DistillationTrainer):
+        del settings["num_generations"], arguments["reward_funcs"]
+        arguments["teacher_model"] = tiny_policy(1)
     run.trainer = kind(
         model=policy,
-        args=SpecGRPOConfig(**(settings | config)),
+        args=getattr(kind, "config_class", SpecGRPOConfig)(**(settings | config)),
         processing_class=tokenizer or build_tokenizer(),
         **(arguments | (trainer or {})),
     )
+    run.trainer.run = run
     run.trainer.remove_callback(PrinterCallback)  # comes with disable_tqdm
     generate = policy.generate
 

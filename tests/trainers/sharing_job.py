@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.trainers.harness import Run, hybrid_policy, tiny_dataset, train
+from tests.trainers.harness import OTHERS, Run, hybrid_policy, tiny_dataset, train
 from tests.trainers.tool_task import add, conversations, make_chat_tokenizer
 
 
@@ -69,6 +69,15 @@ STATES: dict[str, dict[str, Any]] = {
 """Of a policy whose layers keep states: all sample the same."""
 
 
+def train_others(folder: Path, ranks: int) -> dict[str, Run]:
+    """Each other trainer, and distillation with tools, whose evaluation has no groups that fill the ranks."""
+    done = {
+        name: train_case(folder / name, ranks, **options, **({"trainer": {}} if name == "distillation" else {}))
+        for name, options in OTHERS.items()
+    }
+    return done | {"distillation, tools": train_with_tools(folder / "tools", ranks, **OTHERS["distillation"])}
+
+
 def kept(run: Run) -> dict[str, Any]:
     """What the tests look at."""
     return {
@@ -85,6 +94,7 @@ def all_cases(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
         name: kept(train_case(folder / name, ranks, policy=hybrid_policy(), **options))
         for name, options in STATES.items()
     }
+    done |= {name: kept(run) for name, run in train_others(folder, ranks).items()}
     twenty = train_case(folder / "twenty", ranks, steps=20, trainer={}, rollout_batch_size=4)
     return done | {"twenty steps": kept(twenty)}
 

@@ -1,4 +1,4 @@
-"""SpecGRPOConfig and what is refused when a trainer is made: by the name that the user set, before any work."""
+"""Configs, and what is refused when a trainer is made: by the name that the user set, before any work."""
 
 import copy
 import math
@@ -19,15 +19,27 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, HfArgumentParser
 from trl import GRPOConfig, TrlParser
 
-from spec_trl import SpecGRPOConfig, SpecGRPOTrainer, SpeculativeConfig
+from spec_trl import (
+    SpecDistillationConfig,
+    SpecGMPOConfig,
+    SpecGRPOConfig,
+    SpecGRPOTrainer,
+    SpecRLOOConfig,
+    SpeculativeConfig,
+)
 from spec_trl.generation.configuration import OPTIONS
 from spec_trl.trainers.checkpoint import DraftLengthState
+from spec_trl.trainers.rollout_options import RolloutOptions
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.harness import hybrid_policy, make_run, tiny_dataset, tiny_policy, train
 
 
-def make_config(**options: Any) -> SpecGRPOConfig:
-    return SpecGRPOConfig(**{"output_dir": "unused", "use_cpu": True, "bf16": False} | options)
+CONFIGS = (SpecGRPOConfig, SpecRLOOConfig, SpecDistillationConfig, SpecGMPOConfig)
+each_config = pytest.mark.parametrize("kind", CONFIGS)
+
+
+def make_config(kind: type[RolloutOptions] = SpecGRPOConfig, **options: Any) -> RolloutOptions:
+    return kind(**{"output_dir": "unused", "use_cpu": True, "bf16": False} | options)
 
 
 def name_of(value: object) -> str:
@@ -111,6 +123,23 @@ def test_bad_values(bad: dict[str, Any], message: str) -> None:
         make_config(**{"assistant_strategy": "self"} | bad)
 
 
+@each_config
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"max_batch_size": 9}, "^{0}Config has no option 'max_batch_size' .*Set rollout_batch_size"),
+        ({"speculative_config": {}}, r"^{0}Config has no option .*Its fields are options here: {0}Config\(verif"),
+        ({"generation_kwargs": {"assistant_strategy": "self"}}, r"Set {0}Config\(assistant_strategy=\.\.\.\)"),
+        ({"use_vllm": True}, "use_vllm=True contradicts .*: {0}Trainer generates .*, or use {1}.$"),
+        ({"ds3_gather_for_generation": False}, "ds3_gather_for_generation=False contradicts {0}Trainer:"),
+    ],
+    ids=name_of,
+)
+def test_messages_name_the_class_at_hand(kind: type[RolloutOptions], bad: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.format(kind.__name__.removesuffix("Config"), kind.base_trainer)):
+        make_config(kind, **bad)
+
+
 def test_subclasses_may_take_more() -> None:
     class Named(SpecGRPOConfig):
         def __init__(self, name: str, **options: Any) -> None:
@@ -168,21 +197,26 @@ OWN: dict[str, Any] = {
 """The same for the trainer's own options; others of "draft_ranks" do not go with these."""
 
 
-def test_every_option_reaches_generate() -> None:
-    config = make_config(**VALUES, **OWN, seed=11)
+@each_config
+def test_every_option_reaches_generate(kind: type[RolloutOptions]) -> None:
+    config = make_config(kind, **VALUES, **OWN, seed=11)
     passed = vars(config.speculative_config())
     expected = VALUES | {"draft_length": 7, "max_batch_size": 4, "seed": 11, "tts_stride": 5}
     expected |= {"keep_graphs": True, "exact": True}
     assert {name: passed[name] for name in expected} == expected
     assert OPTIONS.keys() - expected.keys() == {"ngram_size"}
-    assert make_config(assistant_strategy="tts", tts_stride="3").speculative_config().tts_stride == 3
-    rejecting = make_config(assistant_strategy="self", verification="rejection").speculative_config()
+    assert make_config(kind, assistant_strategy="tts", tts_stride="3").speculative_config().tts_stride == 3
+    rejecting = make_config(kind, assistant_strategy="self", verification="rejection").speculative_config()
     assert rejecting.verification == "rejection"
-    assert make_config(assistant_strategy="best_of_n").speculative_config().best_of_n_race is True
-    inherited = {option.name for option in fields(GRPOConfig)}
+    assert make_config(kind, assistant_strategy="best_of_n").speculative_config().best_of_n_race is True
+    (base,) = {*kind.__bases__} - {RolloutOptions}
+    inherited = {option.name for option in fields(base)}
+    assert [option.name for option in fields(kind)] == [
+        option.name for part in (base, RolloutOptions) for option in fields(part)
+    ]
     assert config.own_options() == VALUES | OWN
-    assert config.own_options().keys() == {option.name for option in fields(SpecGRPOConfig)} - inherited
-    ours, theirs = vars(make_config().speculative_config()), vars(SpeculativeConfig())
+    assert config.own_options().keys() == {option.name for option in fields(kind)} - inherited
+    ours, theirs = vars(make_config(kind).speculative_config()), vars(SpeculativeConfig())
     differ = {name for name in theirs if ours[name] != theirs[name]}
     assert differ == {"seed", "keep_graphs", "tts_scope", "best_of_n_drafters", "best_of_n_race"}
     assert tuple(ours["best_of_n_drafters"]) == theirs["best_of_n_drafters"]
@@ -202,8 +236,9 @@ def test_the_controller_of_the_draft_length() -> None:
     assert make_config().draft_length_controllers(["self"], {}) == {}  # a planner chooses
 
 
-def test_the_command_line() -> None:
-    parser, arguments = TrlParser((SpecGRPOConfig,)), ["--output_dir", "unused", "--use_cpu", "--bf16", "false"]
+@each_config
+def test_the_command_line(kind: type[RolloutOptions]) -> None:
+    parser, arguments = TrlParser((kind,)), ["--output_dir", "unused", "--use_cpu", "--bf16", "false"]
     for name, value in (VALUES | OWN).items():
         words = value if isinstance(value, list) else [str(value).replace("'", '"')]
         arguments += [f"--{name}", *map(str, words)]
@@ -212,7 +247,7 @@ def test_the_command_line() -> None:
     with pytest.raises(ValueError, match="Did you mean 'always'"):  # one sentence, not the parser's usage
         parser.parse_args_and_config([*arguments, "--sd_toggle", "alway"])
     usage = " ".join(parser.format_help().split())
-    for option in fields(SpecGRPOConfig):
+    for option in fields(kind):
         if option.name in VALUES | OWN:
             assert f"--{option.name}" in usage and option.metadata["help"].split(".")[0][:60] in usage
 

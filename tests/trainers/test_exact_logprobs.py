@@ -11,10 +11,11 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
+from spec_trl import SpecRLOOTrainer
 from spec_trl.native_code import compiler
 from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.test_families import build
-from tests.trainers.harness import Run, make_run, roll_out, tiny_policy, train
+from tests.trainers.harness import OTHERS, Run, make_run, roll_out, tiny_policy, train
 from tests.trainers.tool_task import add, make_chat_tokenizer
 
 
@@ -53,6 +54,36 @@ def test_sampler_and_trainer_agree_in_bits(tmp_path: Path, kind: str, options: d
     run = train(tmp_path / "exact", policy=policy_of(kind), exact_logprobs=True, **given)
     assert_equal_bits(run, given["max_steps"])
     assert min(run.metric("rollout/acceptance_rate")) > 0.2
+
+
+class Compared(SpecRLOOTrainer):
+    """Compares what TRL keeps of a rollout, before any step, with what was sampled."""
+
+    apart: list[float]
+
+    def _sample(self, *given: Any) -> Any:
+        self.sampled = super()._sample(*given)
+        return self.sampled
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            pairs = [
+                (row[: len(one.logprobs)], torch.tensor(one.logprobs))
+                for row, one in zip(scores[0], self.sampled, strict=True)
+            ]
+            self.apart.append(max((kept - ours).abs().max().item() for kept, ours in pairs))
+        return scores
+
+
+def test_other_trainers_agree_in_bits(tmp_path: Path) -> None:
+    options = {"policy": policy_of("float32"), "max_completion_length": 24, "max_steps": 2, "exact_logprobs": True}
+    Compared.apart = []
+    train(tmp_path / "rloo", **OTHERS["rloo"] | options | {"kind": Compared})
+    assert Compared.apart == [0.0, 0.0]
+    train(tmp_path / "not", **OTHERS["rloo"] | options | {"kind": Compared, "exact_logprobs": False})
+    assert min(Compared.apart[2:]) > 0
+    assert_equal_bits(train(tmp_path / "gmpo", **OTHERS["gmpo"] | options), 2)
 
 
 def test_without_the_option_they_differ(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainers.harness import OTHERS
 from tests.trainers.sharing_job import CASES, STATES, TOOLS, all_cases
 
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 Found = dict[str, dict[str, Any]]
+TRAINERS = [*OTHERS, "distillation, tools"]
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +43,17 @@ def together(ranks: list[Found], name: str) -> list[tuple[str, list[list[int]]]]
     return [(each[0][0], [row for _, rows in each for row in rows]) for each in rollouts]
 
 
-@pytest.mark.parametrize("name", [*CASES, *TOOLS, *STATES, "twenty steps"])
+@pytest.mark.parametrize("name", [*CASES, *TOOLS, *STATES, *TRAINERS, "twenty steps"])
 def test_ranks_sample_what_one_does(ranks: list[Found], alone: Found, name: str) -> None:
     assert together(ranks, name) == alone[name]["rewarded"]
     assert len(alone[name]["rewarded"]) >= 3
 
 
-@pytest.mark.parametrize("name", ["pool", "tools", "states", "twenty steps"])
+@pytest.mark.parametrize("name", ["pool", "tools", "states", *TRAINERS, "twenty steps"])
 def test_ranks_train_alike(ranks: list[Found], alone: Found, name: str) -> None:
     """Losses and weights differ by the rounding of the gradients' mean alone."""
-    assert ranks[0][name]["losses"] == pytest.approx(alone[name]["losses"], rel=1e-5, abs=1e-9)
+    rounding = 5e-8 if name in ("rloo", "gmpo") else 1e-9  # those losses are sums in float32 that cancel
+    assert ranks[0][name]["losses"] == pytest.approx(alone[name]["losses"], rel=1e-5, abs=rounding)
     for weight, reference in alone[name]["weights"].items():
         assert torch.equal(ranks[0][name]["weights"][weight], ranks[-1][name]["weights"][weight])
         atol = 2e-6 if name == "states" else 1e-7  # scans compute in float32

@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
 from torch.nn.parallel import DataParallel
-from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, TrainerCallback
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.a2po import A2POConfig, A2POTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
@@ -26,6 +27,7 @@ from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 import spec_trl
 from examples.demo.task import build_tokenizer
+from spec_trl.cli.main import main
 from spec_trl.trainers.run_log import RolloutRecord, read_run
 from tests.trainers.harness import PROMPTS, make_run, tiny_dataset, tiny_policy
 
@@ -187,9 +189,50 @@ def test_however_they_train(name: str, variant: str, tmp_path: Path) -> None:
 
 def test_a_run_resumes(tmp_path: Path) -> None:
     options = dict(max_steps=4, save_strategy="steps", save_steps=2)
-    whole, _ = train("rloo", tmp_path / "whole", "self", **options)
-    rest, _ = train("rloo", tmp_path / "rest", "self", tmp_path / "whole" / "checkpoint-2", **options)
+    whole, _ = train("rloo", tmp_path, "self", **options)
+    rest, _ = train("rloo", tmp_path, "self", tmp_path / "checkpoint-2", **options)
     assert rest.generate_calls == whole.generate_calls[2:]
+    run = read_run(tmp_path)
+    assert len(run.headers) == 2
+    assert [(one.rollout, one.step) for one in run.rollouts] == [(step, step) for step in range(4)]
+    assert [one.step for one in run.steps] == [1, 2, 3, 4]
+
+
+class Reporting(TrainerCallback):
+    """Sees what is logged, as W&B's callback does."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        self.logs.append(rollout_metrics(logs))
+
+
+def rollout_metrics(logs: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in logs.items() if "rollout/" in name}
+
+
+def test_trainers_log_what_spec_grpo_trainer_logs(tmp_path: Path) -> None:
+    reporting, evaluates = Reporting(), dict(eval_strategy="steps", eval_steps=2)
+    ours = make_run(tmp_path / "ours", **evaluates, trainer={"eval_dataset": tiny_dataset(4)}).train()
+    given = {"eval_dataset": tiny_dataset(4), "callbacks": [reporting]}
+    trainer, speculation = train("rloo", tmp_path / "rloo", "self", trainer=given, logging_steps=2, **evaluates)
+    names = {name for logs in ours.logs for name in rollout_metrics(logs)}
+    logs = [logs for logs in reporting.logs if logs]
+    assert names == {name for one in logs for name in one}
+    assert logs == [one for entry in trainer.state.log_history if (one := rollout_metrics(entry))]
+    run = read_run(tmp_path / "rloo")
+    values = [value for one in logs for name, value in one.items() if name.endswith("rollout/block_efficiency")]
+    at = [[record.block_efficiency or 0.0 for record in run.of(mode)] for mode in ("train", "eval")]
+    assert values == [fmean(of_mode[part]) for part in (slice(2), slice(2, 4)) for of_mode in at]
+    assert [step.step for step in run.steps] == [1, 2, 3, 4]
+    for step, record in zip(run.steps, run.of("train"), strict=True):
+        assert step.seconds > record.seconds >= step.phases["rollout"] > record.refresh_seconds  # one in another
+    # The evaluation before the third step requantizes the copy for it.
+    assert [record.refresh_seconds > 0 for record in run.of("train")] == [True, True, False, True]
+    assert main(["report", str(tmp_path / "rloo")]) == 0
+    trainer.evaluate()
+    assert not reporting.logs[-1] and len(read_run(tmp_path / "rloo").rollouts) == len(run.rollouts)
 
 
 # ---- loops of one's own -------------------------------------------------------------------------------------------

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 from transformers import Trainer
-from trl import GRPOTrainer
+from trl import DistillationTrainer, GRPOTrainer, RLOOTrainer
 
-from spec_trl import SpecGRPOTrainer
+from spec_trl import SpecDistillationTrainer, SpecGMPOTrainer, SpecGRPOTrainer, SpecRLOOTrainer
 from spec_trl.trainers import exact_logprobs, trainer_checks
 from spec_trl.trainers.speculative_rollouts import SpeculativeRollouts
 from spec_trl.trainers.trainer_checks import OVERRIDDEN, READ, check_attributes
-from tests.trainers.harness import make_run
+from tests.trainers.harness import OTHERS, make_run
 
 
-KINDS = (SpeculativeRollouts, SpecGRPOTrainer)
+KINDS = (SpeculativeRollouts, SpecGRPOTrainer, SpecRLOOTrainer, SpecDistillationTrainer, SpecGMPOTrainer)
 
 
 def changed(self: Any, prompts: list[Any], images: list[Any]) -> None:
@@ -61,6 +61,37 @@ def test_a_changed_method_is_named(
         monkeypatch.setattr(of, name, method)
     with pytest.raises(ImportError, match=f"knows trl 1.16 .*trl 9.9.9 .*differ: {difference}.* Install trl>=1.16,<1"):
         make_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "of", "name", "method", "difference"),
+    [
+        ("rloo", RLOOTrainer, "_generate", changed, r"SpecRLOOTrainer knows .* RLOOTrainer._generate takes"),
+        ("rloo", RLOOTrainer, "_calculate_rewards", None, "SpecRLOOTrainer .* RLOOTrainer has no _calculate_rewards"),
+        ("distillation", DistillationTrainer, "_prepare_inputs", changed, "DistillationTrainer._prepare_inputs takes"),
+        ("distillation", DistillationTrainer, "_tool_call_loop", None, "DistillationTrainer has no _tool_call_loop"),
+        ("gmpo", GRPOTrainer, "_generate", changed, "GMPOTrainer._generate takes"),
+    ],
+)
+def test_each_base_class_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: str, of: type, name: str, method: Any, difference: str
+) -> None:
+    if method is None:
+        monkeypatch.delattr(of, name)
+    else:
+        monkeypatch.setattr(of, name, method)
+    with pytest.raises(ImportError, match=difference):
+        make_run(tmp_path, **OTHERS[trainer])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_a_base_class_lacks_it_does_lack(tmp_path: Path, name: str) -> None:
+    """So that no method that comes is left alone without notice."""
+    trainer = make_run(tmp_path, **OTHERS[name]).trainer
+    base = type(trainer).__mro__[type(trainer).__mro__.index(SpeculativeRollouts) + 1]
+    assert not [method for method in trainer.lacking if hasattr(base, method)]
+    assert not [attribute for attribute in {*trainer.lacking} & {*READ} if hasattr(trainer, attribute)]
+    assert {*trainer.lacking} <= {*OVERRIDDEN, *READ}
 
 
 def test_what_is_passed_on_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
