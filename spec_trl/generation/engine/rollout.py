@@ -311,7 +311,7 @@ class Rollout:
         for row in leaving:
             request, columns = self.queue.requests[rows.indices[row]], int(rows.host_lengths[row]) - 1
             head = round(share * columns)
-            states = partial(dict[int, tuple[Tensor, Tensor]], cache.export_row(row, head, columns))
+            states = partial(dict, cache.export_row(row, head, columns))
             generated, logprobs = rows.output(row, self.want_logprobs)
             begun = replace(request, generated=generated, logprobs=logprobs, head=head, tail=states, method=method)
             requests.append(begun)
