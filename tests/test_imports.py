@@ -140,7 +140,7 @@ print(*sorted(new & heavy))
 print(*sorted({"SpecGRPOConfig", "SpecGRPOTrainer"} & set(dir(spec_trl))))
 from spec_trl import SpecDistillationTrainer, SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOTrainer
 SpecGRPOConfig(use_cpu=True)
-print(any(name.startswith("trl.experimental") for name in sys.modules))
+print("trl.experimental.gmpo" in sys.modules)
 print(papers(), min(rounds) > 0)
 generate("self", speculative_config={"sd_toggle": "roofline"})
 print("spec_trl.efficient_rollout.toggle" in papers())

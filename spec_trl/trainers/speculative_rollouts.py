@@ -150,7 +150,7 @@ class SpeculativeRollouts(TrainerOfTRL):
         self._rollouts.begin(mode, step)
         with self._clock.phase("rollout"), self._graphs.rollout(self.model, step):
             result = super()._generate(prompts)
-        if self._processors is not None:
+        if getattr(self, "rollout_func", None) is None:  # else it generates by itself
             for name, value in self._rollouts.finish(self.model).items():
                 self._metrics[mode][f"rollout/{name}"].append(value)
         self._rollouts.counts[mode] += 1
