@@ -298,8 +298,8 @@ class Rollout:
             self.record.preemptions += len(leaving)
 
     def hand_over(self, leaving: Sequence[int], head_share: float, method: str | None = None) -> list[Request]:
-        """Returns the requests of the rows `leaving` with their generated tokens. The rows leave; or with `method` they
-        stay, and another rank races for them with its drafter of that name.
+        """Returns the requests of the rows `leaving` with their generated tokens. The rows leave; or with `method`
+        they stay, and another rank races for them with its drafter of that name.
 
         The K/V of the first `head_share` of their columns is left out; all of it if memory for a copy lacks, or if
         drafters read hidden states or layers keep states, which only a forward gives.
