@@ -234,13 +234,9 @@ class EagerRunner:
         return logits
 
     def read(
-        self,
-        rows: Rows,
-        admission: Admission,
-        lengths: list[int],
-        known: Mapping[int, int],
+        self, rows: Rows, admission: Admission, lengths: list[int], known: Mapping[int, int],
         ends: Collection[int] = (),
-    ) -> list[Tensor]:
+    ) -> list[Tensor]:  # fmt: skip
         """Writes the K/V of the first `lengths` columns of the admitted rows, except the `known` first columns by row;
         returns logits `[n, 1, vocab]` of the last columns of leaders in `ends`."""
         logits, first = list[Tensor](), admission.first
