@@ -16,8 +16,9 @@ PAGE_COLUMNS = 64
 """Columns of a page: a row's columns are counted, copied and shared by pages. A power of two, like the blocks of
 columns that a kernel reads, so that no block crosses pages."""
 
-RowStates: TypeAlias = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values `[kv_heads, columns, head_dim]` of some columns of a row, by layer."""
+RowStates: TypeAlias = dict[Any, tuple[Tensor, ...]]
+"""Keys and values `[kv_heads, columns, head_dim]` of some columns of a row, by layer; and the row's states
+(:class:`~spec_trl.generation.engine.states.States`), by layer and index."""
 
 
 def pages_of(columns: int) -> int:

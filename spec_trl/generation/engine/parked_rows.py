@@ -1,4 +1,4 @@
-"""K/V of rows that ended, parked while tools answer: the next turn of their conversations reads only what is new."""
+"""K/V and states of rows that ended, parked while tools answer: the next turn of a conversation reads what is new."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -78,7 +78,8 @@ class ParkedRows:
         self._pop(number)  # another rank has decoded the turns since
         if rollout.queue.requests[rollout.rows.indices[row]].images is not None:
             return  # the family reads whole prompts
-        needed, free = columns * cache.column_bytes, free_memory(rollout.rows.tokens.device)
+        needed = columns * cache.column_bytes + cache.state_bytes // cache.rows
+        free = free_memory(rollout.rows.tokens.device)
         while self._bytes + needed > free and (freed := self.drop_oldest()):
             free += freed
         answers = {which: drafters.ask(which, methodcaller("park", row)) for which in list(drafters.in_use)}

@@ -242,18 +242,16 @@ class EagerRunner:
         return logits
 
     def read(
-        self,
-        rows: Rows,
-        admission: Admission,
-        lengths: list[int],
-        known: Mapping[int, int],
+        self, rows: Rows, admission: Admission, lengths: list[int], known: Mapping[int, int],
         ends: Collection[int] = (),
-    ) -> list[Tensor]:
+    ) -> list[Tensor]:  # fmt: skip
         """Writes the K/V of the first `lengths` columns of the admitted rows, except the `known` first columns by row;
         returns logits `[n, 1, vocab]` of the last columns of leaders in `ends`."""
         logits, first = list[Tensor](), admission.first
         self.cache.reserve(lengths[: admission.leaders], first)
-        self.cache.forget(first, first + len(lengths))
+        for row in range(first, first + len(lengths)):
+            if row not in known:
+                self.cache.forget(row, row + 1)
         most, queries = TOKENS_PER_FORWARD, _QUERIES_PER_FORWARD
         if ends and self.network.get_output_embeddings() is None:  # a forward may then compute logits of all tokens
             vocabulary: int = self.network.config.get_text_config(decoder=True).vocab_size
