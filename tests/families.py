@@ -186,7 +186,8 @@ Made with transformers {transformers.__version__}; a test marked `slow` checks i
 transformers, and common vision-language models, were tried as a tiny random model with every kind of layer, in
 float64, three unequal prompts, {NEW_TOKENS} tokens, greedy, under `"none"`, `"ngram"` and `"self"`.
 
-* **served**: each row's tokens are those of `generate` for the row by itself; vision-language models for text alone.
+* **served**: each row's tokens are those of `generate` for the row by itself, of vision-language models for text;
+  with images `gemma3`, `idefics3`, `qwen2_vl`, `qwen2_5_vl`, `qwen3_vl`, `qwen3_vl_moe` and `smolvlm`.
   In these checks {accepted:,} of {drafted:,} draft tokens were accepted.
 * **refused**: a `ValueError` says why before any work. **not tried**: transformers cannot make or run a tiny one.
 

@@ -31,6 +31,7 @@ from .engine.attention import keeps_states
 from .engine.cache import PAGE_COLUMNS, autocast_dtype
 from .engine.drafter import Drafter
 from .engine.graph_capture import SMALLEST_COLUMNS
+from .engine.image_prompts import IMAGES, ImagePrompt, have_offsets, image_prompts, take_inputs
 from .engine.linear_layers import copied_bytes
 from .engine.lockstep import RolloutInStep
 from .engine.memory import check_memory, takes_memory_late
@@ -51,10 +52,12 @@ from .session import Session
 from .strategies import (
     as_drafters,
     check_device,
+    check_images,
     check_races,
     check_states,
     control_for,
     decoupled,
+    drafts_after_images,
     keep_acceptance,
     make_drafters,
 )
@@ -126,6 +129,7 @@ def speculative_decoding(
     """
     # `generate` gives a custom method no assistant and no streamer; the keyword's wrapper hands them over by these.
     assistant, streamer = model_kwargs.pop("_assistant", None), model_kwargs.pop("_streamer", None)
+    seen = model_kwargs.pop("_seen", None)
     config, device = SpeculativeConfig.coerce(speculative_config), model.device
     batch, width = input_ids.shape
     capacity = asked = min(batch, config.max_batch_size or batch)
@@ -148,6 +152,10 @@ def speculative_decoding(
         requirements.check_keywords(model, model_kwargs)
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         prompts = requirements.read_prompts(model, input_ids.long(), mask, positions)  # [length] each
+        images: list[ImagePrompt | None] = [None] * batch
+        if seen:
+            check_images(assistant_strategy, config, drafter)
+            images = image_prompts(model, seen, prompts, generation_config.num_return_sequences or 1)
         if request_ids is not None and len(request_ids) != batch:
             raise ValueError(f"request_ids has {len(request_ids)} entries for {batch} rows; give one int per row.")
         if streamer is not None and batch > 1:
@@ -168,6 +176,8 @@ def speculative_decoding(
             drafters = []
         else:
             drafters = make_drafters(session, assistant_strategy, model, assistant, config)
+            if seen:  # other candidates of "auto" would read the images too
+                drafters = [each for each in drafters if drafts_after_images(each)]
         for each in drafters:
             claims.enter_context(each.claim())
             if rejects and not each.has_probabilities:
@@ -213,7 +223,7 @@ def speculative_decoding(
             check_memory(f"the states of {at_once} of {capacity} rows", int(at_once * needs.states), device)
         if graphs < most:
             warn_of_little_memory(device, free, graphs, most, capacity, asked)
-        if config.decoupled_execution != "never":
+        if config.decoupled_execution != "never" and not seen:
             drafters = decoupled(drafters, model, config, rejects, capacity, longest)
         for each in drafters:
             each.check_length(columns)
@@ -222,6 +232,7 @@ def speculative_decoding(
         runner = runner_for(
             session, model, capacity, columns, config, pages, graphs,
             exact=config.exact is True, has_states=has_states,
+            has_offsets=bool(seen) and have_offsets(images),
         )  # fmt: skip
         copied = 0 if autocast_dtype(device) is None else copied_bytes(runner.network)
         rows = Rows(capacity, columns, device, shares_prompts=not has_states)
@@ -231,14 +242,14 @@ def speculative_decoding(
         elif not in_step and takes_memory_late(device) and capacity > 1:
             # The runner has made its copies of weights already.
             memory = RowMemory(rows, replace(needs, fixed=needs.fixed - copied))
-        exact = exactness(snapshot, model, config, runner.network)
+        exact = None if seen else exactness(snapshot, model, config, runner.network)  # which tries no images
 
         # ---- the rollout
         seed = config.seed if config.seed is not None else int(torch.randint(2**62, ()))
         keys = torch.tensor(list(range(batch) if request_ids is None else request_ids), dtype=torch.int64)
         streams = stream_keys(seed, keys).tolist()
         requests = [
-            Request(index, prompt.to(device), len(prompt) + new_tokens, streams[index])
+            Request(index, prompt.to(device), len(prompt) + new_tokens, streams[index], images=images[index])
             for index, prompt in enumerate(prompts)
         ]
         pad = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
@@ -345,6 +356,8 @@ def install() -> None:
         if kwargs.get("drafter") is None:  # else a config with other options
             check_use(strategy, config)
         _check_before_generate(self, args, kwargs)
+        # `generate` would encode images with the modules of the policy, which may train.
+        seen = {} if IMAGES.isdisjoint(kwargs) else take_inputs(kwargs)
         kwargs["custom_generate"] = custom = functools.partial(
             speculative_decoding,
             assistant_strategy=strategy,
@@ -353,6 +366,7 @@ def install() -> None:
             # num_return_sequences. Private keywords pass them on.
             _assistant=kwargs.pop("assistant_model", None),
             _streamer=kwargs.get("streamer"),
+            _seen=seen,
         )
         custom.__signature__ = _SIGNATURE  # type: ignore[attr-defined]  # generate asks for it twice
         return original(self, *args, **kwargs)

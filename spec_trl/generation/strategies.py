@@ -100,6 +100,28 @@ def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfi
             raise ValueError(f"{_of_states(model)}: {asked} is not served, since {why}. Use {remedy}.")
 
 
+def check_images(strategy: str, config: SpeculativeConfig, drafter: Drafter | Sequence[Drafter] | None) -> None:
+    """Raises ValueError if a call asks for what prompts with images do not allow; `drafter`: instead of the strategy's
+    drafters."""
+    names: Sequence[str] = {"none": (), "auto": (), "best_of_n": config.best_of_n_drafters}.get(strategy, (strategy,))
+    kinds = [DRAFTERS[name] for name in names] if drafter is None else as_drafters(drafter)
+    asked = [f"the drafter {kind.strategy!r}" for kind in kinds if not drafts_after_images(kind)]
+    if config.decoupled_execution == "always":
+        asked.append('decoupled_execution="always"')
+    if config.exact is True:
+        asked.append("exact=True")
+    if asked:
+        raise ValueError(
+            f"prompts with images are not served with {', '.join(asked)}. Use assistant_strategy \"self\", \"ngram\", "
+            '"history" or "auto", and leave such options unset.'
+        )
+
+
+def drafts_after_images(kind: Drafter | type[Drafter]) -> bool:
+    """Whether a drafter needs no forward over prompts: it looks drafts up, or shares the K/V of the target."""
+    return kind.looks_up or (kind.strategy == SelfDrafter.strategy and not isinstance(kind, DecoupledDrafter))
+
+
 def check_races(model: PreTrainedModel, races: bool) -> None:
     """The same for the control of a call, and `races`."""
     if races:

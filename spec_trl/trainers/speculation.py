@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import GenerationMixin, PreTrainedModel, Trainer
+from transformers.generation import BaseStreamer
 
 from ..generation.configuration import SpeculativeConfig, check_combination, check_strategy
 from ..generation.engine.attention import keeps_states
@@ -139,9 +140,7 @@ class Speculation(AbstractContextManager["Speculation"]):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def __call__(
-        self, generate: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, generate: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Generates for `generate(model, *args, **kwargs)`, which would be plain."""
         names = list(inspect.signature(generate).parameters)[1:]
         kwargs = dict(zip(names, args, strict=False)) | kwargs
@@ -156,7 +155,9 @@ class Speculation(AbstractContextManager["Speculation"]):
             call["generation_config"].return_dict_in_generate = True
         if self._assistant is not None:
             call["assistant_model"] = self._assistant
-        outer, started, begun = self._model() or model, time.perf_counter(), []
+        outer, started, begun = self._model() or model, time.perf_counter(), list[bool]()
+        if (streamer := kwargs.get("streamer")) is not None:
+            call["streamer"] = _HeldStreamer(streamer, begun)
 
         def begin(requests: list[Request]) -> RequestQueue:
             begun.append(True)
@@ -220,6 +221,21 @@ class Speculation(AbstractContextManager["Speculation"]):
         if self.log is not None and step and self.log.path.exists():
             for record in read_run(self.log.path).rollouts:
                 self._counts[record.mode] += record.step < step + (record.mode == "eval")
+
+
+class _HeldStreamer(BaseStreamer):
+    """Passes to `streamer` nothing before the rollout has `begun`: a call that is refused puts its prompt again."""
+
+    def __init__(self, streamer: BaseStreamer, begun: list[bool]) -> None:
+        self._streamer, self._begun, self._held = streamer, begun, list[torch.Tensor]()
+
+    def put(self, value: torch.Tensor) -> None:
+        self._held.append(value)
+        while self._begun and self._held:
+            self._streamer.put(self._held.pop(0))
+
+    def end(self) -> None:
+        self._streamer.end()
 
 
 class _Reports(StepClock):

@@ -12,7 +12,6 @@ from ..distributed.link import naming_the_remedy
 from ..distributed.shared_rollouts import Sampled, Turn
 from ..drafter_training.adaptation import check_adaptation
 from ..generation.drafters.mtp.mtp_drafter import MtpDrafter
-from ..generation.engine.attention import keeps_states
 from ..generation.engine.requirements import policy_in
 from .checkpoint import find_checkpoint
 from .exact_logprobs import ExactLogprobs
@@ -74,9 +73,7 @@ class SpeculativeRollouts(TrainerOfTRL):
             adapts = False  # of a head that "auto" drafts with
         config, generates = args.speculative_config(), getattr(self, "rollout_func", None) is None
         self._processors = check_rollouts(self, config) if generates else None
-        # States of scans are not parked: texts are read whole.
-        parks = bool(getattr(self, "tools", None)) and not keeps_states(policy_in(self.model).config)
-        self._rollouts = Rollouts(args, self.accelerator, adapts, parks)
+        self._rollouts = Rollouts(args, self.accelerator, adapts, parks=bool(getattr(self, "tools", None)))
         self._train_sampler: Any = ()
         in_place = self._dist.zero_stage != 3 and not self._dist.is_fsdp
         self._graphs = KeptGraphs(config.keep_graphs, self.accelerator.device, in_place)

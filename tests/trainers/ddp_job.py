@@ -23,7 +23,7 @@ from spec_trl.generation.configuration import SpeculativeConfig
 from spec_trl.specactor.ladder import Ladder
 from spec_trl.trainers import run_drafting
 from spec_trl.trainers.run_log import read_run
-from tests.trainers import test_speculation
+from tests.trainers import trl_trainers
 from tests.trainers.harness import Run, tiny_dataset, train
 
 
@@ -153,8 +153,8 @@ if __name__ == "__main__":
     done["auto"] = choose(folder / "auto")
     for strategy in ("none", "self"):
         for name in ("rloo", "gkd"):
-            trainer, speculation = test_speculation.train(name, folder / f"{name} {strategy}", strategy)
+            trainer, speculation = trl_trainers.train(name, folder / f"{name} {strategy}", strategy)
             efficiency = speculation.log and [one.block_efficiency for one in read_run(speculation.log.path).rollouts]
-            done[f"{name} {strategy}"] = trainer.generate_calls, test_speculation.losses(trainer), efficiency
+            done[f"{name} {strategy}"] = trainer.generate_calls, trl_trainers.losses(trainer), efficiency
     done |= {case: adapt(folder / case, folder / "dflash", rank, case) for case in ADAPTATIONS}
     torch.save(done, folder / f"rank{rank}.pt")

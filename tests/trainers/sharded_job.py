@@ -28,7 +28,7 @@ from spec_trl.generation.engine.requirements import policy_in
 from spec_trl.trainers.run_log import read_run
 from tests.trainers.ddp_job import same_batch
 from tests.trainers.harness import make_run, tiny_dataset, tiny_policy
-from tests.trainers.test_speculation import loop, losses, make_trainer
+from tests.trainers.trl_trainers import loop, losses, make_trainer
 
 
 # By name: what is trained, and how weights are sharded.

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import json
+import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -10,135 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from datasets import Dataset
 from peft import LoraConfig
 from torch.nn.parallel import DataParallel
-from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, TrainerCallback
-from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.experimental.a2po import A2POConfig, A2POTrainer
-from trl.experimental.gkd import GKDConfig, GKDTrainer
-from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
-from trl.experimental.gold import GOLDConfig, GOLDTrainer
-from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
-from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-from trl.experimental.sdft import SDFTConfig, SDFTTrainer
-from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
+from transformers import DynamicCache, LlamaForCausalLM, TrainerCallback
+from transformers.generation import BaseStreamer
 
 import spec_trl
-from examples.demo.task import build_tokenizer
 from spec_trl.cli.main import main
-from spec_trl.trainers.run_log import RolloutRecord, read_run
-from tests.trainers.harness import PROMPTS, make_run, tiny_dataset, tiny_policy
+from spec_trl.trainers.run_log import read_run
+from tests.trainers.conftest import ignore_round_times
+from tests.trainers.harness import make_run, tiny_dataset, tiny_policy
+from tests.trainers.trl_trainers import IDS, PROMPT, TRAINERS, assert_same, loop, losses, make_trainer, rollouts, train
 
 
 slow = pytest.mark.slow
-GROUPS = dict(num_generations=4, per_device_train_batch_size=4)
-MESSAGES = Dataset.from_list(
-    [{"messages": [{"role": "user", "content": p}, {"role": "assistant", "content": "11"}]} for p in PROMPTS]
-)
-TOLD = Dataset.from_list([{"prompt": prompt, "privileged_context": "a1"} for prompt in PROMPTS])
-
-
-def count_digits(completions: list[Any], **_: Any) -> list[float]:
-    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
-    return [sum(letter.isdigit() for letter in text) / (1 + len(text)) for text in texts]
-
-
-def some_digits(completions: list[Any], **_: Any) -> list[float]:
-    return [float("1" in text) for text in completions]
-
-
-def rewarded(kind: Any, reward: Callable[..., list[float]] = count_digits) -> Callable[..., Any]:
-    return lambda **given: kind(reward_funcs=reward, **given)
-
-
-def taught(kind: Any) -> Callable[..., Any]:
-    return lambda **given: kind(teacher_model=stored(tiny_policy(1), Path(given["args"].output_dir) / "of"), **given)
-
-
-def stored(model: LlamaForCausalLM, folder: Path) -> LlamaForCausalLM:
-    """Some trainers load a model, or its tokenizer, again."""
-    build_tokenizer().save_pretrained(folder)
-    model.save_pretrained(folder)  # of several ranks, the first one does
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-    model.config._name_or_path = model.name_or_path = str(folder)
-    return model
-
-
-TRAINERS: dict[str, tuple[Callable[..., Any], Any, Dataset, dict[str, Any]]] = {
-    "rloo": (rewarded(RLOOTrainer), RLOOConfig, tiny_dataset(8), GROUPS),
-    "grpo": (rewarded(GRPOTrainer), GRPOConfig, tiny_dataset(8), GROUPS),
-    "gmpo": (rewarded(GMPOTrainer), GMPOConfig, tiny_dataset(8), GROUPS),
-    "online_dpo": (rewarded(OnlineDPOTrainer), OnlineDPOConfig, tiny_dataset(8), dict(max_new_tokens=16)),
-    "distillation": (taught(DistillationTrainer), DistillationConfig, tiny_dataset(8), {}),
-    "gkd": (taught(GKDTrainer), GKDConfig, MESSAGES, dict(max_new_tokens=16, lmbda=1.0)),
-    "gold": (taught(GOLDTrainer), GOLDConfig, MESSAGES, dict(lmbda=1.0, use_extended_uld=False)),
-    "iw_opd": (taught(IWOPDTrainer), IWOPDConfig, MESSAGES, dict(lmbda=1.0)),
-    "sdft": (SDFTTrainer, SDFTConfig, TOLD, GROUPS | dict(distillation_topk=8)),
-    "sdpo": (rewarded(SDPOTrainer), SDPOConfig, tiny_dataset(8), GROUPS | dict(success_reward_threshold=0.1)),
-    "a2po": (rewarded(A2POTrainer, some_digits), A2POConfig, tiny_dataset(8), dict(filter_all_incorrect=False)),
-}
-
-
-def make_trainer(
-    name: str, folder: Path, trainer: dict[str, Any] | None = None, is_fresh: bool = False, **options: Any
-) -> Any:  # fmt: skip
-    """`is_fresh`: rollouts find nothing of earlier ones."""
-    kind, config, dataset, needed = TRAINERS[name]
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    settings = dict(
-        output_dir=str(folder), max_steps=4, per_device_train_batch_size=4, learning_rate=3e-3, logging_steps=1,
-        report_to="none", save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, seed=3,
-        disable_tqdm=True,
-    )  # fmt: skip
-    length = {} if {"max_new_tokens"} & needed.keys() else {"max_completion_length": 16}
-    policy, args = stored(tiny_policy(), folder / "policy"), config(**(settings | length | needed | options))
-    made = kind(model=policy, args=args, train_dataset=dataset, processing_class=tokenizer, **(trainer or {}))
-    made.generate_calls = watch(spec_trl.generation.engine.requirements.policy_in(made.model), is_fresh)
-    return made
-
-
-def watch(policy: LlamaForCausalLM, is_fresh: bool) -> list[list[list[int]]]:
-    """What each call of `generate` returned that named no strategy."""
-    calls, generate = [], policy.generate
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        if is_fresh:
-            spec_trl.release(policy)
-        output = generate(*args, **kwargs)
-        if not {"assistant_strategy", "custom_generate"} & kwargs.keys():
-            calls.append((output if isinstance(output, torch.Tensor) else output.sequences).tolist())
-        return output
-
-    policy.generate = watched  # type: ignore[method-assign]
-    return calls
-
-
-def train(name: str, folder: Path, strategy: str, resume: Path | None = None, **options: Any) -> tuple[Any, Any]:
-    """The trainer after training, and what `speculate` returned."""
-    trainer = make_trainer(name, folder, **options)
-    toggle = "measured" if strategy == "auto" else "always"
-    with spec_trl.speculate(trainer, strategy, sd_toggle=toggle, draft_length=3) as speculation:
-        trainer.train(None if resume is None else str(resume))
-    return trainer, speculation
-
-
-def losses(trainer: Any) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def assert_same(one: Any, other: Any) -> None:
-    assert one.generate_calls and one.generate_calls == other.generate_calls
-    assert losses(one) and losses(one) == losses(other)
-    for (name, mine), theirs in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
-
-
-def rollouts(folder: Path) -> list[RolloutRecord]:
-    return read_run(folder).rollouts
 
 
 def some(*fast: str) -> list[Any]:
@@ -147,7 +34,8 @@ def some(*fast: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", some("rloo", "gkd"))
-def test_trainers_train_as_without_drafts(name: str, tmp_path: Path) -> None:
+def test_trainers_train_as_without_drafts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignore_round_times(monkeypatch)  # by which "auto" decides
     plain, _ = train(name, tmp_path / "none", "none")
     efficiency = {}
     for run, strategy in (("self", "self"), ("fresh", "self"), ("auto", "auto")):
@@ -155,6 +43,7 @@ def test_trainers_train_as_without_drafts(name: str, tmp_path: Path) -> None:
         assert_same(plain, drafted)
         records = rollouts(tmp_path / run)
         assert len(records) == len(plain.generate_calls) == speculation.verdict.rollouts
+        assert speculation.verdict.drafted_rounds
         efficiency[run] = [record.block_efficiency for record in records]
     assert efficiency["self"] == efficiency["fresh"], "the copy is stale"
     assert min(efficiency["self"]) > 2
@@ -193,9 +82,29 @@ def test_a_run_resumes(tmp_path: Path) -> None:
     rest, _ = train("rloo", tmp_path, "self", tmp_path / "checkpoint-2", **options)
     assert rest.generate_calls == whole.generate_calls[2:]
     run = read_run(tmp_path)
-    assert len(run.headers) == 2
+    assert len(run.headers) == 2 and all(record.block_efficiency for record in run.rollouts)
     assert [(one.rollout, one.step) for one in run.rollouts] == [(step, step) for step in range(4)]
     assert [one.step for one in run.steps] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "strategy", "options"),
+    [("gkd", "teacher_model", "model", dict(lmbda=0.0, seq_kd=True)), ("a2po", "ref_model", "self", {})],
+)
+def test_other_models_of_a_trainer(
+    name: str, model: str, strategy: str, options: dict[str, Any], tmp_path: Path
+) -> None:  # fmt: skip
+    """The teacher that writes the sequences of `seq_kd`, for which the student drafts; A2PO's reference model."""
+    trained = []
+    for run in ("none", strategy):
+        trained.append(trainer := make_trainer(name, tmp_path / run, **options))
+        assistant = trainer.model if run == "model" else None
+        with spec_trl.speculate(getattr(trainer, model), run, assistant, tmp_path / run, sd_toggle="always"):
+            trainer.train()
+    plain, drafted = trained
+    assert losses(plain) and losses(plain) == losses(drafted)
+    assert all(map(torch.equal, plain.model.parameters(), drafted.model.parameters()))
+    assert all(record.acceptance_rate for record in rollouts(tmp_path / strategy))
 
 
 class Reporting(TrainerCallback):
@@ -238,34 +147,6 @@ def test_trainers_log_what_spec_grpo_trainer_logs(tmp_path: Path) -> None:
 # ---- loops of one's own -------------------------------------------------------------------------------------------
 
 
-IDS = torch.tensor([[0, 0, 1, 14, 6, 40], [1, 16, 7, 40, 17, 40]])
-PROMPT = {"input_ids": IDS, "attention_mask": (IDS > 0).long()}
-
-
-def loop(kind: str, folder: Path, strategy: str, is_fresh: bool = False) -> dict[str, Any]:
-    """Samples, and raises the likelihood of what it sampled; `is_fresh`: nothing is left of earlier calls."""
-    policy, accelerator = tiny_policy().float(), Accelerator(cpu=True)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, fused=True)
-    if kind == "AdamW8bit":
-        optimizer = pytest.importorskip("bitsandbytes").optim.AdamW8bit(policy.parameters(), lr=3e-3)
-    model, optimizer = accelerator.prepare(policy, optimizer)
-    sampled = []
-    torch.manual_seed(5)
-    with spec_trl.speculate(model, strategy, output_dir=folder, sd_toggle="always") as speculation:
-        for _ in range(6):
-            if is_fresh:
-                spec_trl.release(policy)
-            config = GenerationConfig(do_sample=True, max_new_tokens=24, pad_token_id=0, top_k=0)
-            ids = accelerator.unwrap_model(model).generate(**PROMPT, generation_config=config)
-            sampled.append(ids.tolist())
-            accelerator.backward(model(ids, labels=ids).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert speculation.verdict.rollouts == 6
-    efficiency = [record.block_efficiency for record in rollouts(folder)]
-    return {"sampled": sampled, "efficiency": efficiency, "has_log": speculation.log is not None}
-
-
 @pytest.mark.parametrize("kind", ["AdamW", "AdamW8bit"])
 def test_a_loop_drafts_with_a_fresh_copy(kind: str, tmp_path: Path) -> None:
     """No version counter moves; with a copy of the first weights τ would fall to 1.5."""
@@ -275,18 +156,51 @@ def test_a_loop_drafts_with_a_fresh_copy(kind: str, tmp_path: Path) -> None:
     assert drafted == fresh and min(drafted["efficiency"]) > 2
 
 
-def test_what_it_cannot_serve_is_plain(tmp_path: Path) -> None:
+class Streamed(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+ONE: dict[str, Any] = {"input_ids": IDS[1:]}  # assisted decoding of transformers takes no more
+WITH_LOGITS = dict(output_logits=True, return_dict_in_generate=True)
+UNSERVED: dict[str, Callable[[LlamaForCausalLM], dict[str, Any]]] = {
+    "num_beams": lambda _: PROMPT | dict(num_beams=2, num_return_sequences=2),
+    "output_scores": lambda _: PROMPT | dict(output_scores=True, return_dict_in_generate=True),
+    "output_logits": lambda _: ONE | WITH_LOGITS | dict(streamer=Streamed()),
+    "prompt_lookup_num_tokens": lambda _: ONE | dict(prompt_lookup_num_tokens=2),
+    "assistant_model": lambda _: ONE | dict(assistant_model=tiny_policy(1)),
+    "past_key_values": lambda _: PROMPT | dict(past_key_values=DynamicCache()),
+    "inputs_embeds": lambda policy: dict(inputs_embeds=policy.get_input_embeddings()(IDS)),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_what_it_cannot_serve_is_plain(name: str) -> None:
+    """Calls of callbacks, for instance."""
     policy = tiny_policy()
-    calls = [dict(num_beams=2), dict(do_sample=True, output_logits=True, return_dict_in_generate=True), {}]
-    torch.manual_seed(0)
-    plain = [policy.generate(**PROMPT, max_new_tokens=8, **call) for call in calls]
-    with spec_trl.speculate(policy, "self", sd_toggle="always") as speculation:
+
+    def sample(call: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
         torch.manual_seed(0)
-        with pytest.warns(UserWarning, match="num_beams") as warned:
-            mixed = [policy.generate(**PROMPT, max_new_tokens=8, **call) for call in calls]
+        output = policy.generate(**call, do_sample=True, max_new_tokens=8)
+        streamed = call["streamer"].tokens if "streamer" in call else []
+        return (output if isinstance(output, torch.Tensor) else output.sequences).tolist(), streamed
+
+    plain = sample(UNSERVED[name](policy))
+    assert plain[1] or name != "output_logits"
+    with spec_trl.speculate(policy, "self", sd_toggle="always") as speculation:
+        with pytest.warns(UserWarning, match=name) as warned:
+            mixed = [sample(UNSERVED[name](policy)) for _ in range(2)]
+        assert speculation.verdict.rollouts == 0
+        _, streamed = sample(ONE | dict(streamer=Streamed()))
+    assert mixed == [plain, plain]
     assert len([one for one in warned if "does not speculate" in str(one.message)]) == 1
-    assert plain[0].tolist() == mixed[0].tolist() and plain[1].sequences.tolist() == mixed[1].sequences.tolist()
-    assert plain[2].tolist() == mixed[2].tolist() and speculation.verdict.rollouts == 1
+    assert speculation.verdict.drafted_rounds and len(streamed) == 6 + 8 + 1
 
 
 def test_errors_of_a_rollout_are_no_refusals() -> None:
@@ -321,32 +235,54 @@ def test_a_model_with_a_generate_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "toggle"), [("tts", "always"), ("best_of_n", "measured")])
-def test_other_strategies(strategy: str, toggle: str) -> None:
+def test_other_strategies(strategy: str, toggle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignore_round_times(monkeypatch)
     policy = tiny_policy()
     plain = policy.generate(**PROMPT, max_new_tokens=64)
     with spec_trl.speculate(policy, strategy, sd_toggle=toggle) as speculation:
         for _ in range(3):
             assert policy.generate(**PROMPT, max_new_tokens=64).tolist() == plain.tolist()
-    assert speculation.verdict.rollouts == 3
-    assert speculation.verdict.drafted_rounds or toggle == "measured"  # by what this machine's rounds take
+    assert speculation.verdict.rollouts == 3 and speculation.verdict.drafted_rounds
 
 
-def test_it_ends(tmp_path: Path) -> None:
+def test_it_ends() -> None:
     policy = tiny_policy()
     first, second = spec_trl.speculate(policy, "none"), spec_trl.speculate(policy, "self", sd_toggle="always")
     first.stop()  # the second has taken its place
     policy.generate(**PROMPT, max_new_tokens=8)
     assert (first.verdict.rollouts, second.verdict.rollouts) == (0, 1)
-    copied = copy.deepcopy(policy)
-    copied.generate(**PROMPT, max_new_tokens=8)
-    second.stop()
-    policy.generate(**PROMPT, max_new_tokens=8)
+    copy.deepcopy(policy).generate(**PROMPT, max_new_tokens=8)
     assert second.verdict.rollouts == 1
-    spec_trl.speculate(policy, "self")
-    left = weakref.ref(policy)
-    del policy, copied
+
+    class Stopping(Streamed):
+        def put(self, value: torch.Tensor) -> None:
+            second.stop()
+            super().put(value)
+
+    drafted, streamer = second.verdict.drafted_rounds, Stopping()
+    ids = policy.generate(**ONE, max_new_tokens=8, streamer=streamer)
+    assert second.verdict.drafted_rounds > drafted and streamer.tokens == [*ids[0].tolist(), -1]
+    second.stop()
+    assert policy.generate(**ONE, max_new_tokens=8).tolist() == ids.tolist()
+    assert second.verdict.rollouts == 2
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_trainer_and_its_policy_are_freed(stops: bool, tmp_path: Path) -> None:
+    trainer = make_trainer("rloo", tmp_path, max_steps=1)
+    spec_trl.speculate(trainer, "self")
+    speculation = spec_trl.speculate(trainer, "self", sd_toggle="always")  # stops the first
+    trainer.train()
+    assert speculation.verdict.rollouts == 1 and speculation.verdict.drafted_rounds
+    lines = (tmp_path / "rollout_log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["header", "rollout", "step"]
+    assert pickle.loads(pickle.dumps(trainer.state)).log_history == trainer.state.log_history
+    if stops:
+        speculation.stop()
+    left = weakref.ref(trainer), weakref.ref(trainer.model)
+    del trainer
     gc.collect()
-    assert left() is None
+    assert [one() for one in left] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ class NetworkDrafter(TrainableDrafter):
             self._cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
 
     def park(self, row: int) -> dict[str, tuple[int, RowStates]]:
-        if self._cached is None or self._has_states:
+        if self._cached is None:
             return {}
         columns = min(int(self._cached[row]), int(self.session.rows.host_lengths[row]) - 1)
         return {self.strategy: (columns, self.cache.export_row(row, 0, columns))}

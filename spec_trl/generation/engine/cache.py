@@ -16,8 +16,9 @@ PAGE_COLUMNS = 64
 """Columns of a page: a row's columns are counted, copied and shared by pages. A power of two, like the blocks of
 columns that a kernel reads, so that no block crosses pages."""
 
-RowStates: TypeAlias = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values `[kv_heads, columns, head_dim]` of some columns of a row, by layer."""
+RowStates: TypeAlias = dict[Any, tuple[Tensor, ...]]
+"""Keys and values `[kv_heads, columns, head_dim]` of some columns of a row, by layer; and the row's states
+(:class:`~spec_trl.generation.engine.states.States`), by layer and index."""
 
 
 def pages_of(columns: int) -> int:
@@ -65,6 +66,8 @@ class RaggedCache(Cache):
 
     key_positions: Tensor | None = None
     """`[B, columns]` int64, positions of the keys that the next forward reads; None: their columns."""
+    offsets: Tensor | None = None
+    """`[rows]` int64, to add to the columns of text for its positions, after images (`image_prompts.py`); None: 0."""
     has_states = False
     """Whether layers keep states beside K/V (:class:`~spec_trl.generation.engine.states.States`)."""
     held: dict[Any, Any] = {}
@@ -153,6 +156,8 @@ class RaggedCache(Cache):
     def copy_rows(self, source: list[int], destination: list[int], columns: list[int], differing: int = 0) -> None:
         """Copies the first `columns[i]` columns of row `source[i]`, in whole pages, to row `destination[i]`; sources
         and destinations are disjoint. Rows will write the last `differing` of these columns again."""
+        if self.offsets is not None:
+            copy_rows_of([self.offsets], source, destination)
         by_pages: dict[int, tuple[list[int], list[int]]] = {}  # rows of similar length are copied together
         for row, to, count in zip(source, destination, columns, strict=True):
             sources, destinations = by_pages.setdefault(pages_of(count), ([], []))
@@ -163,6 +168,11 @@ class RaggedCache(Cache):
             buffers = [buffer for layer in self._allocated for buffer in (layer.keys, layer.values)]
             copy_rows_of([buffer[:, :, :count] for buffer in buffers], sources, destinations)
         self._used = max(self._used, max(destination, default=-1) + 1)
+
+    def with_offsets(self, device: torch.device) -> "RaggedCache":
+        """Gives all rows an offset of 0; returns the cache."""
+        self.offsets = torch.zeros(self.rows, dtype=torch.int64, device=device)
+        return self
 
     def move_rows(self, source: list[int], destination: list[int], columns: list[int], active: int) -> None:
         """Copies rows into gaps by :meth:`copy_rows`, so that `active` rows come first. Frees the memory of other rows

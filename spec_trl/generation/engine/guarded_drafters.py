@@ -6,10 +6,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from ...scheduling.control import Control
 from ...scheduling.planner import SHARE
@@ -163,10 +165,29 @@ def broken_logits(
     row, count = int((sound < counts).argmax()), draft_length + 1
     # The verified tokens are the row's drafts up to the position.
     tokens, columns = rows.window(-1, count), rows.columns_after(-1, count)  # [B, γ + 1] each
-    where = target.first_broken_module(tokens, columns, rows.longest + draft_length)
+    where = _first_broken_module(target, tokens, columns, rows.longest + draft_length)
     return FloatingPointError(
         f"the target's logits leave no token to sample (NaN, or -inf everywhere) for request "
         f"{rows.indices[row]} at generated position {rows.host_generated[row] + sound[row]}, after "
         f"{rounds} decoding rounds; {where}. Check the weights of the last optimizer step and the logits processors, "
         "or run this model in a wider dtype."
     )
+
+
+def _first_broken_module(target: EagerRunner, tokens: Tensor, positions: Tensor, columns: int) -> str:
+    """Repeats a forward; returns a sentence that names the first module with a NaN or infinity in its output."""
+    broken, network = list[str](), target.network
+
+    def watch(name: str, _module: nn.Module, _inputs: object, output: object) -> None:
+        if not broken and isinstance(output, Tensor) and not torch.isfinite(output).all():
+            broken.append(f"the first non-finite values come out of '{name}' ({output.dtype})")
+
+    leaves = [(name, module) for name, module in network.named_modules() if not module._modules]
+    handles = [module.register_forward_hook(partial(watch, name)) for name, module in leaves]
+    try:
+        EagerRunner(network, target.cache).forward(tokens, positions, columns)  # a replay calls no hooks
+    finally:
+        for handle in handles:
+            handle.remove()
+    sound = f"every module's output is finite ({network.dtype}): the logits processors did it"
+    return broken[0] if broken else sound

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .cache import PAGE_COLUMNS, RaggedCache, RaggedLayer, Window, pages_of
+from .cache import PAGE_COLUMNS, RaggedCache, RaggedLayer, Window, copy_rows_of, pages_of
 from .memory import sent
 
 
@@ -174,6 +174,8 @@ class PagedCache(RaggedCache):
         self._send_changes()
 
     def copy_rows(self, source: list[int], destination: list[int], columns: list[int], differing: int = 0) -> None:
+        if self.offsets is not None:
+            copy_rows_of([self.offsets], source, destination)
         pairs = []  # pairs of pages: from, to
         for row, to, count in zip(source, destination, columns, strict=True):
             shared, pages = max(count - differing, 0) // PAGE_COLUMNS, pages_of(count)
@@ -190,6 +192,8 @@ class PagedCache(RaggedCache):
         self._send_changes()
 
     def move_rows(self, source: list[int], destination: list[int], columns: list[int], active: int) -> None:
+        if self.offsets is not None:
+            copy_rows_of([self.offsets], source, destination)
         for row, to in zip(source, destination, strict=True):
             self.pages.release(to)
             self.pages.move(row, to)

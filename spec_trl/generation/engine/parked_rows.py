@@ -1,4 +1,4 @@
-"""K/V of rows that ended, parked while tools answer: the next turn of their conversations reads only what is new."""
+"""K/V and states of rows that ended, parked while tools answer: the next turn of a conversation reads what is new."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,7 +76,10 @@ class ParkedRows:
         cache, drafters = rollout.target.cache, rollout.drafters
         columns, number = int(rollout.rows.host_lengths[row]) - 1, self._numbers[rollout.rows.indices[row]]
         self._pop(number)  # another rank has decoded the turns since
-        needed, free = columns * cache.column_bytes, free_memory(rollout.rows.tokens.device)
+        if rollout.queue.requests[rollout.rows.indices[row]].images is not None:
+            return  # the family reads whole prompts
+        needed = columns * cache.column_bytes + cache.state_bytes // cache.rows
+        free = free_memory(rollout.rows.tokens.device)
         while self._bytes + needed > free and (freed := self.drop_oldest()):
             free += freed
         answers = {which: drafters.ask(which, methodcaller("park", row)) for which in list(drafters.in_use)}

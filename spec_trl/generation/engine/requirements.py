@@ -258,8 +258,8 @@ def check_generation_config(config: GenerationConfig, of_model: GenerationConfig
 
 
 def check_keywords(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError for model inputs that the engine would drop, such as `pixel_values`, for a cache that holds
-    tokens, and where a vision-language model's prompts hold more than text."""
+    """Raises ValueError for model inputs that the engine would drop, for a cache that holds tokens, and where prompts
+    hold more than text without the images (`image_prompts.py`)."""
     types = ("token_type_ids", "mm_token_type_ids") if "image" in model.input_modalities else ()
     beyond_text = list(model_kwargs.get("mm_encoder_outputs") or ())  # generate passes an empty dict for text
     filled, unknown = [], []
@@ -275,13 +275,13 @@ def check_keywords(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> N
             beyond_text.append(name)
     if beyond_text:
         raise ValueError(
-            f"the prompts hold more than text ({', '.join(beyond_text)}); assistant_strategy serves text alone. "
-            "Generate without assistant_strategy."
+            f"the prompts hold more than text ({', '.join(beyond_text)}) and pixel_values are not given, from which "
+            "assistant_strategy reads images. Pass them, or generate without assistant_strategy."
         )
     if unknown:
         raise ValueError(
-            f"the model inputs {sorted(unknown)} cannot be combined with assistant_strategy, which takes input_ids "
-            "and attention_mask. Generate without assistant_strategy."
+            f"the model inputs {sorted(unknown)} cannot be combined with assistant_strategy, which takes input_ids, "
+            "attention_mask and images. Generate without assistant_strategy."
         )
     if filled:
         raise ValueError(

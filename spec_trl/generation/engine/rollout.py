@@ -302,7 +302,8 @@ class Rollout:
         they stay, and another rank races for them with its drafter of that name.
 
         The K/V of the first `head_share` of their columns is left out; all of it if memory for a copy lacks, or if
-        drafters read hidden states or layers keep states, which only a forward gives."""
+        drafters read hidden states or layers keep states, which only a forward gives.
+        """
         rows, cache = self.rows, self.target.cache
         needed = sum(int(rows.host_lengths[row]) for row in leaving) * cache.column_bytes
         must_read = self.target.is_heard or cache.has_states
@@ -311,10 +312,9 @@ class Rollout:
         for row in leaving:
             request, columns = self.queue.requests[rows.indices[row]], int(rows.host_lengths[row]) - 1
             head = round(share * columns)
-            states = partial(dict[int, tuple[Tensor, Tensor]], cache.export_row(row, head, columns))
             generated, logprobs = rows.output(row, self.want_logprobs)
-            begun = replace(request, generated=generated, logprobs=logprobs, head=head, tail=states, method=method)
-            requests.append(begun)
+            begun = replace(request, generated=generated, logprobs=logprobs, head=head, method=method)
+            requests.append(replace(begun, tail=partial(dict, cache.export_row(row, head, columns))))
         if method is None:
             self.drop(leaving)
         return requests

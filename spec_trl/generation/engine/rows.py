@@ -17,6 +17,7 @@ from .noise import position_keys
 
 
 if TYPE_CHECKING:
+    from .image_prompts import ImagePrompt
     from .parked_rows import ParkedRow, ParkedRows
     from .rollout import Rollout
 
@@ -26,7 +27,8 @@ SHORT_PROMPT = 16
 (`cpu_layers.py`). Only the prompt's length decides, so that its sums do not depend on other rows."""
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
-Text: TypeAlias = tuple[bytes, Spans]
+Text: TypeAlias = "tuple[bytes, Spans, ImagePrompt | None]"
+"""Tokens of a prompt, its spans and images: of equal ones K/V is equal."""
 
 
 class Piece(NamedTuple):
@@ -55,6 +57,7 @@ class Request:
         method: name of the drafter to race with while the other rank still decodes the row; None: it gave the row up.
         spans: columns of the prompt that earlier turns of a conversation have generated, without the last token of a
             turn, which the next turn reads: pairs of first and end, ascending.
+        images: of the prompt; None: it is text.
     """
 
     index: int
@@ -67,6 +70,7 @@ class Request:
     tail: Callable[[], RowStates] = dict
     method: str | None = None
     spans: Spans = ()
+    images: "ImagePrompt | None" = None
 
     @property
     def length(self) -> int:
@@ -148,7 +152,8 @@ class Admission:
 
     Rows `first..first + leaders` hold texts to prefill; row `followers[i]` has the same prompt as row `sources[i]`
     (prefix sharing: the G copies of a GRPO prompt are prefilled once). `moved`: requests of leaders that were begun
-    before. `lengths`, `requests`: of all of the rows. `parked`: leaders whose first columns were parked.
+    before. `lengths`, `requests`: of all of the rows. `images`: of prompts that have some; leaders with images come
+    first, and followers with images last. `parked`: leaders whose first columns were parked.
     """
 
     first: int
@@ -158,6 +163,7 @@ class Admission:
     moved: dict[int, Request]
     lengths: list[int]
     requests: list[Request]
+    images: "dict[int, ImagePrompt]" = field(default_factory=dict)
     parked: "dict[int, ParkedRow]" = field(default_factory=dict)
 
     @functools.cached_property
@@ -231,7 +237,7 @@ class Rows:
         self.set_active(0)
         self.most: list[int] = []
         self.prompts: list[bytes] = []
-        self._spans: list[Spans] = []
+        self._texts: list[Text] = []
         self.indices: list[int] = []
 
     def set_active(self, count: int) -> None:
@@ -269,19 +275,21 @@ class Rows:
     def admit(self, requests: list[Request]) -> Admission:
         """Puts `requests` into the free rows after the active ones."""
         first = self.active
-        texts = zip(self.prompts, self._spans, strict=True)  # equal texts with equal spans have equal K/V
-        row_of_prompt = {text: row for row, text in enumerate(texts)} if self._shares else {}
+        row_of_prompt = dict(zip(self._texts, range(first), strict=True)) if self._shares else {}
         leaders: list[tuple[Text, Request]] = []
         followers: list[tuple[Text, Request]] = []
         moved: dict[int, Request] = {}
+        images: dict[int, ImagePrompt] = {}
         states: list[list[int]] = []  # [n, 5]
         seen = set(row_of_prompt)
         for request in requests:
-            key = request.prompt.cpu().numpy().tobytes(), request.spans
+            key = request.prompt.cpu().numpy().tobytes(), request.spans, request.images
             (followers if key in seen and request.generated is None else leaders).append((key, request))
             if request.generated is None:  # else its K/V may not be here yet
                 seen.add(key)
-        leaders.sort(key=lambda leader: leader[1].length)  # rows of similar length prefill with little padding
+        # Rows of similar length prefill with little padding.
+        leaders.sort(key=lambda leader: (leader[1].images is None, leader[1].length))
+        followers.sort(key=lambda follower: follower[1].images is not None)
         for row, (key, request) in enumerate(leaders + followers, start=first):
             prompt, length = len(request.prompt), request.length
             self.tokens[row, :prompt] = request.prompt
@@ -290,12 +298,14 @@ class Rows:
             else:
                 moved[row] = request
                 self.tokens[row, prompt:length] = request.generated
+            if request.images is not None:
+                images[row] = request.images
             if request.logprobs is not None:
                 self.logprobs[row, prompt:length] = request.logprobs
             states.append([length, prompt, request.limit, request.index, request.stream])
             self._host[:, row] = length, prompt, request.limit
             self.prompts.append(key[0])
-            self._spans.append(key[1])
+            self._texts.append(key)
             self.indices.append(request.index)
         self._state[:, first : first + len(states)] = sent(torch.tensor(states), self.tokens.device).T
         self.set_active(first + len(requests))
@@ -306,7 +316,7 @@ class Rows:
         sources = [row_of_prompt[key] for key, _ in followers]
         lengths = self.host_lengths[first:].tolist()
         admitted = [request for _, request in leaders + followers]
-        return Admission(first, len(leaders), follower_rows, sources, moved, lengths, admitted)
+        return Admission(first, len(leaders), follower_rows, sources, moved, lengths, admitted, images)
 
     def generated_span(self, row: int) -> slice:
         """Columns of the generated tokens of `row`."""
@@ -362,8 +372,8 @@ class Rows:
             self._host[:, destination] = self._host[:, source]
             for row, target in zip(source, destination, strict=True):
                 self.prompts[target], self.indices[target] = self.prompts[row], self.indices[row]
-                self._spans[target] = self._spans[row]
-        del self.prompts[remaining:], self.indices[remaining:], self._spans[remaining:]
+                self._texts[target] = self._texts[row]
+        del self.prompts[remaining:], self.indices[remaining:], self._texts[remaining:]
         self.set_active(remaining)
         return source, destination
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import groupby
 from threading import get_ident
 from typing import Any
@@ -22,6 +21,7 @@ from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .cpu_layers import SCALARS
 from .drafter import Forward, NetworkDraft
 from .family_hooks import cache_argument
+from .image_prompts import read_images
 from .memory import sent
 from .requirements import position_limit
 from .rows import Admission, Piece, Rows
@@ -209,12 +209,20 @@ class EagerRunner:
         for row, request in admission.moved.items():
             lengths[row - admission.first] = request.head
         known = {row: parked.columns for row, parked in admission.parked.items()} if admission.parked else {}
-        logits = self.read(rows, admission, lengths, known, set(admission.begun))
+        count, logits = sum(lengths[: admission.leaders]) - sum(known.values()), list[Tensor]()
+        if admission.images or self.cache.offsets is not None:
+            seen, logits = read_images(self.network, self.cache, admission, lengths)
+            known |= seen
+            self.forwards += len(seen)
+            self.eager_forwards += len(seen)
+        logits += self.read(rows, admission, lengths, known, admission.begun.keys() - admission.images.keys())
         late = [row for row in admission.followers if admission.begun[row] == row]
-        if late:
-            logits += self._read_ends(rows, admission, late)
-        read = sum(lengths[: admission.leaders]) - sum(known.values())
-        return read, torch.cat(logits) if logits else None
+        # Logits of copies of prompts with images, the last ones, are known.
+        ends = [admission.images[row].logits for row in late if row in admission.images] if admission.images else []
+        if text := late[: len(late) - len(ends)]:
+            logits += self._read_ends(rows, admission, text)
+        logits += ends
+        return count, torch.cat(logits) if logits else None
 
     def _read_ends(self, rows: Rows, admission: Admission, late: list[int]) -> list[Tensor]:
         """Reads the last prompt tokens of the rows `late`, copies of rows that were in flight before, for the logits
@@ -234,18 +242,16 @@ class EagerRunner:
         return logits
 
     def read(
-        self,
-        rows: Rows,
-        admission: Admission,
-        lengths: list[int],
-        known: Mapping[int, int],
+        self, rows: Rows, admission: Admission, lengths: list[int], known: Mapping[int, int],
         ends: Collection[int] = (),
-    ) -> list[Tensor]:
+    ) -> list[Tensor]:  # fmt: skip
         """Writes the K/V of the first `lengths` columns of the admitted rows, except the `known` first columns by row;
         returns logits `[n, 1, vocab]` of the last columns of leaders in `ends`."""
         logits, first = list[Tensor](), admission.first
         self.cache.reserve(lengths[: admission.leaders], first)
-        self.cache.forget(first, first + len(lengths))
+        for row in range(first, first + len(lengths)):
+            if row not in known:
+                self.cache.forget(row, row + 1)
         most, queries = TOKENS_PER_FORWARD, _QUERIES_PER_FORWARD
         if ends and self.network.get_output_embeddings() is None:  # a forward may then compute logits of all tokens
             vocabulary: int = self.network.config.get_text_config(decoder=True).vocab_size
@@ -361,25 +367,9 @@ class EagerRunner:
             **{self._cache_argument: cache},
         ).logits
 
-    def first_broken_module(self, tokens: Tensor, positions: Tensor, columns: int) -> str:
-        """Repeats a forward; returns a sentence that names the first module with a NaN or infinity in its output."""
-        broken: list[str] = []
-
-        def watch(name: str, _module: nn.Module, _inputs: object, output: object) -> None:
-            if not broken and isinstance(output, Tensor) and not torch.isfinite(output).all():
-                broken.append(f"the first non-finite values come out of '{name}' ({output.dtype})")
-
-        leaves = [(name, module) for name, module in self.network.named_modules() if not module._modules]
-        handles = [module.register_forward_hook(partial(watch, name)) for name, module in leaves]
-        try:
-            EagerRunner(self.network, self.cache).forward(tokens, positions, columns)  # a replay calls no hooks
-        finally:
-            for handle in handles:
-                handle.remove()
-        sound = f"every module's output is finite ({self.network.dtype}): the logits processors did it"
-        return broken[0] if broken else sound
-
-    def _position_ids(self, positions: Tensor) -> Tensor:
+    def _position_ids(self, positions: Tensor, first_row: int = 0) -> Tensor:
+        if self.cache.offsets is not None:
+            positions = positions + self.cache.offsets[first_row : first_row + len(positions), None]  # [B, q]
         # Drafts of a row about to end may be past the last position. Their outputs are discarded, but a learned
         # position table must not be read out of range. RoPE has no last position.
         return positions if self._position_limit is None else positions.clamp(max=self._position_limit - 1)  # [B, q]
@@ -408,7 +398,7 @@ class EagerRunner:
             masks = self._masks.build(positions, columns, dtype, places, keys)
         logits = self.network(
             input_ids=tokens,
-            position_ids=self._position_ids(positions),
+            position_ids=self._position_ids(positions, first_row),
             attention_mask=masks,
             use_cache=True,
             **{self._cache_argument: self.cache},

@@ -84,6 +84,7 @@ def runner_for(
     graph_memory: float | None = None,
     exact: bool = False,
     has_states: bool = False,
+    has_offsets: bool = False,
 ) -> EagerRunner:
     """Returns a runner of `model`'s shadow; the model never changes.
 
@@ -101,6 +102,7 @@ def runner_for(
         exact: as of :func:`~spec_trl.generation.engine.shadow.make_shadow`. "auto" then compiles nothing: compiled
             layers round differently, and would replace others while rows are in flight.
         has_states: whether layers keep states; "auto" compiles nothing then either.
+        has_offsets: whether positions of some rows are not their columns (`RaggedCache.offsets`).
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
@@ -110,11 +112,13 @@ def runner_for(
         make = cpu_runner if mode == "compiled" else EagerRunner
         network = shadow_for(session, model, exact)
         if takes_pool(config, model.device, has_states):
-            return make(network, PagedCache.with_pages(model, rows, columns, pages))
-        return make(network, (States if has_states else RaggedCache).for_network(model, rows, columns))
+            cache: RaggedCache = PagedCache.with_pages(model, rows, columns, pages)
+        else:
+            cache = (States if has_states else RaggedCache).for_network(model, rows, columns)
+        return make(network, cache.with_offsets(model.device) if has_offsets else cache)
     mode = "graph" if (exact or has_states) and mode == "auto" else mode
     # Autocast sets the dtype of K/V.
-    made_for = (mode, exact, config.max_graph_memory, autocast_dtype(model.device), *addresses(model))
+    made_for = (mode, exact, has_offsets, config.max_graph_memory, autocast_dtype(model.device), *addresses(model))
     graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory
     runner = session.runner
     if runner is not None:
@@ -135,6 +139,8 @@ def runner_for(
         if has_states
         else PagedCache.with_pages(model, cache_rows(rows), columns, pages)
     )
+    if has_offsets:
+        cache.with_offsets(model.device)
     budget = GraphBudget(recorder, graph_memory)
     network = shadow_for(session, model, exact)
     session.shadow = None  # captures leave changes on it that belong to the runner

@@ -18,11 +18,15 @@ from transformers import PreTrainedModel
 
 from . import cpu_states
 from .attention import keeps_states
-from .cache import RaggedCache, copy_rows_of
+from .cache import RaggedCache, RowStates, copy_rows_of
 from .cpu_states import Replay
 from .family_hooks import CACHE_NAMES
 from .memory import sent
 from .scans import convolves, forward_of, keeps_windows, steps_compiled
+
+
+_SCAN = -1
+"""Index of a layer's recurrent state among its exported states."""
 
 
 def cache_for(network: PreTrainedModel, rows: int, columns: int) -> RaggedCache:
@@ -167,6 +171,28 @@ class States(RaggedCache):
     def copy_rows(self, source: list[int], destination: list[int], columns: list[int], differing: int = 0) -> None:
         super().copy_rows(source, destination, columns, differing)
         copy_rows_of(self.states, source, destination)
+
+    def export_row(self, row: int, start: int, stop: int) -> RowStates:
+        """Copies also the states, which are those after the columns of the row, if `start` is 0."""
+        exported = super().export_row(row, start, stop)
+        if start == 0 < stop:
+            exported |= {key: (window[row].clone(),) for key, window in self._windows.items()}
+            exported |= {(layer, _SCAN): (state[row].clone(),) for layer, state in self._recurrent.items()}
+        return exported
+
+    def import_row(self, row: int, start: int, states: RowStates) -> None:
+        super().import_row(row, start, {layer: pair for layer, pair in states.items() if isinstance(layer, int)})
+        for key, (state, *_) in states.items():
+            if not isinstance(key, tuple):
+                continue
+            if key[1] == _SCAN:
+                if key[0] not in self._recurrent:
+                    self._recurrent[key[0]] = self._zeros(state.shape, state)
+                self._recurrent[key[0]][row] = state
+            else:
+                if key not in self._windows:
+                    self._windows[key] = self._zeros(state.T.shape, state).transpose(1, 2)
+                self._windows[key][row] = state
 
     @property
     def states(self) -> list[Tensor]:

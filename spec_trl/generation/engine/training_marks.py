@@ -29,6 +29,8 @@ def lasting_attributes(module: nn.Module) -> dict[str, Any]:
     state = {name: value for name, value in vars(module).items() if name not in _MARKS}
     if patched_forward(module) is None:  # accelerate sets the forward of the class
         state.pop("forward", None)
+    if isinstance(module, PreTrainedModel):
+        state.pop("generate", None)  # one that was set on the policy references it
     for name in _WHICH_HOOKS & state.keys():
         state[name] = state[name].copy()
     for name in HOOK_DICTS & state.keys():

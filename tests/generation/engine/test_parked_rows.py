@@ -9,22 +9,27 @@ from transformers import LlamaForCausalLM
 
 from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine import parked_rows
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.parked_rows import ParkedRows
 from spec_trl.generation.engine.rows import Request, RequestQueue
 from spec_trl.generation.generate import SpeculativeOutput
+from tests.conftest import TRANSFORMERS
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.engine.pools import install_pool
 from tests.generation.engine.tape import Tape
+from tests.tiny_families import make
 
 
 TURNS = 3
 COLUMN = 2 * 2 * 2 * 16 * 8
 """Bytes of a column: of 2 layers x K and V x 2 heads x 16 in float64."""
-ENDS: dict[str, Any] = {"eos_token_id": 5, "max_new_tokens": 24}
 PROMPTS = [row for row in random_rows([5, 9, 7, 4]) for _ in range(2)]  # with copies, some of them short
 TOOLS = random_rows([3, 8, 2, 11, 7, 4, 9, 1] * 2, seed=1)
+READ_OF_TURN = [sum(map(len, TOOLS[turn : turn + len(PROMPTS)])) + len(PROMPTS) for turn in range(TURNS - 1)]
+"""What later turns must read: what tools say, and the last token of the turn before."""
 
 
 def converse(
@@ -33,6 +38,7 @@ def converse(
     parked: ParkedRows | None,
     config: dict[str, Any] | None = None,
     stays: Callable[[int, int], bool] = lambda turn, number: True,
+    new_tokens: int = 24,
 ) -> list[SpeculativeOutput]:
     """The outputs of some turns, in which a tool answers every row that `stays`."""
     drafters, texts, found = make(), {number: row.tolist() for number, row in enumerate(PROMPTS)}, []
@@ -45,10 +51,9 @@ def converse(
             return queue
 
         prompts = pad_left([torch.tensor(text) for text in texts.values()])
-        ids = [turn << 8 | number for number in numbers]
-        found.append(
-            generate(model, prompts, "none", config, drafter=drafters, make_queue=make_queue, request_ids=ids, **ENDS)
-        )
+        given: dict[str, Any] = {"drafter": drafters, "request_ids": [turn << 8 | number for number in numbers]}
+        given |= {"eos_token_id": 5, "max_new_tokens": new_tokens, "make_queue": make_queue}
+        found.append(generate(model, prompts, "none", config, **given))
         new = dict(zip(numbers, outputs(found[-1]), strict=True))
         if parked is not None:
             parked.end_turn({number: (len(texts[number]), len(tokens)) for number, tokens in new.items()})
@@ -109,17 +114,40 @@ def test_turns_have_the_tokens_of_today(
     if kind != "none":
         assert sum(total.drafted for total in totals[1]) > 100
         assert [total.accepted for total in totals[1]] == [total.accepted for total in totals[0]]
-    tools = [sum(map(len, TOOLS[turn : turn + len(PROMPTS)])) + len(PROMPTS) for turn in range(TURNS - 1)]
     if kind == "tts eagle3 run":  # it learns from features of the prompts' ends
         assert read(parked) == read(read_again)
     else:
-        assert read(parked)[1:] == tools and sum(read(read_again)[1:]) > 3 * sum(tools)
+        assert read(parked)[1:] == READ_OF_TURN and sum(read(read_again)[1:]) > 3 * sum(READ_OF_TURN)
 
 
 def test_no_bit_depends_on_parking(narrow: LlamaForCausalLM) -> None:
     read_again, parked = (converse(narrow, lambda: [], rows) for rows in (NeverParked(), ParkedRows()))
     same(parked, read_again, bits=True)
     assert parked[0].statistics.exact and sum(read(parked)) < sum(read(read_again)) / 2
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "falcon_h1", "jamba"])
+@pytest.mark.parametrize("kind", ["none", "self", "model"])
+def test_states_are_parked_too(family: str, kind: str) -> None:
+    if TRANSFORMERS < (5, 21):
+        pytest.skip("such families are refused")
+    model, assistant = make(family), make(family)
+    drafter: dict[str, Callable[[], list[Drafter]]] = {
+        "none": lambda: [],
+        "self": lambda: [SelfDrafter(model, kernel="reference")],
+        "model": lambda: [SmallModelDrafter(assistant, model)],
+    }
+    plain = converse(model, lambda: [], None, new_tokens=8)
+    options = {"draft_length": 3, "sd_toggle": "always", "max_batch_size": 5}
+    read_again, parked = (
+        converse(model, drafter[kind], rows, options, new_tokens=8) for rows in (NeverParked(), ParkedRows())
+    )
+    same(read_again, plain, bits=False)
+    same(parked, plain, bits=False)
+    assert read(parked)[1:] == READ_OF_TURN
+    totals = [[output.statistics.total for output in outputs] for outputs in (read_again, parked)]
+    assert [total.accepted for total in totals[1]] == [total.accepted for total in totals[0]]
+    assert kind == "none" or sum(total.accepted for total in totals[1]) > 20
 
 
 def test_some_rows_end_and_few_are_in_flight(tiny: LlamaForCausalLM, drafters: Callable[..., list[Drafter]]) -> None:
