@@ -29,7 +29,8 @@ def task(images: tuple[int, ...] = (1, 2), first: int = 0) -> Dataset:
     rows = []
     for row in range(8):
         prompt = [{"role": "user", "content": ["a 3 +", "c 5", "f 2 + g 2 + 1"][row % 3]}]
-        rows.append({"prompt": prompt, "images": [picture(first + 3 * row + n) for n in range(images[row % len(images)])]})
+        pictures = range(first + 3 * row, first + 3 * row + images[row % len(images)])
+        rows.append({"prompt": prompt, "images": [picture(seed) for seed in pictures]})
     return Dataset.from_list(rows)
 
 
