@@ -156,7 +156,7 @@ def test_captured_forwards(family: str, tape: Tape) -> None:
     images = batch(model, [1, 0, 2], repeats=2)
     text = {"input_ids": images["input_ids"][:, :5] % IMAGE + 1}
     ends = dict(eos_token_id=[7, 9], max_new_tokens=16)
-    for inputs, rows in (text, 6), (images, 6), (images, 4), (text, 6):
+    for inputs, rows in (text, 6), (images, 6), (images, 4), (text, 6):  # offsets stay where they are once needed
         expected, replayed = outputs(generate(model, inputs, config={"runner": "eager"}, **ends)), tape.replayed
         for strategy in ("none", "self"):
             result = generate(model, inputs, strategy, {"runner": "graph", "max_batch_size": rows}, **ends)
@@ -200,7 +200,7 @@ def without(inputs: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
         ("pixel_values has 1 rows for 2 prompts", "smolvlm",
          lambda inputs: inputs | {"pixel_values": inputs["pixel_values"][:1]}),
         ("mm_token_type_ids is missing", "qwen3_vl", lambda inputs: without(inputs, "mm_token_type_ids")),
-        ("token_type_ids does not mark the image tokens", "gemma3",
+        ("token_type_ids is not 1 at the image tokens", "gemma3",
          lambda inputs: inputs | {"token_type_ids": inputs["token_type_ids"] * 2}),
         ("image_grid_thw, mm_token_type_ids without pixel_values", "qwen3_vl",
          lambda inputs: without(inputs, "pixel_values")),
