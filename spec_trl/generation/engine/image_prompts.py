@@ -123,7 +123,7 @@ def image_prompts(
             if name in inputs:
                 of_prompt[name] = types = inputs[name][row : row + 1, -len(prompt) :].to(prompt.device)  # [1, length]
                 if not torch.equal(types[0].long(), (prompt == token).long()):
-                    raise ValueError(f"{name} is not 1 at the image tokens ({token}) of prompt {row}, and 0 elsewhere.")
+                    raise ValueError(f"{name} is not 1 at the image tokens ({token}) of prompt {row} alone.")
         images = ImagePrompt(prompt, of_prompt, _offset(model, prompt, of_prompt))
         others = seen.setdefault(prompt.cpu().numpy().tobytes(), [])
         equal = next((other for other in others if _are_equal(images.inputs, other.inputs)), None)
