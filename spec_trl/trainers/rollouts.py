@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distributed.draft_ranks import DraftRanks
@@ -78,18 +80,22 @@ class Rollouts:
         turn: Turn,
         generation_config: GenerationConfig,
         tokenizer: PreTrainedTokenizerBase,
+        images: Mapping[str, Any] | None = None,
     ) -> dict[int, Sampled]:
         """Returns the completions of this rank, by place in `turn`. The `policy` has whole weights, and is under the
-        autocast of the training; the `tokenizer` pads, and reads stop strings. All ranks must call it."""
+        autocast of the training; the `tokenizer` pads, and reads stop strings; `images` are of this rank's rows
+        (:func:`~spec_trl.trainers.prompt_images.image_inputs`). All ranks must call it."""
         # Prompts are padded as on one rank, since some processors see the padding.
         padding, width = tokenizer.pad_token_id, max(map(len, turn.prompts))
         prompts = [turn.prompts[place] for place in turn.decoded]
-        ids = [[padding] * (width - len(prompt)) + prompt for prompt in prompts]  # [B, width]
-        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]  # [B, width]
         rows, device = self._sharing.rows_in_flight(turn, self._args.rollout_batch_size), self._accelerator.device
         generation_config = copy.copy(generation_config)
         generation_config.return_dict_in_generate = True  # deprecated as an argument next to a config
         decoded: dict[int, Sampled] = {}
+
+        def padded(texts: Sequence[Sequence[int]], value: int) -> Tensor:
+            return torch.tensor([[value] * (width - len(text)) + list(text) for text in texts], device=device)
+
         drafters, control = self.drafting.prepare(policy, self._step, rows, width, self._totals.durations)
         started = time.perf_counter()
         if self._draft_ranks.drafts:
@@ -98,8 +104,12 @@ class Rollouts:
         elif prompts:
             with self._draft_ranks.ahead(drafters) as drafting:
                 output = policy.generate(
-                    input_ids=torch.tensor(ids, device=device),
-                    attention_mask=torch.tensor(mask, device=device),
+                    input_ids=padded(prompts, padding),  # [B, width]
+                    attention_mask=padded([[1] * len(prompt) for prompt in prompts], 0),
+                    **{
+                        name: value.to(device) if isinstance(value, Tensor) else padded(value, 0)
+                        for name, value in (images or {}).items()
+                    },
                     generation_config=generation_config,
                     tokenizer=tokenizer,
                     assistant_strategy=self._args.assistant_strategy,

@@ -1,5 +1,6 @@
 """What our trainers override of TRL's on-policy trainers, so that rollouts are speculative."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,13 +16,14 @@ from ..generation.drafters.mtp.mtp_drafter import MtpDrafter
 from ..generation.engine.requirements import policy_in
 from .checkpoint import find_checkpoint
 from .exact_logprobs import ExactLogprobs
+from .prompt_images import image_inputs
 from .rollout_memory import KeptGraphs, whole_weights
 from .rollout_options import RolloutOptions
 from .rollouts import Rollouts
 from .run_log import Mode, StepRecord
 from .saved_heads import adding_heads
 from .step_totals import StepClock
-from .trainer_checks import check_attributes, check_drawn, check_fsdp, check_methods, check_rollouts, check_text
+from .trainer_checks import check_attributes, check_drawn, check_fsdp, check_methods, check_rollouts
 
 
 if TYPE_CHECKING:
@@ -162,9 +164,10 @@ class SpeculativeRollouts(TrainerOfTRL):
         return [sampled.tokens for sampled in self._sample(prompt_ids, images, multimodal_fields)]
 
     def _sample(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict[str, Any]) -> list[Sampled]:
-        check_text(images, multimodal_fields, self.args)
+        ranks, has_tools = self.accelerator.num_processes, bool(getattr(self, "tools", None))
+        inputs = image_inputs(images, multimodal_fields, self.args, ranks, has_tools)
         check_drawn(policy_in(self.model), self.generation_config, prompt_ids, self._tokenizer)
-        return self._take_turn(self._rollouts.gather(prompt_ids))
+        return self._take_turn(self._rollouts.gather(prompt_ids), inputs)
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._tool_call_loop(*args, **kwargs)
@@ -173,8 +176,8 @@ class SpeculativeRollouts(TrainerOfTRL):
             self._take_turn(turn)
         return result
 
-    def _take_turn(self, turn: Turn) -> list[Sampled]:
-        """Takes part in a turn of all ranks; returns the completions of this rank's rows."""
+    def _take_turn(self, turn: Turn, images: Mapping[str, Any] | None = None) -> list[Sampled]:
+        """Takes part in a turn of all ranks, with the `images` of this rank's rows; returns their completions."""
         with (
             profiling_context(self, "spec_trl.generate"),
             unwrap_model_for_generation(
@@ -188,7 +191,7 @@ class SpeculativeRollouts(TrainerOfTRL):
             whole_weights(wrapped) as policy,
             self.accelerator.autocast(),  # around the whole rollout, so that fp32 weights are cast once
         ):
-            decoded = self._rollouts.decode(policy, turn, self.generation_config, self._tokenizer)
+            decoded = self._rollouts.decode(policy, turn, self.generation_config, self._tokenizer, images)
         return self._rollouts.exchange(turn, decoded)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ rollout will fail. A prompt that is drawn later is checked then, and the error s
 import copy
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
@@ -39,7 +39,6 @@ from ..generation.engine.runner_choice import runner_mode
 from ..generation.generate import move_stop_strings
 from ..generation.strategies import check_assistants, check_device, check_states
 from ..papers import load
-from .rollout_options import RolloutOptions
 
 
 KNOWN = "trl 1.16 and transformers 5.17 to 5.24"
@@ -60,7 +59,6 @@ READ = (
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _LOOKED_AT = 1024  # number of rows, spread over a dataset, whose texts are compared
 _TOKENIZED = 16  # number of longest texts among them
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 # ---- base classes, whose private methods may change --------------------------------------
@@ -220,20 +218,6 @@ def check_dataset(
     except Exception:  # some prompts become text only when they are drawn, and are checked then
         return
     _check(policy, generation_config, ids, lambda at: f"{name}[{rows[longest[at]]}]['prompt']")
-
-
-def check_text(images: Any, fields: Mapping[str, Any], options: RolloutOptions) -> None:
-    """Raises ValueError if prompts hold more than text; `fields`: outputs of a processor besides token ids."""
-    carried = sorted(
-        name
-        for name, rows in fields.items()
-        if name not in _TOKEN_TYPES or any(any(row) for row in rows)  # rows [B, n]; zero is text
-    )
-    if images or carried:
-        raise ValueError(
-            f"the prompts carry {carried or 'images'}; {options.trainer} generates from text. "
-            f"Use {options.base_trainer} for multimodal prompts."
-        )
 
 
 def check_drawn(

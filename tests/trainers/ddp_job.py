@@ -23,7 +23,7 @@ from spec_trl.generation.configuration import SpeculativeConfig
 from spec_trl.specactor.ladder import Ladder
 from spec_trl.trainers import run_drafting
 from spec_trl.trainers.run_log import read_run
-from tests.trainers import trl_trainers
+from tests.trainers import test_prompt_images, trl_trainers
 from tests.trainers.harness import Run, tiny_dataset, train
 
 
@@ -66,6 +66,12 @@ def learn_while_drafting(folder: Path, checkpoint: Path) -> dict[str, Any]:
         "tensors": states[0]["tensors"],
         "warned": [str(warning.message) for warning in caught if "Test-Time" in str(warning.message)],
     }
+
+
+def look(folder: Path, rows_per_rank: int) -> list[list[list[int]]]:
+    """Trains on prompts with images; returns completions."""
+    batch = same_batch(rows_per_rank) | {"rollout_sharing": "own", "shuffle_dataset": False}
+    return test_prompt_images.run(folder, "qwen2_5_vl", "self", **batch).train().completions
 
 
 def choose(folder: Path) -> dict[str, Any]:
@@ -151,6 +157,7 @@ if __name__ == "__main__":
     done = {"plainly": {"rewarded": run.rewarded, "logs": run.logs, "weights": run.weights}}
     done["tts"] = learn_while_drafting(folder / "tts", folder / "eagle3")
     done["auto"] = choose(folder / "auto")
+    done["images"] = look(folder / "images", rows_per_rank=4)
     for strategy in ("none", "self"):
         for name in ("rloo", "gkd"):
             trainer, speculation = trl_trainers.train(name, folder / f"{name} {strategy}", strategy)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spec_trl.specactor.ladder import Ladder
 from tests.generation.drafters.watching import make_checkpoint
-from tests.trainers.ddp_job import same_batch, train_on_each_rank
+from tests.trainers.ddp_job import look, same_batch, train_on_each_rank
 from tests.trainers.harness import Run, train
 
 
@@ -59,6 +59,12 @@ def test_ranks_sample_their_rows_of_the_same_batch(ranks: list[Run], alone: Run)
         assert one[0] == mode
         assert one[1] != other
         assert one[1] + other == rows
+
+
+def test_ranks_read_the_images_of_their_rows(found: list[dict[str, Any]], tmp_path: Path) -> None:
+    alone = look(tmp_path, rows_per_rank=8)
+    one, other = (rank["images"] for rank in found)
+    assert alone == [mine + theirs for mine, theirs in zip(one, other, strict=True)] and len(alone) == 2
 
 
 def test_metrics_are_summed_over_ranks(ranks: list[Run], alone: Run) -> None:

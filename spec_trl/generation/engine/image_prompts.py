@@ -122,8 +122,8 @@ def image_prompts(
         for name in TOKEN_TYPES:
             if name in inputs:
                 of_prompt[name] = types = inputs[name][row : row + 1, -len(prompt) :].to(prompt.device)  # [1, length]
-                if not torch.equal(types[0] == 1, prompt == token):
-                    raise ValueError(f"{name} does not mark the image tokens ({token}) of prompt {row} by 1.")
+                if not torch.equal(types[0].long(), (prompt == token).long()):
+                    raise ValueError(f"{name} is not 1 at the image tokens ({token}) of prompt {row} alone.")
         images = ImagePrompt(prompt, of_prompt, _offset(model, prompt, of_prompt))
         others = seen.setdefault(prompt.cpu().numpy().tobytes(), [])
         equal = next((other for other in others if _are_equal(images.inputs, other.inputs)), None)

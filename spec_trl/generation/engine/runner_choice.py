@@ -118,12 +118,13 @@ def runner_for(
         return make(network, cache.with_offsets(model.device) if has_offsets else cache)
     mode = "graph" if (exact or has_states) and mode == "auto" else mode
     # Autocast sets the dtype of K/V.
-    made_for = (mode, exact, has_offsets, config.max_graph_memory, autocast_dtype(model.device), *addresses(model))
+    made_for = (mode, exact, config.max_graph_memory, autocast_dtype(model.device), *addresses(model))
     graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory
     runner = session.runner
     if runner is not None:
         cache = runner.cache
         is_large = cache.rows >= rows and cache.columns >= columns
+        is_large = is_large and (cache.offsets is not None or not has_offsets)
         if pages is None and isinstance(cache, PagedCache):
             is_large = is_large and cache.pages.count >= rows * pages_of(columns)
         if runner.made_for == made_for and is_large:
