@@ -132,7 +132,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 
 def _report(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="output_dir of a SpecGRPOTrainer run, or its rollout_log.jsonl")
+    add("run", type=Path, metavar="RUN", help="output_dir of a run that drafted, or its rollout_log.jsonl")
     add("-o", "--output", type=Path, metavar="DIR", help="folder to write to (default: RUN/report)")
     add("--profile", type=Path, metavar="JSON", help="roofline profile (default: the one that the run names)")
     add_margin(parser)

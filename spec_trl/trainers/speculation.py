@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState
+from accelerate.utils import get_mixed_precision_context_manager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -37,7 +37,6 @@ from .step_totals import RolloutTotals, StepClock, metrics
 from .trainer_checks import check_generation
 
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _OTHER_ENGINES = "use_vllm", "use_transformers_continuous_batching"
 """Options of TRL's trainers with which `generate` is never called."""
 
@@ -115,13 +114,13 @@ class Speculation(AbstractContextManager["Speculation"]):
             first.stop()
         DEFAULTS[policy] = self
         device = policy.device if trainer is None else trainer.args.device
-        self._reports = _Reports(device, self._log_step, self._resume)
+        self._reports = _Reports(device, self._log_step, self._begin_run)
         if trainer is not None:  # before callbacks that report what is logged, such as W&B's
             trainer.callback_handler.callbacks.insert(0, self._reports)
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the rollouts so far gained from drafts, in a sentence."""
+        """Whether the rollouts of the newest run gained from drafts, in a sentence."""
         return self._records.verdict
 
     @property
@@ -170,7 +169,7 @@ class Speculation(AbstractContextManager["Speculation"]):
                 self._reports.phase("prepare"),
                 self._reports.phase("rollout"),
                 whole_weights(outer),
-                self._autocast(outer, model.device),
+                self._autocast(outer),
             ):
                 # Not the model's own `generate`, which may do something before and after it.
                 output: SpeculativeOutput = GenerationMixin.generate(model, **call, make_queue=begin)
@@ -185,20 +184,16 @@ class Speculation(AbstractContextManager["Speculation"]):
         return output if wants_dict else output.sequences
 
     @staticmethod
-    def _autocast(model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
+    def _autocast(model: nn.Module) -> AbstractContextManager[Any]:
         """Autocast as Accelerate puts it around forwards of a model that it has prepared."""
-        if "_original_forward" not in vars(model):
-            return nullcontext()
-        return torch.autocast(device.type, _AUTOCAST.get(AcceleratorState().mixed_precision))
+        is_prepared = "_original_forward" in vars(model)
+        return get_mixed_precision_context_manager(native_amp=True) if is_prepared else nullcontext()
 
     def _add(self, model: Any, output: SpeculativeOutput, seconds: float) -> None:
         """Adds a rollout to verdict and log."""
         statistics, trainer = output.statistics, self._trainer()
         assert statistics is not None and output.lengths is not None
-        mode: Mode = "train"
-        if trainer is not None:
-            at_start = trainer.args.eval_on_start and not trainer.state.global_step and not model.training
-            mode = "eval" if at_start or trainer.control.should_evaluate or not trainer.is_in_train else "train"
+        mode: Mode = "train" if trainer is None or self._reports.in_step else "eval"
         totals, drafters = RolloutTotals(), list(Session.of(model).drafters.values())
         totals.add(statistics, len(output.lengths), seconds)
         totals.add_refreshes(drafters)
@@ -216,9 +211,11 @@ class Speculation(AbstractContextManager["Speculation"]):
         if (model := self._model()) is not None:
             self._append(StepRecord(step, seconds, phases, None), policy_in(model))
 
-    def _resume(self, step: int) -> None:
-        """Counts the rollouts of the log that were before `step`, at which the run resumes."""
+    def _begin_run(self, step: int) -> None:
+        """Begins a part of the log. Counts its rollouts before `step`, at which the run resumes if it is not 0."""
+        self._records.begin()
         if self.log is not None and step and self.log.path.exists():
+            self._counts = {"train": 0, "eval": 0}
             for record in read_run(self.log.path).rollouts:
                 self._counts[record.mode] += record.step < step + (record.mode == "eval")
 

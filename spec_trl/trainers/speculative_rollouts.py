@@ -62,9 +62,10 @@ class SpeculativeRollouts(TrainerOfTRL):
             raise ValueError(f"args is a {type(args).__name__}; {trainer} needs a {needed}.")
         classes = type(self).__mro__
         at = classes.index(SpeculativeRollouts)
-        check_methods(classes[at - 1], classes[at + 1], self.lacking)
+        theirs = next(one for one in classes[at + 1 :] if one.__module__.startswith("trl."))  # not a user's mixin
+        check_methods(classes[at - 1], theirs, self.lacking)
         super().__init__(model, learned_from, args, *rest, **kwargs)
-        check_attributes(self, classes[at + 1], self.lacking)
+        check_attributes(self, theirs, self.lacking)
         check_fsdp(self._dist.fsdp_version, config_class)
         adapts = args.drafter_adaptation
         try:

@@ -43,6 +43,9 @@ class StepClock(TrainerCallback):
         on_step: called with (step, seconds, seconds by phase) at the end of a step. Phases are "rollout", "reward",
             "logprobs", "adaptation" (of a learned drafter), "update" (the rest of forward, backward and optimizer) and
             "other" (advantages, logging).
+
+    Attributes:
+        in_step: whether an optimizer step is under way, with its rollouts.
     """
 
     def __init__(self, device: torch.device, on_step: Callable[[int, float, dict[str, float]], None]) -> None:
@@ -50,6 +53,7 @@ class StepClock(TrainerCallback):
         self._on_step = on_step
         self._seconds: dict[str, float] = {}
         self._started = 0.0
+        self.in_step = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -61,10 +65,11 @@ class StepClock(TrainerCallback):
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - started
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._seconds = {}
+        self._seconds, self.in_step = {}, True
         self._started = self._now()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.in_step = False
         seconds = self._now() - self._started
         prepare, adaptation = (self._seconds.get(name, 0.0) for name in ("prepare", "adaptation"))
         phases = {name: self._seconds.get(name, 0.0) for name in ("rollout", "reward", "logprobs")}

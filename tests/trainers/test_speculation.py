@@ -144,6 +144,28 @@ def test_trainers_log_what_spec_grpo_trainer_logs(tmp_path: Path) -> None:
     assert not reporting.logs[-1] and len(read_run(tmp_path / "rloo").rollouts) == len(run.rollouts)
 
 
+def test_a_trainer_trains_twice_and_evaluates_when_a_callback_asks(tmp_path: Path) -> None:
+    class Evaluating(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            trainer.evaluate()
+
+    given = {"eval_dataset": tiny_dataset(1), "callbacks": [Evaluating()]}
+    trainer = make_trainer("rloo", tmp_path, given, max_steps=2, save_strategy="steps", save_steps=1)
+    with spec_trl.speculate(trainer, "self", sd_toggle="always") as speculation:
+        trainer.train()
+        whole = list(trainer.generate_calls)
+        trainer.train(str(tmp_path / "checkpoint-1"))
+    assert trainer.generate_calls[len(whole) :] == whole[2:]
+    run = read_run(tmp_path)
+    assert len(run.headers) == 2 and speculation.verdict.rollouts == 1
+    assert [[(one.rollout, one.step) for one in run.of(mode)] for mode in ("train", "eval")] == [
+        [(0, 0), (1, 1)], [(0, 1), (1, 2)],
+    ]  # fmt: skip
+    assert all(record.block_efficiency for record in run.rollouts)
+    logged = [{name.split("/")[0] for name in rollout_metrics(entry)} for entry in trainer.state.log_history]
+    assert logged == [{"eval_rollout"}, {"eval_rollout"}, set()]  # such a step has no log of its own
+
+
 # ---- loops of one's own -------------------------------------------------------------------------------------------
 
 

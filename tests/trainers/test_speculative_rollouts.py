@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig
+from trl import GRPOTrainer
 
 import spec_trl
-from spec_trl import SpecDistillationTrainer, SpecRLOOTrainer
+from spec_trl import SpecDistillationTrainer, SpecGRPOTrainer, SpecRLOOTrainer
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.conftest import STEPS, schedule
 from tests.trainers.harness import OTHERS, Run, assert_same_training, make_run, tiny_dataset, tiny_policy, train
@@ -129,6 +130,21 @@ def test_arguments_are_those_of_trl(tmp_path: Path) -> None:
     assert made.train_dataset.column_names == ["prompt"] and made.args is args
     with pytest.raises(ValueError, match="args is a SpecRLOOConfig; SpecDistillationTrainer needs a SpecDistillatio"):
         SpecDistillationTrainer(policy.model, policy.model, args, tiny_dataset(), None, processor)
+
+
+def test_classes_of_users_between_ours_and_those_of_trl(tmp_path: Path) -> None:
+    class Counting(GRPOTrainer):
+        losses = 0
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.losses += 1
+            return super().compute_loss(*args, **kwargs)
+
+    class Both(SpecGRPOTrainer, Counting):
+        pass
+
+    run = train(tmp_path, kind=Both, max_steps=1)
+    assert run.trainer.losses == 1 and drafted(run) > 0
 
 
 def test_each_is_short() -> None:
