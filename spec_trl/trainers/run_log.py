@@ -217,7 +217,7 @@ def read_run(path: Path | str) -> Run:
     path = path / LOG_FILE if path.is_dir() else path
     if not path.exists():
         raise ValueError(
-            f"{path} does not exist. Name the output_dir of a SpecGRPOTrainer run; it holds a {LOG_FILE}."
+            f"{path} does not exist. Name the output_dir of a run with speculative rollouts; it holds a {LOG_FILE}."
         )
     headers: list[RunHeader] = []
     records: dict[str, dict[int, Any]] = {"eval": {}, "train": {}, "step": {}}  # by mode or "step", and by number
