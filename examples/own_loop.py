@@ -1,9 +1,12 @@
 """A loop of your own whose rollouts draft: REINFORCE towards short sentences, with Accelerate and nothing else.
 
     python examples/own_loop.py --model PATH_OR_HUB_ID
+
+The default is the model of this clone, which is too small to gain from drafts.
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -14,7 +17,7 @@ import spec_trl
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", default=str(Path(__file__).parent / "data/stories260K"))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rows", type=int, default=16, help="completions per step")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of a completion")

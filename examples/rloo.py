@@ -1,6 +1,8 @@
-"""TRL's RLOOTrainer whose rollouts draft: towards short sentences, by default with the small model of this clone.
+"""TRL's RLOOTrainer whose rollouts draft: towards short sentences.
 
     python examples/rloo.py --model PATH_OR_HUB_ID
+
+The default is the model of this clone, which is too small to gain from drafts.
 """
 
 import argparse

@@ -123,7 +123,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     add("--assistant", type=named_assistant, action="append", default=[], metavar="KIND=MODEL", help=text)
     add("--prompts", type=Path, metavar="FILE", help=".txt, .jsonl or .json (default: built-in ones)")
     add("--temperature", type=non_negative, default=1.0, metavar="T", help="0 decodes greedily (%(default)g)")
-    text = "of the weights (%(default)s, in which SpecGRPOTrainer loads a model; auto: the checkpoint's)"
+    text = "of the weights (%(default)s, in which TRL loads a model; auto: the checkpoint's)"
     add("--dtype", default="float32", choices=["auto", *DTYPES], help=text)
     add_device(parser)
     add("--seconds", type=positive, default=180.0, metavar="S", help="time in all, loading included (%(default)g)")
@@ -132,7 +132,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 
 def _report(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="output_dir of a run that drafted, or its rollout_log.jsonl")
+    add("run", type=Path, metavar="RUN", help="output_dir of a run, or its rollout_log.jsonl")
     add("-o", "--output", type=Path, metavar="DIR", help="folder to write to (default: RUN/report)")
     add("--profile", type=Path, metavar="JSON", help="roofline profile (default: the one that the run names)")
     add_margin(parser)

@@ -42,12 +42,14 @@ class Turn:
         prompts: token ids of every row.
         own: places of this rank's rows in `rows`.
         decoded: places of the rows that this rank may decode.
+        shares: whether ranks decode the rows as one pool.
     """
 
     rows: list[int]
     prompts: list[list[int]]
     own: range
     decoded: range
+    shares: bool
 
 
 class SharedRollouts:
@@ -89,18 +91,19 @@ class SharedRollouts:
         if self._parked is not None:
             self._parked.clear()
 
-    def gather(self, prompts: list[list[int]]) -> Turn:
+    def gather(self, prompts: list[list[int]], have_images: bool = False) -> Turn:
         """Begins the next turn of the rollout with this rank's `prompts` (token ids), possibly none. All ranks must
-        call it."""
-        ranks = self._gather((self._rows_of(prompts), prompts))
-        counts = [len(prompts) for _, prompts in ranks]
+        call it. If prompts of a rank `have_images`, which are there alone, every rank decodes its rows."""
+        ranks = self._gather((self._rows_of(prompts), prompts, have_images))
+        counts = [len(prompts) for _, prompts, _ in ranks]
+        shares = self._shares and not any(have_images for _, _, have_images in ranks)
         first = sum(counts[: self._rank])
         here, every = range(first, first + counts[self._rank]), range(sum(counts))
-        rows = list(every) if self._last_turn is None else [row for rows, _ in ranks for row in rows]
+        rows = list(every) if self._last_turn is None else [row for rows, *_ in ranks for row in rows]
         self._turns += 1
         self.pool = None
-        decoded = here if not self._shares else every if self._rank < self._decoding else range(0)
-        return Turn(rows, [prompt for _, brought in ranks for prompt in brought], here, decoded)
+        decoded = here if not shares else every if self._rank < self._decoding else range(0)
+        return Turn(rows, [prompt for _, brought, _ in ranks for prompt in brought], here, decoded, shares)
 
     def _gather(self, value: T) -> list[T]:
         """Gathers a value from all ranks."""
@@ -127,13 +130,13 @@ class SharedRollouts:
 
     def rows_in_flight(self, turn: Turn, limit: int | None) -> int:
         """Number of rows that this rank decodes at once: its share of the turn's rows, at most `limit`."""
-        share = -(-len(turn.rows) // self._decoding) if self._shares else len(turn.own)
+        share = -(-len(turn.rows) // self._decoding) if turn.shares else len(turn.own)
         return min(limit or share, share)
 
     def make_queue(self, turn: Turn, rows: int) -> Callable[[list[Request]], RequestQueue]:
         """Makes the queue of a turn for `generate`, with `rows` rows in flight."""
         order: Sequence[Sequence[int]] = []
-        if self._shares:
+        if turn.shares:
             keys = [prompt_key(torch.tensor(prompt)) for prompt in turn.prompts]
             order = longest_first(keys, self._expected.of(keys), rows)
             if self._parked is not None:
@@ -146,7 +149,7 @@ class SharedRollouts:
             if self._parked is not None:
                 requests = self._parked.begin_turn([turn.rows[place] for place in turn.decoded], requests)
             queue = RequestQueue(requests)
-            if self._shares:
+            if turn.shares:
                 queue = self.pool = SharedPool(requests, order, rows, link, self._send_seconds)
             queue.parked = self._parked
             return queue
@@ -161,7 +164,7 @@ class SharedRollouts:
     def exchange(self, turn: Turn, decoded: dict[int, Sampled]) -> dict[int, Sampled]:
         """Returns completions by place: those that this rank `decoded`, and in a pool those of all ranks. All ranks of
         a pool must call it."""
-        completions = self._of_all_ranks(turn, decoded) if self._shares else decoded
+        completions = self._of_all_ranks(turn, decoded) if turn.shares else decoded
         self._last_turn = [(turn.rows[place], turn.prompts[place] + completions[place].tokens) for place in turn.own]
         if self._parked is not None:
             self._parked.end_turn(

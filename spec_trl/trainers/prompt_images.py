@@ -11,7 +11,7 @@ from .rollout_options import RolloutOptions
 
 
 def image_inputs(
-    images: Any, fields: Mapping[str, Any], options: RolloutOptions, ranks: int, has_tools: bool
+    images: Any, fields: Mapping[str, Any], options: RolloutOptions, has_tools: bool
 ) -> dict[str, Any]:
     """Returns what `generate` takes for the `images` of a rollout's prompts, out of `fields`, a processor's outputs
     besides token ids: tensors, and rows of token types without padding. Empty: prompts are text.
@@ -33,7 +33,6 @@ def image_inputs(
     asked = {
         "tools": (has_tools, "leave tools unset"),
         f"draft_ranks={options.draft_ranks}": (options.draft_ranks > 0, "set draft_ranks=0"),
-        'rollout_sharing="pool"': (ranks > 1 and options.rollout_sharing == "pool", 'set rollout_sharing="own"'),
         "exact_logprobs=True": (options.exact_logprobs, "set exact_logprobs=False"),
     }
     for what, (is_asked, remedy) in asked.items():

@@ -70,9 +70,10 @@ class Rollouts:
         self._mode, self._step, self._totals = mode, step, RolloutTotals()
         self._sharing.begin()
 
-    def gather(self, prompts: list[list[int]]) -> Turn:
-        """Begins a turn with this rank's `prompts` (token ids), possibly none. All ranks must call it."""
-        return self._sharing.gather(prompts)
+    def gather(self, prompts: list[list[int]], have_images: bool = False) -> Turn:
+        """Begins a turn with this rank's `prompts` (token ids), possibly none. All ranks must call it. Rows of prompts
+        that `have_images` stay on their rank, and so do those of other ranks."""
+        return self._sharing.gather(prompts, have_images)
 
     def decode(
         self,

@@ -216,7 +216,9 @@ def read_run(path: Path | str) -> Run:
     path = Path(path)
     path = path / LOG_FILE if path.is_dir() else path
     if not path.exists():
-        raise ValueError(f"{path} does not exist. Name the output_dir of a run that drafted; it holds a {LOG_FILE}.")
+        raise ValueError(
+            f"{path} does not exist. Name the output_dir of a run with speculative rollouts; it holds a {LOG_FILE}."
+        )
     headers: list[RunHeader] = []
     records: dict[str, dict[int, Any]] = {"eval": {}, "train": {}, "step": {}}  # by mode or "step", and by number
     started: set[str] = set()  # keys with records after the newest header

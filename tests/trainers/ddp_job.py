@@ -70,7 +70,7 @@ def learn_while_drafting(folder: Path, checkpoint: Path) -> dict[str, Any]:
 
 def look(folder: Path, rows_per_rank: int) -> list[list[list[int]]]:
     """Trains on prompts with images; returns completions."""
-    batch = same_batch(rows_per_rank) | {"rollout_sharing": "own", "shuffle_dataset": False}
+    batch = same_batch(rows_per_rank) | {"shuffle_dataset": False}
     return test_prompt_images.run(folder, "qwen2_5_vl", "self", **batch).train().completions
 
 

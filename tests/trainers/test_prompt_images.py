@@ -90,13 +90,12 @@ def test_speculate(family: str, tmp_path: Path) -> None:
         ("carry mm_token_type_ids, and", {"mm_token_type_ids": [[0, 1]]}, {"images": None}),
         ("carry input_features, and", {"input_features": [[0.0]]}, {"images": None}),
         ("tools in SpecGRPOTrainer; leave tools unset", {"pixel_values": [1.0]}, {"has_tools": True}),
-        ('rollout_sharing="pool" .*; set rollout_sharing="own"', {"pixel_values": [1.0]}, {"ranks": 2}),
         ("exact_logprobs=True", {"pixel_values": [1.0]}, {"config": {"exact_logprobs": True}}),
     ],
 )
 def test_refusals(message: str, fields: dict[str, Any], given: dict[str, Any], tmp_path: Path) -> None:
     options = SpecGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **given.pop("config", {}))
-    arguments = {"images": [[picture(0)]], "ranks": 1, "has_tools": False} | given
+    arguments = {"images": [[picture(0)]], "has_tools": False} | given
     with pytest.raises(ValueError, match=message):
         image_inputs(fields=fields, options=options, **arguments)
 
