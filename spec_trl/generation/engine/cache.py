@@ -100,8 +100,8 @@ class RaggedCache(Cache):
         """Commits the first `lengths[b]` tokens that the last forward fed for row b to the states. K/V needs
         nothing."""
 
-    def forget(self, first: int, end: int) -> None:
-        """Resets the states of rows `first..end` for new texts. K/V needs nothing."""
+    def forget(self, rows: Sequence[int]) -> None:
+        """Resets the states of `rows` for new texts. K/V needs nothing."""
 
     def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
         """Announces the next forward's tokens: `prompt[b]` tokens of row b's prompt, then padding; or one text token

@@ -156,7 +156,7 @@ class _Trial:
         self.tokens = (ids * 7919 + 11) % vocabulary  # [rows, columns]
         self.lengths = torch.tensor(lengths, device=device)  # [rows]
         runner.cache.reserve(list(lengths), 0)
-        runner.cache.forget(0, rows)
+        runner.cache.forget(range(rows))
         runner.cache.feeds(lengths)
         positions = torch.arange(max(lengths), device=device).expand(rows, -1)  # [rows, q]
         places = [(row, length - 1) for row, length in enumerate(lengths)]

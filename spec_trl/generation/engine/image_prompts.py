@@ -33,10 +33,10 @@ IMAGES = frozenset(name for names in _PIXELS.values() for name in names) | {
 
 
 def take_inputs(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Removes the inputs that describe images from the `keywords` of `generate`, and returns them."""
-    names = [name for name in keywords if name in IMAGES or name in TOKEN_TYPES]
-    inputs = {name: keywords.pop(name) for name in names}
-    return {name: value for name, value in inputs.items() if value is not None}
+    """Removes the inputs that describe images from the `keywords` of `generate`, and returns them; empty for text."""
+    images = {name: value for name in IMAGES if (value := keywords.pop(name, None)) is not None}
+    types = [name for name in TOKEN_TYPES if images and keywords.get(name) is not None]
+    return images | {name: keywords.pop(name) for name in types}
 
 
 @dataclass(eq=False)

@@ -224,14 +224,14 @@ class PagedRowMemory(RowMemory):
         return left  # parked rows are not in the pool
 
     def _needed(self, requests: Sequence[Request]) -> Iterator[float]:
-        known = set(self._rows.prompts)
+        known = set(self._rows.texts)
         for request in requests:
             pages = pages_of(_expected(request) + self._drafted)
             if request.generated is None:
-                prompt = request.prompt.cpu().numpy().tobytes()
-                if prompt in known:
+                text = request.text
+                if text in known:
                     pages -= (len(request.prompt) - 1) // PAGE_COLUMNS  # shared with another row
-                known.add(prompt)
+                known.add(text)
             yield pages
 
     def _growth(self, row: int, length: int) -> int:

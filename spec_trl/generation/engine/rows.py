@@ -73,6 +73,11 @@ class Request:
     images: "ImagePrompt | None" = None
 
     @property
+    def text(self) -> Text:
+        """What decides the K/V of its prompt."""
+        return self.prompt.cpu().numpy().tobytes(), self.spans, self.images
+
+    @property
     def length(self) -> int:
         """Tokens of the prompt and of what was generated."""
         return len(self.prompt) + (0 if self.generated is None else len(self.generated))
@@ -213,6 +218,7 @@ class Rows:
         requests: `[active]` int64, index of the request in each row; `indices`: the same on the host.
         streams: `[active]` int64 noise keys.
         host_lengths, host_prompt_lengths, host_limits: `[active]`, the same three on the host.
+        texts: `[active]`, of the request in each row.
         most: `host_lengths` when their sum was largest, over the times at which rows left.
     """
 
@@ -237,7 +243,7 @@ class Rows:
         self.set_active(0)
         self.most: list[int] = []
         self.prompts: list[bytes] = []
-        self._texts: list[Text] = []
+        self.texts: list[Text] = []
         self.indices: list[int] = []
 
     def set_active(self, count: int) -> None:
@@ -275,7 +281,7 @@ class Rows:
     def admit(self, requests: list[Request]) -> Admission:
         """Puts `requests` into the free rows after the active ones."""
         first = self.active
-        row_of_prompt = dict(zip(self._texts, range(first), strict=True)) if self._shares else {}
+        row_of_prompt = dict(zip(self.texts, range(first), strict=True)) if self._shares else {}
         leaders: list[tuple[Text, Request]] = []
         followers: list[tuple[Text, Request]] = []
         moved: dict[int, Request] = {}
@@ -283,7 +289,7 @@ class Rows:
         states: list[list[int]] = []  # [n, 5]
         seen = set(row_of_prompt)
         for request in requests:
-            key = request.prompt.cpu().numpy().tobytes(), request.spans, request.images
+            key = request.text
             (followers if key in seen and request.generated is None else leaders).append((key, request))
             if request.generated is None:  # else its K/V may not be here yet
                 seen.add(key)
@@ -305,7 +311,7 @@ class Rows:
             states.append([length, prompt, request.limit, request.index, request.stream])
             self._host[:, row] = length, prompt, request.limit
             self.prompts.append(key[0])
-            self._texts.append(key)
+            self.texts.append(key)
             self.indices.append(request.index)
         self._state[:, first : first + len(states)] = sent(torch.tensor(states), self.tokens.device).T
         self.set_active(first + len(requests))
@@ -372,8 +378,8 @@ class Rows:
             self._host[:, destination] = self._host[:, source]
             for row, target in zip(source, destination, strict=True):
                 self.prompts[target], self.indices[target] = self.prompts[row], self.indices[row]
-                self._texts[target] = self._texts[row]
-        del self.prompts[remaining:], self.indices[remaining:], self._texts[remaining:]
+                self.texts[target] = self.texts[row]
+        del self.prompts[remaining:], self.indices[remaining:], self.texts[remaining:]
         self.set_active(remaining)
         return source, destination
 

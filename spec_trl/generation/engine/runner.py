@@ -249,9 +249,7 @@ class EagerRunner:
         returns logits `[n, 1, vocab]` of the last columns of leaders in `ends`."""
         logits, first = list[Tensor](), admission.first
         self.cache.reserve(lengths[: admission.leaders], first)
-        for row in range(first, first + len(lengths)):
-            if row not in known:
-                self.cache.forget(row, row + 1)
+        self.cache.forget([row for row in range(first, first + len(lengths)) if not known.get(row)])
         most, queries = TOKENS_PER_FORWARD, _QUERIES_PER_FORWARD
         if ends and self.network.get_output_embeddings() is None:  # a forward may then compute logits of all tokens
             vocabulary: int = self.network.config.get_text_config(decoder=True).vocab_size

@@ -105,10 +105,12 @@ class States(RaggedCache):
         state = self._recurrent.get(layer)
         return None if state is None else state[self._span]
 
-    def forget(self, first: int, end: int) -> None:
-        """Resets the states of rows `first..end` for new texts."""
-        for state in self.states:
-            state[first:end] = 0
+    def forget(self, rows: Sequence[int]) -> None:
+        """Resets the states of `rows` for new texts."""
+        if states := self.states:
+            at = sent(torch.tensor(rows, dtype=torch.int64), states[0].device)  # [n]
+            for state in states:
+                state[at] = 0
 
     @property
     def holds(self) -> bool:

@@ -15,6 +15,7 @@ from spec_trl.generation.engine.rows import Request, Rows
 from spec_trl.generation.engine.runner import EagerRunner
 from tests import tiny_families
 from tests.generation.calls import generate, outputs
+from tests.generation.engine.pools import install_pool
 from tests.generation.engine.tape import Tape
 from tests.tiny_vision import IMAGE, VISION, make
 
@@ -135,6 +136,16 @@ def test_completions_of_a_prompt_read_it_once(family: str, reads: list[int]) -> 
     assert outputs(generate(model, other, config={"max_batch_size": 3}, **ends)) == changed
 
 
+def test_equal_texts_with_other_images_share_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("gemma3")
+    inputs = batch(model, [2], repeats=6)
+    inputs["pixel_values"] = torch.rand(inputs["pixel_values"].shape, dtype=torch.float64) + 0.1
+    expected = outputs(generate(model, inputs))
+    install_pool(monkeypatch, most=22)  # for 3 rows
+    result = generate(model, inputs, "self")
+    assert outputs(result) == expected and result.statistics.total.accepted > 8
+
+
 def test_rows_with_images_come_together() -> None:
     """Leaders first, since they are read first, and followers last: their logits are known."""
     rows, words = Rows(8, 16, torch.device("cpu")), torch.tensor([5, 6, 7])
@@ -179,6 +190,13 @@ def test_float32_under_training(family: str) -> None:
     for strategy in ("none", "auto", "best_of_n"):
         members = {"best_of_n_drafters": ("self", "ngram", "history")} if strategy == "best_of_n" else {}
         assert torch.equal(greedy(model, inputs, strategy, config=members).sequences, expected)
+
+
+def test_no_images_are_text() -> None:
+    model = make("gemma3")
+    text = {"input_ids": torch.tensor([[5, 9, 7]]), "token_type_ids": torch.zeros(1, 3).long()}
+    result = greedy(model, text | {"pixel_values": None}, "self")
+    assert torch.equal(result.sequences, plain(model, text)) and result.statistics.total.accepted > 8
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

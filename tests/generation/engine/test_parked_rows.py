@@ -1,10 +1,11 @@
 """Turns of a conversation have the same tokens whether K/V of the turn before was parked, or is computed again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
@@ -38,10 +39,11 @@ def converse(
     parked: ParkedRows | None,
     config: dict[str, Any] | None = None,
     stays: Callable[[int, int], bool] = lambda turn, number: True,
-    new_tokens: int = 24,
+    new_tokens: Sequence[int] = [24] * TURNS,
+    prompts: Sequence[Tensor] = PROMPTS,
 ) -> list[SpeculativeOutput]:
     """The outputs of some turns, in which a tool answers every row that `stays`."""
-    drafters, texts, found = make(), {number: row.tolist() for number, row in enumerate(PROMPTS)}, []
+    drafters, texts, found = make(), {number: row.tolist() for number, row in enumerate(prompts)}, []
     for turn in range(TURNS):
         numbers = list(texts)
 
@@ -50,10 +52,10 @@ def converse(
             queue.parked = parked
             return queue
 
-        prompts = pad_left([torch.tensor(text) for text in texts.values()])
+        padded = pad_left([torch.tensor(text) for text in texts.values()])
         given: dict[str, Any] = {"drafter": drafters, "request_ids": [turn << 8 | number for number in numbers]}
-        given |= {"eos_token_id": 5, "max_new_tokens": new_tokens, "make_queue": make_queue}
-        found.append(generate(model, prompts, "none", config, **given))
+        given |= {"eos_token_id": 5, "max_new_tokens": new_tokens[turn], "make_queue": make_queue}
+        found.append(generate(model, padded, "none", config, **given))
         new = dict(zip(numbers, outputs(found[-1]), strict=True))
         if parked is not None:
             parked.end_turn({number: (len(texts[number]), len(tokens)) for number, tokens in new.items()})
@@ -137,10 +139,11 @@ def test_states_are_parked_too(family: str, kind: str) -> None:
         "self": lambda: [SelfDrafter(model, kernel="reference")],
         "model": lambda: [SmallModelDrafter(assistant, model)],
     }
-    plain = converse(model, lambda: [], None, new_tokens=8)
+    new_tokens = [8] * TURNS
+    plain = converse(model, lambda: [], None, new_tokens=new_tokens)
     options = {"draft_length": 3, "sd_toggle": "always", "max_batch_size": 5}
     read_again, parked = (
-        converse(model, drafter[kind], rows, options, new_tokens=8) for rows in (NeverParked(), ParkedRows())
+        converse(model, drafter[kind], rows, options, new_tokens=new_tokens) for rows in (NeverParked(), ParkedRows())
     )
     same(read_again, plain, bits=False)
     same(parked, plain, bits=False)
@@ -148,6 +151,18 @@ def test_states_are_parked_too(family: str, kind: str) -> None:
     totals = [[output.statistics.total for output in outputs] for outputs in (read_again, parked)]
     assert [total.accepted for total in totals[1]] == [total.accepted for total in totals[0]]
     assert kind == "none" or sum(total.accepted for total in totals[1]) > 20
+
+
+def test_a_row_takes_no_states_of_another_row() -> None:
+    """Where a drafter has no columns: prompts of one token, which have ended with the next one."""
+    if TRANSFORMERS < (5, 21):
+        pytest.skip("such families are refused")
+    model, assistant = make("jamba"), make("jamba")  # which are equal
+    options = {"draft_length": 3, "sd_toggle": "always", "max_batch_size": 1}
+    drafter = lambda: [SmallModelDrafter(assistant, model)]  # noqa: E731
+    found = converse(model, drafter, ParkedRows(), options, new_tokens=[1, 24, 9], prompts=random_rows([1, 1, 1]))
+    total = found[1].statistics.total
+    assert total.accepted == total.drafted > 20
 
 
 def test_some_rows_end_and_few_are_in_flight(tiny: LlamaForCausalLM, drafters: Callable[..., list[Drafter]]) -> None:

@@ -246,7 +246,7 @@ def test_a_forward_holds_and_a_commit_replays(family: str) -> None:
     for state, wanted in zip(states_of(cache), states_of(expected), strict=True):
         torch.testing.assert_close(state, wanted, rtol=0, atol=1e-12 if state.dtype == torch.float64 else 1e-6)
     assert not all(map(torch.equal, states_of(cache), before))
-    cache.forget(0, 2)
+    cache.forget([0, 1])
     assert not any(state.any() for state in states_of(cache))
 
 
