@@ -53,6 +53,7 @@ from .strategies import (
     as_drafters,
     check_device,
     check_images,
+    check_probabilities,
     check_races,
     check_states,
     control_for,
@@ -180,11 +181,8 @@ def speculative_decoding(
                 drafters = [each for each in drafters if drafts_after_images(each)]
         for each in drafters:
             claims.enter_context(each.claim())
-            if rejects and not each.has_probabilities:
-                raise ValueError(
-                    'verification="rejection" needs draft probabilities, which '
-                    f'{type(each).__name__} has none of. Use verification="exact".'
-                )
+        if rejects:
+            check_probabilities(drafters)
         if control is None:  # may calibrate the machine first
             entry = control_for(session, assistant_strategy, model, drafters, config, capacity, longest)
             control = entry.control

@@ -188,6 +188,16 @@ def as_drafters(given: Drafter | Sequence[Drafter]) -> list[Drafter]:
     return list(drafters)
 
 
+def check_probabilities(drafters: Iterable[Drafter]) -> None:
+    """Raises ValueError if rejection sampling cannot verify what one of `drafters` drafts."""
+    for drafter in drafters:
+        if not drafter.has_probabilities:
+            raise ValueError(
+                'verification="rejection" needs draft probabilities, which '
+                f'{type(drafter).__name__} has none of. Use verification="exact".'
+            )
+
+
 # ---- decoupled execution ------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ from ..generation.engine.rows import Request, RequestQueue
 from ..generation.generate import DEFAULTS, SpeculativeOutput, setting
 from ..generation.registry import check_use
 from ..generation.session import Session
-from ..generation.strategies import Assistant, check_states, make_drafters, policy_copies
+from ..generation.strategies import Assistant, check_probabilities, check_states, make_drafters, policy_copies
 from .rollout_memory import whole_weights
 from .run_log import Mode, Record, RunLog, StepRecord, Verdict, read_run
 from .run_records import RunRecords, describe
@@ -58,7 +58,7 @@ def speculate(
         assistant_model: of strategies that take one.
         output_dir: folder of the log, `rollout_log.jsonl`; by default the trainer's. A model alone has none. The first
             rank writes it, of its rollouts and steps.
-        options: fields of :class:`SpeculativeConfig`.
+        options: fields of :class:`SpeculativeConfig` but `seed`.
 
     Raises:
         ValueError: options, model or trainer ask for what cannot be served; names the argument.
@@ -76,6 +76,8 @@ def speculate(
         raise ValueError(f"target is a {type(policy).__name__}; give the transformers model in it.")
     check_use(check_strategy(strategy), config)
     check_combination(strategy, config)
+    if config.seed is not None:
+        raise ValueError(f"seed={config.seed} gives the same noise to all rollouts; use torch.manual_seed instead.")
     for name in _OTHER_ENGINES:
         if getattr(trainer and trainer.args, name, False):
             raise ValueError(f"{name}=True generates without model.generate; set it to False to speculate.")
@@ -83,7 +85,9 @@ def speculate(
         check_model(policy)
         if keeps_states(policy.config):
             check_states(policy, strategy, config)
-        make_drafters(session, strategy, policy, assistant_model, config)  # raises where the assistant does not fit
+        drafters = make_drafters(session, strategy, policy, assistant_model, config)  # the assistant may not fit
+        if config.verification == "rejection":
+            check_probabilities(drafters)
         if (generation_config := getattr(trainer, "generation_config", None)) is not None:
             check_generation(
                 policy, config, _cached(generation_config), getattr(trainer, "_tokenizer", None), policy.device,

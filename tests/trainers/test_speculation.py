@@ -326,6 +326,8 @@ def test_arguments_are_checked_at_once(tmp_path: Path) -> None:
         (dict(draft_length=0), "draft_length"),
         (dict(strategy="model"), "assistant_model"),
         (dict(strategy="self", ngram_size=5), "ngram_size"),
+        (dict(strategy="ngram", verification="rejection"), "NgramDrafter has none of"),
+        (dict(seed=3), "seed=3"),
     ):
         with pytest.raises(ValueError, match=named):
             spec_trl.speculate(tiny_policy(), **given)
