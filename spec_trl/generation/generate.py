@@ -31,7 +31,7 @@ from .engine.attention import keeps_states
 from .engine.cache import PAGE_COLUMNS, autocast_dtype
 from .engine.drafter import Drafter
 from .engine.graph_capture import SMALLEST_COLUMNS
-from .engine.image_prompts import ImagePrompt, have_offsets, image_prompts, take_inputs
+from .engine.image_prompts import IMAGES, ImagePrompt, have_offsets, image_prompts, take_inputs
 from .engine.linear_layers import copied_bytes
 from .engine.lockstep import RolloutInStep
 from .engine.memory import check_memory, takes_memory_late
@@ -355,7 +355,7 @@ def install() -> None:
             check_use(strategy, config)
         _check_before_generate(self, args, kwargs)
         # `generate` would encode images with the modules of the policy, which may train.
-        seen = take_inputs(kwargs)
+        seen = {} if IMAGES.isdisjoint(kwargs) else take_inputs(kwargs)
         kwargs["custom_generate"] = custom = functools.partial(
             speculative_decoding,
             assistant_strategy=strategy,
