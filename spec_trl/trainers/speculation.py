@@ -48,9 +48,10 @@ def speculate(
     """Makes all sampling from a policy speculative, without changing the trainer or loop that samples.
 
     Calls of the policy's `generate` that name no `assistant_strategy` then draft with `strategy`, and sample the
-    tokens of `strategy="none"`. A call that asks for what speculation cannot serve, such as beams, is plain, with one
-    warning. A trainer logs the means of its rollouts' metrics, as :class:`SpecGRPOTrainer` does; ranks do not pool
-    their rows, as its ranks do. A second call for a model stops what the first one returned.
+    tokens of `strategy="none"`; under `return_dict_in_generate` they return a :class:`SpeculativeOutput`. A call that
+    asks for what speculation cannot serve, such as beams, is plain, with one warning. A trainer logs the means of its
+    rollouts' metrics, as :class:`SpecGRPOTrainer` does; ranks do not pool their rows, as its ranks do. A second call
+    for a model stops what the first one returned.
 
     Args:
         target: a trainer of transformers or TRL, or the model, which may be wrapped.
