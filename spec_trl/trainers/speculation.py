@@ -207,7 +207,9 @@ class Speculation(AbstractContextManager["Speculation"]):
         record = totals.record(mode, self._counts[mode], step, self._strategy, lengths)
         self._counts[mode] += 1
         self._append(record, model)
-        self._reports.add(mode, metrics(record, bool(policy_copies(drafters)), races=self._strategy == "best_of_n"))
+        if trainer is not None:  # without one nothing logs the metrics, and they would pile up
+            races = self._strategy == "best_of_n"
+            self._reports.add(mode, metrics(record, bool(policy_copies(drafters)), races))
 
     def _append(self, record: Record, policy: Any) -> None:
         self._records.append(record, partial(describe, policy, policy.device, self._strategy))
