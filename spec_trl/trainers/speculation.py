@@ -82,6 +82,8 @@ def speculate(
     for name in _OTHER_ENGINES:
         if getattr(trainer and trainer.args, name, False):
             raise ValueError(f"{name}=True generates without model.generate; set it to False to speculate.")
+    if hasattr(trainer and trainer.args, "vllm_server_base_url") and not hasattr(trainer.args, "use_vllm"):
+        raise ValueError(f"a {type(trainer).__name__} samples on a vLLM server; leave out speculate, which serves none.")
     with whole_weights(model), Session.lend(policy) as session:
         check_model(policy)
         if keeps_states(policy.config):
