@@ -79,11 +79,12 @@ def speculate(
     check_combination(strategy, config)
     if config.seed is not None:
         raise ValueError(f"seed={config.seed} gives the same noise to all rollouts; use torch.manual_seed instead.")
+    args = trainer and trainer.args
     for name in _OTHER_ENGINES:
-        if getattr(trainer and trainer.args, name, False):
+        if getattr(args, name, False):
             raise ValueError(f"{name}=True generates without model.generate; set it to False to speculate.")
-    if hasattr(trainer and trainer.args, "vllm_server_base_url") and not hasattr(trainer.args, "use_vllm"):
-        raise ValueError(f"a {type(trainer).__name__} samples on a vLLM server; leave out speculate, which serves none.")
+    if hasattr(args, "vllm_server_base_url") and not hasattr(args, "use_vllm"):
+        raise ValueError(f"a {type(trainer).__name__} samples on a vLLM server, which speculate does not serve.")
     with whole_weights(model), Session.lend(policy) as session:
         check_model(policy)
         if keeps_states(policy.config):
