@@ -48,9 +48,10 @@ def speculate(
     """Makes all sampling from a policy speculative, without changing the trainer or loop that samples.
 
     Calls of the policy's `generate` that name no `assistant_strategy` then draft with `strategy`, and sample the
-    tokens of `strategy="none"`. A call that asks for what speculation cannot serve, such as beams, is plain, with one
-    warning. A trainer logs the means of its rollouts' metrics, as :class:`SpecGRPOTrainer` does; ranks do not pool
-    their rows, as its ranks do. A second call for a model stops what the first one returned.
+    tokens of `strategy="none"`; under `return_dict_in_generate` they return a :class:`SpeculativeOutput`. A call that
+    asks for what speculation cannot serve, such as beams, is plain, with one warning. A trainer logs the means of its
+    rollouts' metrics, as :class:`SpecGRPOTrainer` does; ranks do not pool their rows, as its ranks do. A second call
+    for a model stops what the first one returned.
 
     Args:
         target: a trainer of transformers or TRL, or the model, which may be wrapped.
@@ -78,9 +79,12 @@ def speculate(
     check_combination(strategy, config)
     if config.seed is not None:
         raise ValueError(f"seed={config.seed} gives the same noise to all rollouts; use torch.manual_seed instead.")
+    args = trainer and trainer.args
     for name in _OTHER_ENGINES:
-        if getattr(trainer and trainer.args, name, False):
+        if getattr(args, name, False):
             raise ValueError(f"{name}=True generates without model.generate; set it to False to speculate.")
+    if hasattr(args, "vllm_server_base_url") and not hasattr(args, "use_vllm"):
+        raise ValueError(f"a {type(trainer).__name__} samples on a vLLM server, which speculate does not serve.")
     with whole_weights(model), Session.lend(policy) as session:
         check_model(policy)
         if keeps_states(policy.config):
@@ -206,7 +210,9 @@ class Speculation(AbstractContextManager["Speculation"]):
         record = totals.record(mode, self._counts[mode], step, self._strategy, lengths)
         self._counts[mode] += 1
         self._append(record, model)
-        self._reports.add(mode, metrics(record, bool(policy_copies(drafters)), races=self._strategy == "best_of_n"))
+        if trainer is not None:  # without one nothing logs the metrics, and they would pile up
+            races = self._strategy == "best_of_n"
+            self._reports.add(mode, metrics(record, bool(policy_copies(drafters)), races))
 
     def _append(self, record: Record, policy: Any) -> None:
         self._records.append(record, partial(describe, policy, policy.device, self._strategy))

@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import pickle
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -318,6 +319,13 @@ def test_a_trainer_and_its_policy_are_freed(stops: bool, tmp_path: Path) -> None
 def test_what_a_trainer_asks_for_is_refused_at_once(option: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=named):
         spec_trl.speculate(make_trainer("rloo", tmp_path, **option))
+
+
+def test_a_trainer_that_samples_on_a_server_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer("rloo", tmp_path)
+    trainer.args = types.SimpleNamespace(vllm_server_base_url="http://localhost:8000")  # as AsyncGRPOTrainer's
+    with pytest.raises(ValueError, match="RLOOTrainer samples on a vLLM server"):
+        spec_trl.speculate(trainer)
 
 
 def test_arguments_are_checked_at_once(tmp_path: Path) -> None:
