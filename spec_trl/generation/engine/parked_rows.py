@@ -46,14 +46,14 @@ class ParkedRows:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all conversations."""
         self._rows: dict[int, ParkedRow] = {}  # the oldest first
         self._spans: dict[int, Spans] = {}
         self._numbers: list[int] = []  # by index of request
         self._bytes = 0
-
-    def clear(self) -> None:
-        """Forgets all conversations."""
-        self.__init__()  # type: ignore[misc]
 
     def begin_turn(self, numbers: Sequence[int], requests: Sequence[Request]) -> list[Request]:
         """Returns the `requests` of a turn with the spans of the conversations' earlier turns. Request i belongs to
