@@ -130,7 +130,7 @@ def speculative_decoding(
     """
     # `generate` gives a custom method no assistant and no streamer; the keyword's wrapper hands them over by these.
     assistant, streamer = model_kwargs.pop("_assistant", None), model_kwargs.pop("_streamer", None)
-    seen = model_kwargs.pop("_seen", None)
+    image_inputs = model_kwargs.pop("_images", None)
     config, device = SpeculativeConfig.coerce(speculative_config), model.device
     batch, width = input_ids.shape
     capacity = asked = min(batch, config.max_batch_size or batch)
@@ -154,9 +154,9 @@ def speculative_decoding(
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         prompts = requirements.read_prompts(model, input_ids.long(), mask, positions)  # [length] each
         images: list[ImagePrompt | None] = [None] * batch
-        if seen:
+        if image_inputs:
             check_images(assistant_strategy, config, drafter)
-            images = image_prompts(model, seen, prompts, generation_config.num_return_sequences or 1)
+            images = image_prompts(model, image_inputs, prompts, generation_config.num_return_sequences or 1)
         if request_ids is not None and len(request_ids) != batch:
             raise ValueError(f"request_ids has {len(request_ids)} entries for {batch} rows; give one int per row.")
         if streamer is not None and batch > 1:
@@ -177,7 +177,7 @@ def speculative_decoding(
             drafters = []
         else:
             drafters = make_drafters(session, assistant_strategy, model, assistant, config)
-            if seen:  # other candidates of "auto" would read the images too
+            if image_inputs:  # other candidates of "auto" would read the images too
                 drafters = [each for each in drafters if drafts_after_images(each)]
         for each in drafters:
             claims.enter_context(each.claim())
@@ -221,7 +221,7 @@ def speculative_decoding(
             check_memory(f"the states of {at_once} of {capacity} rows", int(at_once * needs.states), device)
         if graphs < most:
             warn_of_little_memory(device, free, graphs, most, capacity, asked)
-        if config.decoupled_execution != "never" and not seen:
+        if config.decoupled_execution != "never" and not image_inputs:
             drafters = decoupled(drafters, model, config, rejects, capacity, longest)
         for each in drafters:
             each.check_length(columns)
@@ -230,7 +230,7 @@ def speculative_decoding(
         runner = runner_for(
             session, model, capacity, columns, config, pages, graphs,
             exact=config.exact is True, has_states=has_states,
-            has_offsets=bool(seen) and have_offsets(images),
+            has_offsets=bool(image_inputs) and have_offsets(images),
         )  # fmt: skip
         copied = 0 if autocast_dtype(device) is None else copied_bytes(runner.network)
         rows = Rows(capacity, columns, device, shares_prompts=not has_states)
@@ -240,7 +240,7 @@ def speculative_decoding(
         elif not in_step and takes_memory_late(device) and capacity > 1:
             # The runner has made its copies of weights already.
             memory = RowMemory(rows, replace(needs, fixed=needs.fixed - copied))
-        exact = None if seen else exactness(snapshot, model, config, runner.network)  # which tries no images
+        exact = None if image_inputs else exactness(snapshot, model, config, runner.network)  # which tries no images
 
         # ---- the rollout
         seed = config.seed if config.seed is not None else int(torch.randint(2**62, ()))
@@ -355,7 +355,7 @@ def install() -> None:
             check_use(strategy, config)
         _check_before_generate(self, args, kwargs)
         # `generate` would encode images with the modules of the policy, which may train.
-        seen = {} if IMAGES.isdisjoint(kwargs) else take_inputs(kwargs)
+        image_inputs = {} if IMAGES.isdisjoint(kwargs) else take_inputs(kwargs)
         kwargs["custom_generate"] = custom = functools.partial(
             speculative_decoding,
             assistant_strategy=strategy,
@@ -364,7 +364,7 @@ def install() -> None:
             # num_return_sequences. Private keywords pass them on.
             _assistant=kwargs.pop("assistant_model", None),
             _streamer=kwargs.get("streamer"),
-            _seen=seen,
+            _images=image_inputs,
         )
         custom.__signature__ = _SIGNATURE  # type: ignore[attr-defined]  # generate asks for it twice
         return original(self, *args, **kwargs)

@@ -10,9 +10,10 @@ import torch
 from tests.conftest import tiny_llama
 
 
-# A little above what was measured (under "auto" 37 files and 363 to 379 functions, by what a call drafts).
+# A little above what was measured. Under "auto" times decide what a call drafts: 37 files and 363 to 379 functions, or
+# 42 and 417 where the copy is packed.
 # Comprehensions count as functions, which Python 3.12 no longer calls: without them 213, 251 and 291 to 297.
-LIMITS = {"none": (28, 262), "self": (31, 310), "auto": (42, 400)}
+LIMITS = {"none": (28, 262), "self": (31, 310), "auto": (45, 430)}
 
 
 @pytest.mark.parametrize("strategy", LIMITS)

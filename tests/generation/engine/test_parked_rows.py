@@ -79,6 +79,10 @@ def read(outputs: list[SpeculativeOutput]) -> list[int]:
     return [output.statistics.tokens_read for output in outputs]
 
 
+def drafted(outputs: list[SpeculativeOutput]) -> int:
+    return sum(output.statistics.total.drafted for output in outputs)
+
+
 class NeverParked(ParkedRows):
     """Drops what it is given."""
 
@@ -122,10 +126,15 @@ def test_turns_have_the_tokens_of_today(
         assert read(parked)[1:] == READ_OF_TURN and sum(read(read_again)[1:]) > 3 * sum(READ_OF_TURN)
 
 
-def test_no_bit_depends_on_parking(narrow: LlamaForCausalLM) -> None:
-    read_again, parked = (converse(narrow, lambda: [], rows) for rows in (NeverParked(), ParkedRows()))
-    same(parked, read_again, bits=True)
-    assert parked[0].statistics.exact and sum(read(parked)) < sum(read(read_again)) / 2
+@pytest.mark.parametrize("drafts", [False, True])
+def test_no_bit_depends_on_parking(drafts: bool, narrow: LlamaForCausalLM) -> None:
+    """Nor on drafts, of which other ones are accepted."""
+    options = {"draft_length": 3, "sd_toggle": "always"}
+    plain = converse(narrow, lambda: [], NeverParked())
+    parked = converse(narrow, lambda: [SelfDrafter(narrow, kernel="reference")] * drafts, ParkedRows(), options)
+    same(parked, plain, bits=True)
+    assert parked[0].statistics.exact and sum(read(parked)) < sum(read(plain)) / 2
+    assert drafted(parked) > 100 or not drafts
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "falcon_h1", "jamba"])
@@ -172,7 +181,7 @@ def test_some_rows_end_and_few_are_in_flight(tiny: LlamaForCausalLM, drafters: C
     rows = ParkedRows()
     found = converse(tiny, lambda: drafters("model"), rows, options, stays)
     same(found, plain, bits=False)
-    assert found[1].statistics.tokens_read < plain[1].statistics.tokens_read / 2
+    assert found[1].statistics.tokens_read < plain[1].statistics.tokens_read / 2 and drafted(found) > 100
     rows.clear()
     assert rows.drop_oldest() == 0
 
@@ -200,6 +209,7 @@ def test_pages_are_parked_too(
     found = converse(tiny, maker(kind, drafters), ParkedRows(), options)
     same(found, plain, bits=False)
     assert caches and sum(read(found)[1:]) < sum(read(plain)[1:]) / 3
+    assert kind == "none" or drafted(found) > 100
 
 
 @pytest.mark.parametrize("kind", ["none", "self", "model", "eagle3"])
@@ -211,3 +221,4 @@ def test_captured_forwards_read_parked_rows(
     found = converse(tiny, maker(kind, drafters), ParkedRows(), options)
     same(found, plain, bits=False)
     assert tape.replayed > 8 and sum(read(found)[1:]) < sum(read(plain)[1:]) / 3
+    assert kind == "none" or drafted(found) > 100
