@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"Random prompts, {options.tokens} tokens a row, T = 1, γ = {options.draft_length} in every round of what "
         f"drafts. Earlier over later seconds of {options.repeats} neighbouring calls (processor seconds and ten times "
         "as many for one token): median, lowest and highest.",
-        machine, findings(cells), {"options": shown(options), "cells": cells},
+        machine, options.repeats, findings(cells), {"options": shown(options), "cells": cells},
     )  # fmt: skip
 
 

@@ -205,7 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         models = [measure(target, options) for target in options.models]
     result = {"options": shown(options), "models": models, "seconds": time.perf_counter() - started}
     title = "The default control on this machine"
-    write_result(options.output, "never_slower", title, setup(result), machine, findings(result), result)
+    write_result(
+        options.output, "never_slower", title, setup(result), machine, options.repeats, findings(result), result
+    )
     if differing := sum(cell["rows"] - cell["identical_rows"] for model in models for cell in model["cells"]):
         raise SystemExit(f'{differing} completions differ from those of "none"')
 

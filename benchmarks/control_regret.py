@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "drafters at γ 2, 5, 10. Times are formulas, and the same on each machine. The oracle knows all times and "
         "texts, and chooses anew every 12 rounds. "
         f"To the planner, making a plan takes {options.planning} of an autoregressive round; its time is not counted.",
-        machine, found, {"options": shown(options, "log")},
+        machine, None, found, {"options": shown(options, "log")},
     )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.output, "rollouts", "Attention on a CPU by our C++",
         f"Heads {HEADS} (of queries, of keys) of sizes {options.head_sizes}, {options.rows} rows, with one thread and "
         f"all; medians of {options.turns} turns. Median over cells, with the lowest and the highest.",
-        machine, findings, {"options": shown(options), "cells": cells},
+        machine, options.turns, findings, {"options": shown(options), "cells": cells},
     )  # fmt: skip
 
 

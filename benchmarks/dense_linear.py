@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{len(shapes)} shapes from 64 × 64 to {shapes[-1][0]} × {shapes[-1][1]}, {tuple(options.rows)} rows; "
         f"medians of {options.turns} turns. Median "
         "over shapes, with the lowest and the highest.",
-        machine, findings, {"options": shown(options), "cells": cells},
+        machine, options.turns, findings, {"options": shown(options), "cells": cells},
     )  # fmt: skip
 
 

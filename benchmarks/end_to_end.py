@@ -375,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "methods": {name: asdict(summary) for name, summary in summaries.items()},
     }
     title = f"End to end: {model_line(task.facts)}"
-    write_result(options.output, "rollouts", title, setup(result), machine, findings(result), result)
+    write_result(options.output, "rollouts", title, setup(result), machine, options.repeats, findings(result), result)
 
 
 if __name__ == "__main__":

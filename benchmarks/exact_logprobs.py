@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{Path(options.model).name}, {options.rows} rows, {options.group} to a prompt of {options.prompts.name}, "
         f"up to {options.new_tokens} tokens, T = 1, gradient checkpointing. Processor seconds, "
         f"medians of {options.turns}.",
-        machine, findings_of(cells), {"options": shown(options), "cells": cells},
+        machine, options.turns, findings_of(cells), {"options": shown(options), "cells": cells},
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "call compiles. The second call repeats the first, whose text the history remembers. Medians, lowest and "
         f"highest of {options.repeats} processes of each in turns."
         + weights_line(load_model(str(options.model), torch.float32, "cpu").facts),
-        machine, found, {"options": shown(options, "child"), "runs": runs},
+        machine, options.repeats, found, {"options": shown(options, "child"), "runs": runs},
     )  # fmt: skip
 
 

@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         studies.append(study(loaded, assistant, options))
     result = {"options": shown(options), "studies": studies}
     title = f'Identity with "none": {studies[0]["target"]["model"]}'
-    write_result(options.output, "lossless", title, setup(result), machine, findings(result), result)
+    write_result(options.output, "lossless", title, setup(result), machine, None, findings(result), result)
     unexplained = sum(s["unexplained"] for entry in studies for s in entry["strategies"].values())
     if unexplained:
         sys.exit(f"{unexplained} mismatches are no near-ties")

@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"Exact verification, draft length {options.draft_lengths} x batch {options.batches} x {list(SAMPLINGS)}, "
         f"{options.max_new_tokens} new tokens. Tokens are compared, and where a model is exact the bits of "
         "log-probabilities.",
-        machine, findings, {"options": shown(options), "cells": cells},
+        machine, None, findings, {"options": shown(options), "cells": cells},
     )  # fmt: skip
     if any(cell["failed"] for cell in cells.values()):
         raise SystemExit("rows differ")

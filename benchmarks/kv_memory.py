@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{options.rows} rows in flight of up to {options.limit} new tokens, an eighth of it on average (log-normal, "
         f'σ = {options.sigma:g}), {options.requests} requests where rows are refilled; strategy "none", '
         f"{options.layers} layers of 4 K/V heads of 128 in bfloat16. Bytes are counted, in pages.",
-        machine, findings, {"options": shown(options), **details},
+        machine, None, findings, {"options": shown(options), **details},
     )  # fmt: skip
 
 

@@ -22,11 +22,13 @@ import torch
 import transformers
 
 from spec_trl.json_files import read_json, write_json
-from spec_trl.measuring.machine import processor_name
+from spec_trl.measuring.machine import instruction_set, processor_name
 
 
 RESULTS = Path(__file__).parent / "results"
 TINY_RESULTS = Path("bench_output/tiny")
+FEWEST_REPEATS = 3
+"""Timed repeats below which no spread can be seen: a result of fewer is not claimed."""
 
 
 @dataclass
@@ -60,8 +62,8 @@ def describe_machine(device: torch.device) -> dict[str, object]:
     return {
         "cpu": processor_name(),
         "cores": os.cpu_count(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "load_average_1min": os.getloadavg()[0],  # well above `threads`: others were running too
+        "cpu_capability": instruction_set(),
+        "load_average_1min": os.getloadavg()[0],  # above `threads`: others were running too
         "threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "python": platform.python_version(),
@@ -187,9 +189,21 @@ class Result:
     setup: str  # how it was measured
     command: str  # that made it; absolute paths without their folders
     commit: str | None  # of the code; None: not recorded
+    repeats: int | None  # timed ones, of each way; None: no clock decides a finding, so load does not either
     machine: dict[str, Any]  # as of :func:`describe_machine`
     findings: list[Finding]  # the numbers that count
     details: dict[str, Any]  # options, and everything else that was measured and is not bulk
+
+    def refusal(self) -> str:
+        """Why nothing may be claimed of it; empty if it may."""
+        load, threads, why = self.machine["load_average_1min"], self.machine["threads"], []
+        if self.repeats is not None and self.repeats < FEWEST_REPEATS:
+            why.append(f"repeats: {self.repeats}, fewer than {FEWEST_REPEATS}")
+        if self.repeats is not None and load > threads:
+            why.append(f"load at its start: {load:.2f}, above its threads, {threads}")
+        if self.commit is None:
+            why.append("no commit")
+        return "; ".join(why)
 
 
 def read_result(path: Path) -> Result:
@@ -202,13 +216,16 @@ def read_result(path: Path) -> Result:
 
 
 def write_result(
-    output: Path, theme: str, title: str, setup: str, machine: Mapping[str, Any], findings: Sequence[Finding],
-    details: Mapping[str, Any],
+    output: Path, theme: str, title: str, setup: str, machine: Mapping[str, Any], repeats: int | None,
+    findings: Sequence[Finding], details: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Writes a result, with the command of this process and the commit, and prints it."""
-    result = Result(theme, title, setup, command_line(), commit(), dict(machine), list(findings), dict(details))
+    result = Result(
+        theme, title, setup, command_line(), commit(), repeats, dict(machine), list(findings), dict(details)
+    )
     write_json(output, result)
-    print(f"{text_of(result)}\n\nwritten: {output}")
+    why = result.refusal()
+    print(f"{text_of(result)}\n\nwritten: {output}" + f"\nresults_page will leave it out: {why}" * bool(why))
 
 
 def text_of(result: Result) -> str:

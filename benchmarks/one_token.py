@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.output, "rollouts", "A call for one token",
         f"One greedy token of one row of {options.prompt_tokens} tokens, float32, defaults of every option. Processor "
         f"time of whole calls: medians of {options.calls} in turns, and quartiles, over the median of `{PLAIN}`.",
-        machine, findings(cells), {"options": shown(options), "cells": cells},
+        machine, options.calls, findings(cells), {"options": shown(options), "cells": cells},
     )  # fmt: skip
 
 

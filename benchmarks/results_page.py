@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .chat_tables import write_tables
-from .measure import RESULTS, Finding, Result, interval_text, number, read_result, text_of
+from .chat_tables import usable, write_tables
+from .measure import FEWEST_REPEATS, RESULTS, Finding, Result, interval_text, number, read_result, text_of
 
 
 PAGE = Path(__file__).parent / "RESULTS.md"
@@ -28,59 +28,45 @@ Ratios and changes are medians over repeats, with the lowest and the highest or 
 | result | what | value | against |
 |---|---|---|---|
 """
+LEFT_OUT = f"""
+## Left out
+
+A claim needs a commit, and where a clock decides it {FEWEST_REPEATS} repeats or more and a load at its start that is
+not above its threads. Left out are:
+
+"""
 COMMANDS = """
 ## Commands and machines
 
-Each begins with `python -m benchmarks.`. AMD: EPYC, 2 cores; Xeon: Intel with AMX, 2 cores; both with their threads.
+Each begins with `python -m benchmarks.`. AMD: EPYC, 2 cores; Xeon: Intel, 2 cores; both with their instruction set,
+threads, repeats (–: no clock decides), load at the start, commit ("+": files differed from it) and date.
 
 | result | command | machine |
 |---|---|---|
 """
 CLAIMS = {
-    "rollout_chat": r"ours (none|self|auto) / transformers generate$|none / transformers generate_batch",
-    "rollout_chat_bfloat16": r"ours auto / transformers generate$",
-    "rollout_chat_256": r"ours (self|auto) / transformers generate$",
+    **dict.fromkeys(("rollout_chat", "rollout_chat_many"), r"ours (none|self|auto) / transformers generate$"),
+    **dict.fromkeys(("rollout_chat_bfloat16", "rollout_chat_bfloat16_many"), r"ours (none|auto) / transformers gen"),
     "end_to_end_chat": "auto, (rollout tokens|tokens/s of a whole)",
     "fresh_machine": "auto / none",
-    **dict.fromkeys(("rollout_none", "rollout_continuous_450"), ""),
     "rollout_batch1": "none / |model / transformers assisted",
-    **dict.fromkeys(("rollout_qwen_093", "rollout_qwen_085"), "self / ours none"),
     "rollout_qwen_fp32": "self / ours none|none / transformers generate$",
-    "control_machine": r"batch \d+ / ",
     "control_machine_stories": r"(batch \d+|first call) / none",
-    "control_machine_260k": r"batch \d+ / none",
-    "control_machine_05b": r"(batch \d+|first call) / none",
     "control_regret": "mean over worlds|worst eight",
-    "control_regret_probes": "(probe right|verify x3): time",
-    **dict.fromkeys(("identity_grid", "identity_grid_bits"), "rows"),
-    "identity_stories": "float32.*(other mismatches|exact verification)",
+    "identity_grid_bits": "rows",
     "sampler_mismatch": ": TRL's",
     "exact_logprobs": "forward with|both with|sampler, exact_logprobs",
     "between_commits": "rows",
-    "end_to_end": "(ours|lossless), rollout tokens|(lossless|γ.), time of a rollout|always on, γ = [57].*block eff",
-    "end_to_end_learned": "block efficiency|time of a rollout",
     **dict.fromkeys(("cpu_attention", "dense_linear", "states"), ""),
     "kv_memory": "K/V",
     "specactor": "SpecActor over veRL;",
-    **dict.fromkeys(("tts_drafters", "tts_drafters_self"), "TTS, acceptance length /"),
-    "tts_defaults_run_eagle3_b1": "together|last",
-    **dict.fromkeys(("tts_defaults_run_b1", "tts_defaults_run_b8"), "together"),
-    "tts_run": "acceptance",
-    "tts_run_S5": "",
-    **dict.fromkeys(("tts_strides", "tts_strides_dflash"), "S=1, |S=(5|10), tokens"),
-    **dict.fromkeys(("tts_rates", "tts_rates_eagle3"), "acceptance"),
-    "tts_batch": "EAGLE-3.*acceptance",
 }
-"""By result: the findings that are claimed, as "what / baseline". All results are here."""
+"""By result: the findings that are claimed, as "what / baseline". All results are here, and those to be measured."""
 _PARTS = re.compile(
     r"^(?:float32 weights, autocast|float32|bfloat16)(?=: (?:seconds|largest))|(?<=, )\d+ rows\b|"
     r"batch \d+|\d+ layers|rows: \d+|\d+ tokens over \d+ columns|(?:all rows|rows are) [a-z ]+|(?<=sampler, )[^:]+|"
     r"(?:first|second)(?= call: auto)|(?<=[ \"])(?:self|model|ngram|history)(?=[:\"]| is)|(?<=noise )[^:,]+|"
-    r"(?<=probe )[^:]+|"
-    r"^(?:Qwen3\.5|Falcon-H1|LFM2)|"
-    r"^(?:EAGLE-3|DFlash|small LM|adapter on the self-drafter)|T = \d|\d+ updates in \d+ calls|last \d+[a-z0-9 ]*|"
-    r"(?:S|K|η)=[\d.e-]+(?: async)?|λ=[\d.]+|TTS, per (?:request|rollout)|γ = \d(?: = γ\*)?|"
-    r"(?<=learned auxiliary, )(?:as it came|adapted[a-z -]*|learning[a-zA-Z ()]*)"
+    r"^(?:Qwen3\.5|Falcon-H1|LFM2)"
 )
 """What sets the findings of one row apart."""
 
@@ -116,14 +102,22 @@ def command_row(name: str, result: Result) -> str:
     machine = result.machine
     processor = "AMD" if "AMD" in machine["cpu"] else "Xeon"
     command = result.command.removeprefix("python -m benchmarks.").replace("|", r"\|")
-    return f"| `{name}` | `{command}` | {processor}, {machine['threads']}, {str(machine['date'])[:10]} |"
+    facts = [
+        f"{processor} {machine.get('cpu_capability', '')}".strip(), f"threads {machine['threads']}",
+        f"repeats {result.repeats or '–'}", f"load {machine['load_average_1min']:.2f}", str(result.commit),
+        str(machine["date"])[:10],
+    ]  # fmt: skip
+    return f"| `{name}` | `{command}` | {', '.join(facts)} |"
 
 
 def page(results: Mapping[str, Result]) -> str:
     """The page's text."""
-    lines = [line for name in CLAIMS for line in rows(name, results[name])]
-    commands = [command_row(name, results[name]) for name in CLAIMS]
-    return HEAD + "\n".join(lines) + "\n" + COMMANDS + "\n".join(commands) + "\n"
+    claimed = usable(results)
+    lines = [line for name in CLAIMS if name in claimed for line in rows(name, claimed[name])]
+    reasons = {name: results[name].refusal() if name in results else "not measured" for name in CLAIMS}
+    left_out = [f"* `{name}`: {why}" for name, why in reasons.items() if why] or ["* nothing"]
+    commands = [command_row(name, results[name]) for name in CLAIMS if name in results]
+    return "\n".join([HEAD + "\n".join(lines), LEFT_OUT + "\n".join(left_out), COMMANDS + "\n".join(commands)]) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -374,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "prompt_tokens": [min(map(len, prompts)), max(map(len, prompts))],
     }  # fmt: skip
     title = f"Rollout: {model_line(loaded.facts)}"
-    write_result(options.output, "rollouts", title, setup(result), machine, findings(result), result)
+    write_result(options.output, "rollouts", title, setup(result), machine, options.repeats, findings(result), result)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.output, "rollouts", "Sampler and training forward",
         f"{Path(options.model).name}, {options.rows} questions of {options.prompts.name}, up to {options.new_tokens} "
         "tokens, T = 1. Largest distances and k3 are in the result's details.",
-        machine, findings, {"options": shown(options), "cells": cells},
+        machine, None, findings, {"options": shown(options), "cells": cells},
     )  # fmt: skip
 
 

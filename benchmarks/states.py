@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.output, "rollouts", "Families whose layers keep states",
         f"Random models, float32, greedy; prompts of {options.prompt_tokens} tokens, {options.new_tokens} new ones. "
         f"Processor time of `{PLAIN}` over the way's; median, least and most of {options.calls} turns.",
-        machine, findings, {"options": shown(options), "cells": cells},
+        machine, options.calls, findings, {"options": shown(options), "cells": cells},
     )  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.output, "workers", "SpecActor's cluster, simulated",
         f"Both traces as `examples/clusters` describes them: median and range of {options.seeds} draws. Nothing was "
         "timed, the clock is simulated. The assumptions were searched on the first draw.",
-        machine, findings, {"seeds": options.seeds},
+        machine, None, findings, {"seeds": options.seeds},
     )  # fmt: skip
 
 

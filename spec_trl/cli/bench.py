@@ -3,7 +3,6 @@
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import geometric_mean
 
 import torch
@@ -15,7 +14,7 @@ from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.requirements import check_lengths, check_model, position_limit
 from ..generation.generate import install
 from ..measuring.known_rounds import find_profile
-from ..measuring.machine import hardware_name
+from ..measuring.machine import hardware_name, instruction_set
 from .arguments import MARGIN, table
 from .gains import ENOUGH_TOKENS, ENOUGH_VISITS, GENERATE, MOST_VISITS, Gain, Way, Work, make_ways, measure, summarise
 from .loading import (
@@ -37,8 +36,6 @@ EXAMINING = 0.1
 """Share of the time that is reserved for telling near-ties from errors."""
 RANDOM_PROMPT = 32
 """Tokens of a random prompt."""
-_FLAGS = ("avx512_bf16", "amx_bf16")
-"""Instructions that make bfloat16 fast on a CPU, by name in /proc/cpuinfo."""
 KEEP = 'keep assistant_strategy="auto", which drafts where rounds tell that it pays'
 
 
@@ -180,9 +177,7 @@ def machine(device: torch.device) -> str:
     """Device, instruction set of a CPU, and versions."""
     where = hardware_name(device)
     if device.type == "cpu":
-        cpuinfo = Path("/proc/cpuinfo")
-        flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
-        where = " ".join([f"{where}, {torch.backends.cpu.get_cpu_capability()}", *(f for f in _FLAGS if f in flags)])
+        where += f", {instruction_set()}"
     return f"{where}, torch {torch.__version__}, transformers {transformers.__version__}"
 
 

@@ -16,6 +16,8 @@ from ..scheduling.model_constants import ProfileKey
 
 
 NO_KERNEL = "none"
+_BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16")
+"""Instructions that make bfloat16 fast on a CPU, by name in /proc/cpuinfo."""
 
 
 def profile_key(model: PreTrainedModel, config: SpeculativeConfig) -> ProfileKey:
@@ -60,7 +62,17 @@ def hardware_name(device: torch.device) -> str:
 
 def processor_name() -> str:
     """The CPU's name, as the system gives it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = _cpuinfo().splitlines()
     name = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")
     return name or platform.processor() or platform.machine()
+
+
+def instruction_set() -> str:
+    """What the CPU computes with, such as "AVX512 avx512_bf16": torch's level, and instructions for bfloat16."""
+    flags = _cpuinfo().split()
+    return " ".join([torch.backends.cpu.get_cpu_capability(), *(flag for flag in _BFLOAT16_FLAGS if flag in flags)])
+
+
+def _cpuinfo() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import measure, results_page
-from benchmarks.chat_tables import TABLES, with_table
+from benchmarks.chat_tables import MODEL, README_ROWS, TABLES, performance_table, readme_table, usable, with_table
 from benchmarks.measure import RESULTS, Finding, Result, read_result, write_result
 from spec_trl import SpecGRPOConfig
 
@@ -22,11 +22,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 def test_the_page_is_made_of_the_files(capsys: pytest.CaptureFixture[str]) -> None:
     """A result that no row needs is gone, and the page stays short."""
     results = results_page.read_results()
-    assert results.keys() == results_page.CLAIMS.keys()
+    assert results.keys() <= results_page.CLAIMS.keys()
     text = results_page.page(results)
     assert results_page.PAGE.read_text(encoding="utf-8") == text and len(text.splitlines()) <= 150
     for name, result in results.items():
         assert list(results_page.rows(name, result)), name
+        claims = text.partition("## Left out")[0]
+        assert (f"\n| `{name}` |" in claims) != (f"\n* `{name}`: {result.refusal()}\n" in text), name
         module = result.command.split()[2].replace(".", "/")
         assert (ROOT / module).with_suffix(".py").exists(), result.command
     results_page.main(["between_commits"])
@@ -52,8 +54,53 @@ def test_docs_name_what_exists(page: Path) -> None:
     for module in re.findall(r"(?:from|python -m) ((?:spec_trl|benchmarks)(?:\.[a-z0-9_]+)+)", text):
         place = ROOT / module.replace(".", "/")
         assert place.is_dir() or place.with_suffix(".py").exists(), module
+    left_out = {line for line in text.splitlines() if "as the rules for a claim ask" in line}
+    text = "\n".join(line for line in text.splitlines() if line not in left_out)
+    names = set(re.findall(r"`([a-z]+_[A-Za-z0-9_]+|states|specactor)`", text)) & results_page.CLAIMS.keys()
+    assert names <= usable(results_page.read_results()).keys() | FIELDS, "a number of a result that is left out"
     for name in re.findall(r"`((?:rollout|never_slower|tts|end_to_end|identity|rtn)_[A-Za-z0-9_]+)`", text):
         assert name in FIELDS or (RESULTS / f"{name}.json").exists(), name
+
+
+def result_of(repeats: int | None, load: float, commit: str | None, *findings: Finding) -> Result:
+    machine = {"cpu": "AMD EPYC", "cpu_capability": "AVX512 avx512_bf16", "cores": 2, "threads": 2}
+    machine |= {"load_average_1min": load, "date": "2026-01-02T03:04:05+00:00"}
+    options = {"options": {"strategies": ["none", "auto"]}}
+    return Result("rollouts", "A", "So.", "python -m benchmarks.rollout", commit, repeats, machine, [*findings], options)
+
+
+@pytest.mark.parametrize(
+    ("repeats", "load", "commit", "reason"),
+    [
+        (3, 2.0, "abc1234", ""),
+        (2, 2.0, "abc1234", "repeats: 2, fewer than 3"),
+        (3, 2.04, "abc1234", "load at its start: 2.04, above its threads, 2"),
+        (1, 9.0, None, "repeats: 1, fewer than 3; load at its start: 9.00, above its threads, 2; no commit"),
+        (None, 9.0, "abc1234", ""),  # no clock decides it
+        (None, 9.0, None, "no commit"),
+    ],
+)
+def test_a_result_that_may_not_be_claimed_is_left_out(
+    repeats: int | None, load: float, commit: str | None, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {name: 1.5 + at for at, (_, _, name) in enumerate(README_ROWS[:2])}
+    found = [
+        Finding(f"{MODEL}, float32, batch 1: {name}", value, "×", "transformers generate")
+        for name, value in values.items()
+    ]
+    result = result_of(repeats, load, commit, *found)
+    results = {"rollout_chat": result}
+    assert result.refusal() == reason
+    page = results_page.page(results)
+    assert ("batch 1: ours none | 1.50× |" in page) == (not reason) == (f"* `rollout_chat`: {reason}\n" not in page)
+    assert "* `rollout_chat_bfloat16`: not measured\n" in page
+    machine = "AMD EPYC with AVX512 avx512_bf16, 2 threads, 2026-01"
+    for make, row in ((readme_table, "the engine alone, float32"), (performance_table, '`"none"`, float32')):
+        table = make(results)
+        assert (f"{row} | 1.50 | – | – | – |" in table) == (machine in table) == (not reason), table
+        missing = next(line for line in table.splitlines() if "as the rules for a claim ask" in line)
+        assert "`rollout_chat_many`" in missing and ("`rollout_chat`" in missing.split("Not")[1]) == bool(reason)
+    assert ("**The engine alone writes 1.5 to 1.5 times" in readme_table(results)) == (not reason)
 
 
 def test_a_result_is_written_and_read(
@@ -61,16 +108,18 @@ def test_a_result_is_written_and_read(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["/here/benchmarks/paper/rollout.py", "--models", "/there/a", "shape:/there/b"])
     monkeypatch.setattr(measure, "commit", lambda: "abc1234")
-    machine = {"cpu": "a CPU", "cores": 2, "threads": 1, "accelerator": None, "torch": "2", "transformers": "5"}
+    machine: dict[str, object] = {"cpu": "a CPU", "cores": 2, "threads": 1, "accelerator": None, "torch": "2", "transformers": "5"}
     machine |= {"load_average_1min": 0.5, "date": "2026-01-02T03:04:05+00:00"}
     found = [Finding("a, batch 1", 1.5, "×", "b", (1.25, 2.0)), Finding("c", None, "s")]
-    write_result(tmp_path / "x.json", "tts", "A title", "So it was.", machine, found, {"of": {1: float("nan")}})
+    write_result(tmp_path / "x.json", "tts", "A title", "So it was.", machine, 2, found, {"of": {1: float("nan")}})
     wanted = Result(
         "tts", "A title", "So it was.", "python -m benchmarks.paper.rollout --models a shape:b", "abc1234",
-        machine, found, {"of": {"1": None}},
+        2, machine, found, {"of": {"1": None}},
     )  # fmt: skip
     assert read_result(tmp_path / "x.json") == wanted
-    assert "| a, batch 1 | 1.50× | 1.25× to 2.00× | b |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| a, batch 1 | 1.50× | 1.25× to 2.00× | b |" in printed
+    assert printed.endswith("results_page will leave it out: repeats: 2, fewer than 3\n")
     (tmp_path / "y.json").write_text(json.dumps({"theme": "tts"}))
     with pytest.raises(ValueError, match="y.json is not a valid result of a benchmark: title.*run its command again"):
         read_result(tmp_path / "y.json")
