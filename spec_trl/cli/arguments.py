@@ -143,9 +143,9 @@ COMMANDS = {
         """\
 Measures what speculation gains for a model on this machine, and prints a config to paste.
 
-Continues the same prompts with transformers' generate, with assistant_strategy="none" and "auto", and with each
-drafter that the model can have, in every round: its own quantized copy ("self"), lookups ("ngram", "history"), and
-those that --assistant names. They take turns; medians are shown, next to the predictions of a roofline profile where
+Continues the same prompts with transformers' generate, with assistant_strategy="none" and "auto", with the drafters
+that --assistant names, and with two of those that the model has by itself, which a probe ranks first: its quantized
+copy ("self") and lookups ("ngram", "history"), in every round. They take turns; medians are shown, next to the predictions of a roofline profile where
 the cache holds one. Completions are compared with those of "none", token for token. A config is recommended where
 enough was measured, and tokens per block explain the gain.""",
         """spec-trl bench Qwen/Qwen2.5-0.5B-Instruct

@@ -1,6 +1,7 @@
 """``spec-trl bench``: what speculation gains for a model on this machine, and a config to paste."""
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from statistics import geometric_mean
@@ -16,7 +17,7 @@ from ..generation.generate import install
 from ..measuring.known_rounds import find_profile
 from ..measuring.machine import hardware_name, instruction_set
 from .arguments import MARGIN, table
-from .gains import ENOUGH_TOKENS, ENOUGH_VISITS, GENERATE, MOST_VISITS, Gain, Way, Work, make_ways, measure, summarise
+from .gains import ENOUGH_TOKENS, ENOUGH_VISITS, GENERATE, Gain, Way, Work, make_ways, summarise
 from .loading import (
     PROMPTS,
     find_device,
@@ -27,6 +28,7 @@ from .loading import (
     read_prompts,
     token_ids,
 )
+from .visits import MOST_VISITS, PROBE, NotEnoughTime, measure
 
 
 PROMPT_TOKENS = 256
@@ -94,7 +96,12 @@ def _measure(
     model: PreTrainedModel, prompts: list[list[int]], arguments: argparse.Namespace, assistants: dict[str, str],
     until: float,
 ) -> list[Gain]:  # fmt: skip
-    """Measures all strategies at every batch size before `until`, and prints a table per batch size."""
+    """Compares strategies at every batch size before `until`, and prints a table per batch size. The smallest batch
+    chooses among the candidates.
+
+    Raises:
+        ValueError: nothing can be compared in that time; says what would be enough.
+    """
     ways, missing = make_ways(model, sorted(set(arguments.draft_length)), assistants)
     longest = max(map(len, prompts)) + arguments.length
     profile = find_profile(model, SpeculativeConfig(), max(arguments.batch), longest)
@@ -115,10 +122,21 @@ def _measure(
             now = time.perf_counter()
             end = now + (until - now) / (len(batches) - number)
             calls_until = end - EXAMINING * (end - now)
-            work, calls = measure(model, ways, wanted, arguments.seed, calls_until, begin=begin)
-            bar.update((number + 1) * most - bar.n)
-            measured = summarise(model, work, arguments.seed, calls, profile, end)
+            most_until = until - EXAMINING * (until - now)
+            try:
+                work, calls = measure(model, ways, wanted, arguments.seed, calls_until, most_until, begin=begin)
+            except NotEnoughTime as short:
+                seconds = None if short.seconds is None else short.seconds / (1 - EXAMINING)
+                if not gains:
+                    raise ValueError(_too_short(arguments, batch, now, seconds)) from None
+                more = "" if seconds is None else f": it takes about {seconds:.0f} s of its own"
+                bar.write(f"\nbatch {batch}: left out for want of time{more}")
+                continue
+            finally:
+                bar.update((number + 1) * most - bar.n)
+            measured = summarise(model, work, arguments.seed, calls, profile, end if time.perf_counter() < end else until)
             left_out = [way.name for way in ways if way not in calls]
+            ways = [way for way in ways if way in calls] or ways
             bar.write(_section(measured, work, wanted, left_out, arguments.seconds))
             gains += measured
             exact += [call.statistics.exact for made in calls.values() for call in made if call.statistics is not None]
@@ -128,6 +146,22 @@ def _measure(
     for strategy, reason in missing.items():
         print(f"{strategy} is not possible here: {reason}")
     return gains
+
+
+def _too_short(arguments: argparse.Namespace, batch: int, now: float, seconds: float | None) -> str:
+    """What to do if `seconds` from `now` on are needed, or nobody knows how many."""
+    before = now - arguments.started
+    text = f"--seconds {arguments.seconds:g} is too short: "
+    if seconds is None:
+        return (
+            f"{text}loading took {before:.0f} s, and then there was no time for two calls of {PROBE} tokens by generate "
+            f"and by none at batch {batch}. Give several times as much."
+        )
+    least = 10 * math.ceil((before + seconds) / 10)
+    return (
+        f"{text}to compare generate, none and one more at batch {batch} takes about {least} s, of which loading took "
+        f"{before:.0f}. Give --seconds {least} or more, or a smaller --batch."
+    )
 
 
 def _section(gains: Sequence[Gain], work: Work, wanted: Work, left_out: Sequence[str], seconds: float) -> str:
@@ -140,7 +174,7 @@ def _section(gains: Sequence[Gain], work: Work, wanted: Work, left_out: Sequence
     head += f", up to {work.new_tokens} tokens per row{fewer}, median of {calls} each"
     if any(gain.is_thin for gain in gains):
         head += ". Thin: too little to compare"
-    out = f"\nleft out for want of time: {'; '.join(left_out)}" if left_out else ""
+    out = f"\nslower in a probe, or not tried for want of time: {'; '.join(left_out)}" if left_out else ""
     return f"{head}:\n{_table(gains)}{out}"
 
 

@@ -36,13 +36,8 @@ GENERATE = "generate"
 BASELINES = (GENERATE, "none")
 OWN_DRAFTERS = ("self", "ngram", "history")
 """Drafters that need no assistant."""
-PROBE = 8
-"""Tokens per row of the calls that estimate the seconds of a visit."""
-ENOUGH_TOKENS, ENOUGH_VISITS = 64, 3
+ENOUGH_TOKENS, ENOUGH_VISITS = 32, 3
 """Tokens of the longest row, and counted visits, below which a measurement is thin."""
-PLANNED_VISITS, MOST_VISITS = ENOUGH_VISITS + 1.5, 8
-"""A visit calls every strategy once. If there are several visits, the first does not count: on a GPU forwards are
-captured in it. Half a visit is spare, since durations vary."""
 NOISE_TEXTS, NOISE_LENGTH = 2, 64
 """Number of texts, and tokens of each, on which the logit noise is measured."""
 NOISE_PROMPT = 8
@@ -163,69 +158,6 @@ def make_ways(
                 raise
             missing[strategy] = str(error)
     return ways, missing
-
-
-def measure(
-    model: PreTrainedModel,
-    ways: Sequence[Way],
-    work: Work,
-    seed: int,
-    until: float,
-    clock: Callable[[], float] = time.perf_counter,
-    begin: Callable[[Way], object] = lambda way: None,
-) -> tuple[Work, dict[Way, list[Call]]]:
-    """Returns the calls of all strategies that end before `until`, and their work: as much of `work` as the time
-    allows.
-
-    Two visits of `PROBE` tokens load, compile, pack and tell how many tokens fit into `PLANNED_VISITS`. Where these
-    are fewer than `ENOUGH_TOKENS`, the slowest drafters are left out. If no more than a probe fits, the probes are
-    returned. Visit i has the seed `seed` + i and begins with another strategy than visit i - 1; `begin` is called
-    before a call. All strategies have equally many calls; if not even one visit ended, strategies without a call are
-    missing.
-    """
-
-    def visits(work: Work, most: int, expected: dict[Way, float]) -> dict[Way, list[Call]]:
-        """Up to `most` visits of the ways that are `expected` to take so many seconds for a call."""
-        ways, calls = list(expected), {way: list[Call]() for way in expected}
-        for visit in range(most):
-            if visit and clock() + sum(expected.values()) > until:
-                break
-            shift = visit % len(ways)
-            for way in [*ways[shift:], *ways[:shift]]:
-                call = None
-                if clock() + expected[way] < until:
-                    begin(way)
-                    call = way(model, work, seed + visit, clock, until)
-                if call is None:
-                    return {way: made[: max(visit, 1)] for way, made in calls.items() if made}
-                calls[way].append(call)
-                expected[way] = call.seconds
-        return calls
-
-    probe = replace(work, new_tokens=min(PROBE, work.new_tokens))
-    expected = dict.fromkeys(ways, 0.0)
-    calls = visits(probe, 2, expected)
-    none = next((made[-1].statistics for way, made in calls.items() if way.strategy == "none"), None)
-    if none is None or min(map(len, calls.values())) < 2:
-        return probe, calls
-    reading = {way: min(none.phase_seconds["prefill"], seconds) for way, seconds in expected.items()}
-    per_token = {way: max(expected[way] - reading[way], 1e-9) / probe.new_tokens for way in ways}
-
-    def fitting(ways: Sequence[Way]) -> int:
-        seconds = (until - clock()) / PLANNED_VISITS - sum(reading[way] for way in ways)
-        return min(int(seconds / sum(per_token[way] for way in ways)), work.new_tokens)
-
-    chosen = list(ways)
-    for way in sorted((way for way in ways if way.draft_length), key=per_token.__getitem__, reverse=True):
-        if fitting(chosen) < min(ENOUGH_TOKENS, work.new_tokens):
-            chosen.remove(way)
-    if fitting(chosen) < ENOUGH_TOKENS:  # also without them: then all are shown
-        chosen = list(ways)
-    work = replace(work, new_tokens=max(fitting(chosen), 0))
-    if work.new_tokens <= probe.new_tokens:
-        return probe, calls
-    made = visits(work, MOST_VISITS, {way: reading[way] + per_token[way] * work.new_tokens for way in chosen})
-    return (work, made) if len(made) == len(chosen) else (probe, calls)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """``spec-trl bench``: what it measures, how it judges, and what it recommends, on tiny models."""
 
 import math
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -16,10 +17,12 @@ from transformers.generation import stopping_criteria
 
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOConfig, SpeculativeConfig
-from spec_trl.cli import gains
+from spec_trl.cli import bench as cli_bench
+from spec_trl.cli import gains, visits
 from spec_trl.cli.bench import EXACT, choose, config_to_paste, recommend
-from spec_trl.cli.gains import GENERATE, Call, Gain, Identity, Way, Work, compare, measure
+from spec_trl.cli.gains import GENERATE, Call, Gain, Identity, Way, Work, compare
 from spec_trl.cli.main import main
+from spec_trl.cli.visits import NotEnoughTime, measure
 from spec_trl.generation.engine import runner_choice
 from spec_trl.generation.engine.statistics import SpeculationStatistics
 from spec_trl.measuring.machine import profile_key
@@ -37,8 +40,9 @@ def bench(model: Path, *options: str) -> int:
 
 def test_all_ways_are_measured_and_compared(
     model: Path, tmp_path: Path, tiny: LlamaForCausalLM, tiny_assistant: LlamaForCausalLM,
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    monkeypatch.setattr(visits, "MOST_VISITS", 2)
     tiny_assistant.save_pretrained(tmp_path / "small")
     key = profile_key(tiny, SpeculativeConfig())
     replace(make_profile(), key=key).save(cache_directory("profiles") / key.file_name)
@@ -48,15 +52,17 @@ def test_all_ways_are_measured_and_compared(
     assert "not possible" not in printed
     for batch in (1, 3):
         head = f"batch {batch}, up to 6 tokens per row, median of 1 call each. Thin: too little to compare:"
-        lines = printed.partition(head)[2].splitlines()[2:9]
-        names = ["generate", "none", "auto", "self, γ 2", "ngram, γ 2", "history, γ 2", "model, γ 2"]
+        lines = printed.partition(head)[2].splitlines()[2:8]
+        names = [line.strip().rpartition("  ")[0].split("  ")[0] for line in lines]
+        assert {*names[:2]} == {"generate", "none"} and {*names[2:4]} == {"model, γ 2", "auto"}
+        assert len({*names[4:]} & {"self, γ 2", "ngram, γ 2", "history, γ 2"}) == 2
         for name, line in zip(names, lines, strict=True):
-            assert line.strip().startswith(name)
             rows = f"{2 * batch} of {2 * batch}"  # two visits, float64: no row may differ
             assert line.endswith(rows) == (name not in ("generate", "none"))
             predicted = line.strip().removeprefix(name).split()[5]
             assert (predicted != "-") == (name not in ("generate", "none", "auto"))
-    assert "no recommendation, too little was measured: it needs 3 calls each of at least 64 tokens" in printed
+    assert printed.count("slower in a probe, or not tried for want of time: ") == 1  # the smallest batch chooses
+    assert "no recommendation, too little was measured: it needs 3 calls each of at least 32 tokens" in printed
 
 
 @pytest.mark.parametrize("parts", [[], ["q_proj, float32, 1 row"]])
@@ -69,7 +75,10 @@ def test_whether_the_model_is_exact_is_said(
     assert said in capsys.readouterr().out.splitlines()
 
 
-def test_prompts_of_a_file_greedily(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_of_a_file_greedily(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visits, "MOST_VISITS", 2)
     shutil.copytree(model, tmp_path / "model")
     build_tokenizer().save_pretrained(tmp_path / "model")
     prompts = tmp_path / "prompts.txt"
@@ -77,7 +86,7 @@ def test_prompts_of_a_file_greedily(model: Path, tmp_path: Path, capsys: pytest.
     assert bench(tmp_path / "model", "--prompts", str(prompts), "--temperature", "0", "--batch", "2") == 0
     printed = capsys.readouterr().out
     assert f"prompts of {prompts}; temperature 0" in printed and "predicted" not in printed
-    assert printed.count("4 of 4") == 4
+    assert printed.count("4 of 4") == 3
 
 
 class Clock:
@@ -115,25 +124,47 @@ class FakeWay(Way):
         return Call(clock.now - started, [[seed] * work.new_tokens], statistics)
 
 
+PROBED = 2 * 1.3 + 2 * 1.3 + 2 * 2.1  # seconds of the probes below: 8 tokens each
+
+
 @pytest.mark.parametrize(
-    ("seconds", "tokens", "visits"),
+    ("seconds", "tokens", "turns_of_each"),
     [
-        (12.0, 8, 2),  # the probes alone
-        (4.5 * (1.5 + 0.4 * 20) + 2 * (1.5 + 0.4 * 8), 20, 4),  # what fits four times and a half
+        (PROBED + 4 * 14.3, 32, 4),  # the least: a visit that does not count, and three that do
+        (PROBED + 4.5 * (1.5 + 0.4 * 40), 40, 4),  # what fits four times and a half
         (10_000.0, 80, 8),  # all that was asked for
     ],
 )
 def test_as_many_tokens_are_measured_as_the_time_allows(
-    seconds: float, tokens: int, visits: int, tiny: LlamaForCausalLM
+    seconds: float, tokens: int, turns_of_each: int, tiny: LlamaForCausalLM
 ) -> None:
     clock, turns = Clock(), []
     ways = [FakeWay(GENERATE, seconds=0.1), FakeWay("none", seconds=0.1), FakeWay("self", 3, seconds=0.2)]
-    work, calls = measure(tiny, ways, WORK, 5, seconds + 0.01, clock, lambda way: turns.append(way.strategy))
+    until = seconds + 0.01
+    work, calls = measure(tiny, ways, WORK, 5, until, until, clock, lambda way: turns.append(way.strategy))
     assert work.new_tokens == tokens
-    assert [len(made) for made in calls.values()] == [visits] * 3
-    assert turns[:9] == [GENERATE, "none", "self", "none", "self", GENERATE, GENERATE, "none", "self"][: len(turns)]
-    assert [call.completions[0][0] for call in calls[ways[0]]] == list(range(5, 5 + visits))  # a seed per visit
-    assert clock.now <= seconds + 0.01
+    assert [len(made) for made in calls.values()] == [turns_of_each] * 3
+    assert turns[:12] == ["none"] * 2 + [GENERATE] * 2 + ["self"] * 2 + [GENERATE, "none", "self", "none", "self", GENERATE]
+    assert [call.completions[0][0] for call in calls[ways[0]]] == list(range(5, 5 + turns_of_each))  # a seed per visit
+    assert clock.now <= until
+
+
+@pytest.mark.parametrize("share", [1.0, 0.1])
+def test_what_a_comparison_takes_is_said_before_it_is_begun(share: float, tiny: LlamaForCausalLM) -> None:
+    """Then so many seconds are enough, also where that is more than the batch's share of the time."""
+    ways = [FakeWay(GENERATE, seconds=0.1), FakeWay("none", seconds=0.1), FakeWay("auto", seconds=0.1)]
+    for seconds in (6.0, 30.0, 55.0):
+        clock = Clock()
+        with pytest.raises(NotEnoughTime) as said:
+            measure(tiny, ways, WORK, 0, seconds, seconds, clock)
+        assert clock.now == pytest.approx(2 * 1.3 + 2 * 1.3) and len(clock.calls) == 2  # the probe of the baselines
+        assert said.value.seconds == pytest.approx(clock.now + 4.5 * 3 * (0.5 + 0.1 * 32))
+        enough, clock = said.value.seconds + 0.01, Clock()
+        work, calls = measure(tiny, ways, WORK, 0, share * enough, enough, clock)
+        assert work.new_tokens == 32 and [len(made) for made in calls.values()] == [4] * 3 and clock.now <= enough
+    with pytest.raises(NotEnoughTime) as said:
+        measure(tiny, ways, WORK, 0, 3.0, 3.0, Clock())
+    assert said.value.seconds is None  # not even the probe ended
 
 
 @pytest.mark.parametrize(("compiles", "slower"), [(0.0, 1.0), (30.0, 1.0), (0.0, 1.2), (30.0, 3.0)])
@@ -144,20 +175,62 @@ def test_a_slow_or_busy_machine_stops_in_time(compiles: float, slower: float, ti
             FakeWay(strategy, gamma, None, None, 0.5, compiles, slower)
             for strategy, gamma in [(GENERATE, 0), ("none", 0), ("auto", 0), ("self", 3), ("self", 7), ("ngram", 3)]
         ]
-        work, calls = measure(tiny, ways, WORK, 0, seconds, clock)
+        try:
+            work, calls = measure(tiny, ways, WORK, 0, seconds, seconds, clock)
+        except NotEnoughTime as short:
+            assert short.seconds is None or short.seconds > seconds
+            calls = {}
         unstoppable = 0.5 + compiles + 0.5 * slower ** max(clock.calls.values())  # reading, compiling, one forward
         assert clock.now <= seconds + unstoppable
         assert len({len(made) for made in calls.values()}) <= 1 and all(map(len, calls.values()))
+        assert not calls or {way.strategy for way in calls} > {GENERATE, "none"}
+        assert slower > 1 or len(calls) == 0 or len(calls[ways[0]]) > gains.ENOUGH_VISITS
         without_none = {way: made for way, made in calls.items() if way.strategy == GENERATE}
-        assert gains.summarise(tiny, work, 0, without_none, None) == []
+        assert gains.summarise(tiny, WORK, 0, without_none, None) == []
 
 
-def test_the_slowest_drafters_are_left_out_where_time_is_short(tiny: LlamaForCausalLM) -> None:
-    ways = [FakeWay(GENERATE, seconds=0.1), FakeWay("none", seconds=0.1), FakeWay("self", 3, seconds=0.5)]
-    ways += [FakeWay("ngram", 3, seconds=0.1), FakeWay("auto", seconds=0.4)]
-    work, calls = measure(tiny, ways, WORK, 0, 250.0, Clock())
-    assert work.new_tokens >= 64 and {len(made) for made in calls.values()} == {4}
-    assert [way.strategy for way in calls] == [GENERATE, "none", "ngram", "auto"]
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (10_000.0, ["model, γ 3", "auto", "ngram, γ 3", "self, γ 7"]),  # one that was named, and three more
+        (230.0, ["model, γ 3", "auto", "ngram, γ 3"]),
+        (160.0, ["model, γ 3", "ngram, γ 3"]),  # "auto" would take too long
+        (125.0, ["model, γ 3"]),
+    ],
+)
+def test_a_probe_ranks_the_candidates(seconds: float, expected: list[str], tiny: LlamaForCausalLM) -> None:
+    """Each at its faster γ; what the user named and "auto" come first, the slowest and the last are left out."""
+    paces = {"auto": {0: 0.4}, "self": {3: 0.5, 7: 0.3}, "ngram": {3: 0.1, 7: 0.2}, "history": {3: 0.6}}
+    ways = [FakeWay(GENERATE, seconds=0.1), FakeWay("none", seconds=0.1)]
+    ways += [FakeWay(name, gamma, seconds=pace) for name, own in paces.items() for gamma, pace in own.items()]
+    ways += [FakeWay("model", 3, None, "small", seconds=0.3), FakeWay("model", 7, None, "small", seconds=0.4)]
+    work, calls = measure(tiny, ways, WORK, 0, seconds, seconds, Clock())
+    assert [way.name for way in calls] == ["generate", "none", *expected]
+    assert work.new_tokens >= 32 and all(len(made) > 3 for made in calls.values())
+
+
+def test_a_batch_that_does_not_fit_is_left_out_and_nothing_at_all_is_an_error(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short_of(rows: int, seconds: float | None) -> None:
+        def fake(model: PreTrainedModel, ways: Any, work: Work, *arguments: Any, **options: Any) -> Any:
+            if len(work.prompts) >= rows:
+                raise NotEnoughTime(seconds)
+            return measure(model, ways, work, *arguments, **options)
+
+        monkeypatch.setattr(cli_bench, "measure", fake)
+
+    short_of(3, 90.0)
+    assert bench(model, "--batch", "3,1") == 0
+    printed = capsys.readouterr().out
+    assert "batch 3: left out for want of time: it takes about 100 s of its own" in printed
+    assert "batch 1, up to 6 tokens per row" in printed
+    for seconds, said in ((900.0, "takes about 10[0-9]0 s"), (None, "no time for two calls of 8 tokens")):
+        short_of(1, seconds)
+        assert bench(model, "--batch", "3,1") == 2
+        error = capsys.readouterr().err
+        assert re.search(f"--seconds 60 is too short: .*{said}.* at batch 1" if seconds is None else said, error), error
+        assert re.search("Give --seconds 10[0-9]0 or more" if seconds else "Give several times as much", error)
 
 
 @pytest.mark.parametrize("strategy", [GENERATE, "none", "self"])
@@ -256,7 +329,7 @@ def test_thin_measurements_recommend_nothing() -> None:
         return recommend(found, "model", "float32", False)
 
     assert "recommended: self, γ 3, 1.50 times as fast as decoding without drafts\n" in text(8)
-    for thin in ({"tokens": 63}, {"visits": 2}):
+    for thin in ({"tokens": 31}, {"visits": 2}):
         assert "(of batch 1 alone; batch 8 is thin)" in text(8, **thin)
         found = [gain_of(NONE, 1.0), gain_of(SELF, 9.0, **thin)]
         assert "no recommendation" in recommend(found, "model", "float32", False)

@@ -1,0 +1,132 @@
+"""Calls generate, "none" and the most promising strategies in turns, as often as the time allows."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedModel
+
+from .gains import BASELINES, ENOUGH_TOKENS, ENOUGH_VISITS, Call, Way, Work
+
+
+PROBE = 8
+"""Tokens per row of the calls that estimate the seconds of a visit."""
+CANDIDATES = 3
+"""Most strategies that are compared with the baselines, besides those that the user names."""
+PLANNED_VISITS, MOST_VISITS = ENOUGH_VISITS + 1.5, 8
+"""A visit calls every strategy once. If there are several visits, the first does not count: on a GPU forwards are
+captured in it. Half a visit is spare, since durations vary."""
+
+
+class NotEnoughTime(ValueError):
+    """There is no time to compare anything. `seconds`: what a comparison takes; None: not even a probe has ended."""
+
+    def __init__(self, seconds: float | None) -> None:
+        super().__init__("there is no time to compare anything")
+        self.seconds = seconds
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a call, as a probe told them: of reading the prompts, and of each token of a row."""
+
+    reading: float
+    per_token: float
+
+    def __call__(self, tokens: int) -> float:
+        return self.reading + self.per_token * tokens
+
+
+def measure(
+    model: PreTrainedModel,
+    ways: Sequence[Way],
+    work: Work,
+    seed: int,
+    share: float,
+    until: float,
+    clock: Callable[[], float] = time.perf_counter,
+    begin: Callable[[Way], object] = lambda way: None,
+) -> tuple[Work, dict[Way, list[Call]]]:
+    """Compares generate, "none" and the candidates that a probe ranks first. Returns equally many calls of each, and
+    their work: as much of `work` as ends before `share`, or before `until` where the least does not.
+
+    A probe is two calls of `PROBE` tokens a row, of which the first loads and compiles; another γ needs one call. That
+    of generate and "none" comes first: it tells what the least takes, `PLANNED_VISITS` of both and of one candidate
+    with `ENOUGH_TOKENS`. Then candidates are tried while there is time for the least. Compared are, as far as time
+    allows, those that the user named, "auto", and drafters by the seconds of a token, each at its best γ: at most
+    `CANDIDATES` that nobody named. Visit i has the seed `seed` + i, and begins with another way than visit i - 1.
+    `begin` is called before a call.
+
+    Raises:
+        NotEnoughTime: the least does not end before `until`. Only probes have run.
+    """
+    started, probe = clock(), replace(work, new_tokens=min(PROBE, work.new_tokens))
+    baselines, paces = [way for way in ways if way.strategy in BASELINES], dict[Way, Pace]()
+    enough, prefill = min(ENOUGH_TOKENS, work.new_tokens), 0.0
+
+    def try_out(way: Way) -> bool:
+        """Whether the probe of `way` ended."""
+        nonlocal prefill
+        for _ in range(1 if way.strategy in {other.strategy for other in paces} else 2):  # another γ: nothing to load
+            begin(way)
+            call = way(model, probe, seed, clock, until)
+            if call is None:
+                return False
+        if way.strategy == "none" and call.statistics is not None:
+            prefill = call.statistics.phase_seconds["prefill"]
+        paces[way] = Pace(min(prefill, call.seconds), max(call.seconds - prefill, 1e-9) / probe.new_tokens)
+        return True
+
+    def takes(ways: Sequence[Way], tokens: int, visits: float = PLANNED_VISITS) -> float:
+        return visits * sum(paces[way](tokens) for way in ways)
+
+    for way in sorted(baselines, key=lambda way: way.strategy != "none"):  # "none" tells how long reading takes
+        if not try_out(way):
+            raise NotEnoughTime(None)
+    none = next(way for way in baselines if way.strategy == "none")
+    least = takes([*baselines, none], enough)  # a candidate that is as fast as "none"
+    if clock() + least > until:
+        raise NotEnoughTime(clock() - started + least)
+    end = share if clock() + least <= share else until
+
+    def rank(way: Way) -> tuple[bool, bool, float]:
+        return way.assistant is None, way.strategy != "auto", paces[way].per_token if way in paces else 0.0
+
+    for way in sorted((way for way in ways if way not in baselines), key=rank):
+        if clock() + least > end or not try_out(way):
+            break
+    chosen, strategies = list(baselines), set(BASELINES)
+    for way in sorted((way for way in paces if way not in baselines), key=rank):
+        full = sum(other.assistant is None for other in chosen) == len(baselines) + CANDIDATES
+        visits = PLANNED_VISITS if len(chosen) > len(baselines) else ENOUGH_VISITS + 1  # the first one needs no spare
+        fits = clock() + takes([*chosen, way], enough, visits) <= end
+        if way.strategy not in strategies and fits and (way.assistant is not None or not full):
+            chosen.append(way)
+            strategies.add(way.strategy)
+    if len(chosen) == len(baselines):
+        candidate = min((way for way in paces if way not in baselines), key=rank, default=none)
+        raise NotEnoughTime(clock() - started + takes([*baselines, candidate], enough))
+    spare = (end - clock()) / PLANNED_VISITS - sum(paces[way].reading for way in chosen)
+    fitting = int(spare / sum(paces[way].per_token for way in chosen))
+    work = replace(work, new_tokens=min(max(fitting, enough), work.new_tokens))
+    return work, _visits(model, {way: paces[way](work.new_tokens) for way in chosen}, work, seed, end, clock, begin)
+
+
+def _visits(
+    model: PreTrainedModel, expected: dict[Way, float], work: Work, seed: int, until: float, clock: Callable[[], float],
+    begin: Callable[[Way], object],
+) -> dict[Way, list[Call]]:  # fmt: skip
+    """Up to `MOST_VISITS` visits of the ways that are `expected` to take so many seconds for a call."""
+    ways, calls = list(expected), {way: list[Call]() for way in expected}
+    for visit in range(MOST_VISITS):
+        if visit and clock() + sum(expected.values()) > until:
+            break
+        shift = visit % len(ways)
+        for way in [*ways[shift:], *ways[:shift]]:
+            begin(way)
+            call = way(model, work, seed + visit, clock, until)
+            if call is None:
+                return {way: made[:visit] for way, made in calls.items() if made[:visit]}
+            calls[way].append(call)
+            expected[way] = call.seconds
+    return calls
