@@ -2,8 +2,9 @@
 
 ``python -m examples.demo.run`` trains the shipped policy four times from the same weights, on the same questions and
 with the same seed: with TRL's `GRPOTrainer`, and with `SpecGRPOTrainer` without drafts ("none"), with lookups in
-earlier rollouts ("history"), and with "auto", which finds out by itself what pays. It says how fast each sampled its
-rollouts, whether the completions were the same, and how the reward went. The policy is so small that drafts cannot
+earlier rollouts ("history"), and with "auto", which finds out by itself what pays. The trainings take turns, a step of
+each (`turns.py`). It says how fast each sampled its rollouts, whether the completions were the same, and how the reward
+went. The policy is so small that drafts cannot
 gain; what they gain on a larger model, the second part shows (`drafts.py`). Tables, JSON file, plots and the figures
 of ``spec-trl report`` for the run of "auto" go to ``demo_output/``.
 """
@@ -20,7 +21,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import matplotlib
@@ -39,6 +40,7 @@ from trl import GRPOConfig, GRPOTrainer
 from examples.demo import drafts
 from examples.demo.pretrain import POLICY
 from examples.demo.task import MAX_COMPLETION_LENGTH, build_dataset, exact_match
+from examples.demo.turns import Turns
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
 from spec_trl.cli.main import main as spec_trl_command
 from spec_trl.trainers.run_log import LOG_FILE
@@ -57,8 +59,8 @@ METHODS = (TRL, NONE, "history", CHOSEN)
 class Training:
     """One training run.
 
-    `completions` are the token ids of each step; `seconds` are of each step's rollout, `training_seconds` of all;
-    `history` is the trainer's log.
+    `completions` are the token ids of each step; `seconds` are of each step's rollout, `training_seconds` of all its
+    turns; `history` is the trainer's log.
     """
 
     completions: list[list[list[int]]]
@@ -67,9 +69,15 @@ class Training:
     history: list[dict[str, float]]
 
     @property
-    def rate(self) -> float:
-        """Tokens/s of the rollouts after the warm-up."""
-        return sum(sum(map(len, step)) for step in self.completions[WARM_UP:]) / sum(self.seconds[WARM_UP:])
+    def rates(self) -> list[float]:
+        """Tokens/s of each rollout after the warm-up."""
+        steps = list(zip(self.completions, self.seconds, strict=True))
+        return [sum(map(len, completions)) / seconds for completions, seconds in steps[WARM_UP:]]
+
+    def over(self, other: "Training") -> float:
+        """Median over the steps of this training's tokens/s over those of `other` in the same step, which ran next to
+        it."""
+        return median(own / its for own, its in zip(self.rates, other.rates, strict=True))
 
     def reward(self, steps: slice) -> float:
         """Mean reward of some steps."""
@@ -115,8 +123,11 @@ class ShowProgress(TrainerCallback):
             self.bar.set_postfix(reward=f"{logs['reward']:.2f}")
 
 
-def train(method: str, output: Path, bar: tqdm) -> Training:
-    """Trains the shipped policy with one of `METHODS`; `output` is for what the trainer writes."""
+def make_trainer(
+    method: str, output: Path, bar: tqdm
+) -> tuple[TimedGRPOTrainer | TimedSpecGRPOTrainer, list[list[list[int]]]]:
+    """The trainer of the shipped policy with one of `METHODS`, and the list where the completions of each step will be;
+    `output` is for what the trainer writes."""
     settings: dict[str, Any] = dict(
         output_dir=str(output),
         max_steps=STEPS,
@@ -153,16 +164,28 @@ def train(method: str, output: Path, bar: tqdm) -> Training:
         callbacks=[ShowProgress(bar)],
     )
     if method == TRL:
-        trainer = TimedGRPOTrainer(args=GRPOConfig(**settings), **arguments)
+        trainer: TimedGRPOTrainer | TimedSpecGRPOTrainer = TimedGRPOTrainer(args=GRPOConfig(**settings), **arguments)
     else:
         config = SpecGRPOConfig(**settings, assistant_strategy=method)
         trainer = TimedSpecGRPOTrainer(args=config, **arguments)
     trainer.remove_callback(PrinterCallback)  # comes with disable_tqdm
-    started = time.perf_counter()
-    trainer.train()
-    seconds = time.perf_counter() - started
-    history = [entry for entry in trainer.state.log_history if "reward" in entry]
-    return Training(sampled, trainer.rollout_seconds, seconds, history)
+    return trainer, sampled
+
+
+def train(methods: Sequence[str]) -> tuple[dict[str, Training], list[str]]:
+    """Trains the shipped policy with each of `methods`, a step of each in turn. Returns also whose turn each was."""
+    turns, made = Turns(), {}
+    with tqdm(total=STEPS * len(methods), desc="part 1 of 2, GRPO") as bar, tempfile.TemporaryDirectory() as folder:
+        for method in methods:
+            output = OUTPUT if method == CHOSEN else Path(folder) / method
+            made[method] = make_trainer(method, output, bar)
+            turns.add(method, made[method][0])
+        turns.train()
+    trainings = {}
+    for method, (trainer, sampled) in made.items():
+        history = [entry for entry in trainer.state.log_history if "reward" in entry]
+        trainings[method] = Training(sampled, trainer.rollout_seconds, sum(turns.seconds[method]), history)
+    return trainings, turns.order
 
 
 def same_steps(one: Training, other: Training) -> int:
@@ -176,8 +199,8 @@ def summarize(trainings: dict[str, Training]) -> list[dict[str, Any]]:
     rows = [
         {
             "method": method,
-            "tokens_per_second": training.rate,
-            "over_trl": training.rate / trainings[TRL].rate,
+            "tokens_per_second": median(training.rates),
+            "over_trl": training.over(trainings[TRL]),
             "training_seconds": training.training_seconds,
             "drafting": training.mean("rollout/sd_on_fraction"),
             "accepted": training.mean("rollout/acceptance_rate"),
@@ -187,7 +210,7 @@ def summarize(trainings: dict[str, Training]) -> list[dict[str, Any]]:
         }
         for method, training in trainings.items()
     ]
-    return sorted(rows, key=lambda row: -row["tokens_per_second"])
+    return sorted(rows, key=lambda row: -row["over_trl"])
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -207,10 +230,11 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
             f"  {row['first_reward']:.2f} to {row['last_reward']:.2f}  {same}"
         )
     return "\n".join(lines) + (
-        f"\ntokens/s: of the rollouts, without the first step; training: all {STEPS} steps, learning included;"
+        f"\ntokens/s: of a rollout, median of all but the first; over TRL: median of the steps' factors over TRL's step;"
+        f"\ntraining: all {STEPS} steps, learning included, without waiting for the others;"
         f"\ndrafting: share of decoding rounds with drafts; reward: first and last {WINDOW} steps;"
         '\nsame: steps from the first one on whose completions are those of "none", token for token.'
-        "\nOne run of each, one after the other: what else runs on the machine shows in the speeds."
+        "\nThe trainings took turns, a step of each: what else runs on the machine hits all of them."
     )
 
 
@@ -237,7 +261,7 @@ def plot(trainings: dict[str, Training], path: Path) -> None:
         left.plot(steps, smoothed, label=method, linestyle="-" if method in (TRL, NONE) else "--")
         right.plot(steps, list(accumulate(training.seconds)), label=method)
     left.set(title=f"Reward (exact match), mean of {WINDOW} steps", xlabel="GRPO step", ylim=(0, 1))
-    right.set(title="Seconds spent on rollouts", xlabel="GRPO step", ylim=(0, None))
+    right.set(title="Seconds spent on rollouts, a step of each in turn", xlabel="GRPO step", ylim=(0, None))
     left.legend(loc="lower right")
     right.legend(loc="upper left")
     figure.savefig(path, dpi=120)
@@ -262,11 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     OUTPUT.mkdir(exist_ok=True)
     (OUTPUT / LOG_FILE).unlink(missing_ok=True)  # of an earlier demo; a trainer would take itself for resumed
     started = time.perf_counter()
-    trainings = {}
-    with tqdm(total=STEPS * len(METHODS)) as bar, tempfile.TemporaryDirectory() as folder:
-        for method in METHODS:
-            bar.set_description(f"part 1 of 2, GRPO: {method}")
-            trainings[method] = train(method, OUTPUT if method == CHOSEN else Path(folder) / method, bar)
+    trainings, turns = train(METHODS)
     plot(trainings, OUTPUT / "training.png")
     with redirect_stdout(io.StringIO()):  # the page has the same text
         spec_trl_command(["report", str(OUTPUT)])
@@ -284,6 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "threads": torch.get_num_threads(),
         },
         "comparison": rows,
+        "turns": turns,
         "history": {method: training.history for method, training in trainings.items()},
         "drafts": drafted,
         "seconds": time.perf_counter() - started,

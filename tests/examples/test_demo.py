@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.demo import drafts, run, task
 from examples.demo.pretrain import POLICY, accuracy
 from examples.demo.task import MAX_COMPLETION_LENGTH, build_tokenizer, draw_terms, exact_match, write_working
+from examples.demo.turns import Turns
 from spec_trl.generation.engine.statistics import DraftCounts
 from spec_trl.trainers.run_log import LOG_FILE, read_run
 from tests.conftest import STORY_MODEL
@@ -56,6 +57,45 @@ def test_the_shipped_policy_is_small_and_solves_some() -> None:
     assert 0.25 < accuracy(policy, tokenizer, seed=5) < 0.7  # GRPO needs both outcomes
 
 
+def test_trainings_take_turns_by_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each as if it were alone: TRL samples from torch's global generator."""
+    sizes = dict(OUTPUT=tmp_path, STEPS=3, ROWS=8, MAX_COMPLETION_LENGTH=16)
+    for name, value in sizes.items():
+        monkeypatch.setattr(run, name, value)
+    methods = ["none", run.TRL]
+    together, order = run.train(methods)
+    assert order == ["none", run.TRL] * 3
+    for method in methods:
+        alone, order = run.train([method])
+        assert order == [method] * 3 and alone[method].completions == together[method].completions
+        assert len(together[method].completions) == len(together[method].seconds) == 3
+        assert 0 < sum(together[method].seconds) < together[method].training_seconds
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_training_that_fails_ends_all(failing: int) -> None:
+    class Fake:
+        def __init__(self, number: int) -> None:
+            self.number, self.steps = number, 0
+
+        def add_callback(self, callback: Turns) -> None:
+            self.callback = callback
+
+        def train(self) -> None:
+            for _ in range(10):
+                self.callback.on_step_begin()
+                if self.number == failing and self.steps == 2:
+                    raise ValueError("no more")
+                self.steps += 1
+
+    turns, trainers = Turns(), [Fake(number) for number in range(3)]
+    for trainer in trainers:
+        turns.add(str(trainer.number), trainer)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no more"):
+        turns.train()
+    assert turns.order[:7] == [*"012012", "0"] and max(trainer.steps for trainer in trainers) <= 3
+
+
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out"
     for name, value in dict(OUTPUT=output, STEPS=2, WINDOW=1, ROWS=8, MAX_COMPLETION_LENGTH=16).items():
@@ -74,6 +114,7 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     speeds = [row["over_trl"] for row in rows]
     assert speeds == sorted(speeds, reverse=True) and 1.0 in speeds
     assert {row["method"]: row["drafting"] is not None for row in rows}["history"]
+    assert result["turns"] == [*run.METHODS] * 2
     log = read_run(output)
     assert log.header.strategy == "auto" and len(log.of("train")) == 2
     assert "Verdict" not in printed and "Verdict" in (output / "report/report.html").read_text()
