@@ -97,8 +97,8 @@ def performance_table(results: Mapping[str, Result]) -> str:
         options = [results[name].details["options"]["strategies"] for name in names if name in results]
         for strategy in dict.fromkeys(sum(options, [])):
             rows.append((f'`"{strategy}"`, {dtype}', _gains(results, dtype, f"ours {strategy}")))
-    text, names = _table("rows", rows), list(sum(ROLLOUTS.values(), ()))
-    return text + "\n" * bool(text) + _foot(results, names, "../benchmarks/RESULTS.md")
+    text = _table("rows", rows)
+    return text + "\n" * bool(text) + _foot(results, list(sum(ROLLOUTS.values(), ())), "../benchmarks/RESULTS.md")
 
 
 TABLES = {ROOT / "README.md": readme_table, ROOT / "docs/performance.md": performance_table}

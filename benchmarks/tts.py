@@ -334,8 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "target_unchanged": fingerprint(loaded.model) == before, "summary": summary,
     }  # fmt: skip
     title = PART_TITLES[options.part]
-    found = findings(result)
-    write_result(options.output / name, "tts", title, setup(result), machine, options.requests, found, result)
+    write_result(
+        options.output / name, "tts", title, setup(result), machine, options.requests, findings(result), result
+    )
     if result["identity"]["differ"] or not result["target_unchanged"]:
         sys.exit('the output is not that of "none", or the target has changed')
 

@@ -29,7 +29,9 @@ def run_readme() -> None:
     for script in scripts:
         small = script.replace("Qwen/Qwen2.5-0.5B-Instruct", MODEL).replace("max_steps=4", "max_steps=2")
         assert MODEL in small
-        exec(small, {"__name__": "__main__"})
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(small, names)
+        assert "trainer" in names or torch.equal(names["out"].sequences, names["plain"])
     assert (Path("out") / "rollout_log.jsonl").exists()
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from operator import eq
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -117,6 +118,10 @@ def summarize(calls: dict[str, list[Call]]) -> list[dict[str, Any]]:
     def rate(some: Sequence[Call]) -> float:
         return sum(len(text) for call in some for text in call.texts) / sum(call.seconds for call in some)
 
+    def over(own: Sequence[Call], other: Sequence[Call]) -> float:
+        """Median over the calls after the first, which took turns."""
+        return median(rate([one]) / rate([its]) for one, its in zip(own[1:], other[1:], strict=True))
+
     rows = []
     for method, own in calls.items():
         drafts = sum((call.drafts for call in own[1:]), DraftCounts())
@@ -126,8 +131,8 @@ def summarize(calls: dict[str, list[Call]]) -> list[dict[str, Any]]:
                 "at_a_time": len(own[0].texts),
                 "method": method,
                 "tokens_per_second": rate(own[1:]),
-                "over_generate": rate(own[1:]) / rate(calls[GENERATE][1:]),
-                "over_none": rate(own[1:]) / rate(calls[NONE][1:]),
+                "over_generate": over(own, calls[GENERATE]),
+                "over_none": over(own, calls[NONE]),
                 "first_call": rate(own[:1]),
                 "drafted": drafts.drafted,
                 "accepted": drafts.accepted,

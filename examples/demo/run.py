@@ -2,11 +2,11 @@
 
 ``python -m examples.demo.run`` trains the shipped policy four times from the same weights, on the same questions and
 with the same seed: with TRL's `GRPOTrainer`, and with `SpecGRPOTrainer` without drafts ("none"), with lookups in
-earlier rollouts ("history"), and with "auto", which finds out by itself what pays. The trainings take turns, a step of
-each (`turns.py`). It says how fast each sampled its rollouts, whether the completions were the same, and how the reward
-went. The policy is so small that drafts cannot
-gain; what they gain on a larger model, the second part shows (`drafts.py`). Tables, JSON file, plots and the figures
-of ``spec-trl report`` for the run of "auto" go to ``demo_output/``.
+earlier rollouts ("history"), and with "auto", which finds out by itself what pays. The trainings take turns, a step
+of each (`turns.py`). It says how fast each sampled its rollouts, whether the completions were the same, and how the
+reward went. The policy is so small that drafts cannot gain; what they gain on a larger model, the second part shows
+(`drafts.py`). Tables, JSON file, plots and the figures of ``spec-trl report`` for the run of "auto" go to
+``demo_output/``.
 """
 
 import argparse
@@ -126,7 +126,7 @@ class ShowProgress(TrainerCallback):
 def make_trainer(
     method: str, output: Path, bar: tqdm
 ) -> tuple[TimedGRPOTrainer | TimedSpecGRPOTrainer, list[list[list[int]]]]:
-    """The trainer of the shipped policy with one of `METHODS`, and the list where the completions of each step will be;
+    """The trainer of the shipped policy with one of `METHODS`, and the list where each step's completions will be;
     `output` is for what the trainer writes."""
     settings: dict[str, Any] = dict(
         output_dir=str(output),
@@ -230,7 +230,7 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
             f"  {row['first_reward']:.2f} to {row['last_reward']:.2f}  {same}"
         )
     return "\n".join(lines) + (
-        f"\ntokens/s: of a rollout, median of all but the first; over TRL: median of the steps' factors over TRL's step;"
+        f"\ntokens/s: of a rollout, median of all but the first; over TRL: median of steps over TRL's same step;"
         f"\ntraining: all {STEPS} steps, learning included, without waiting for the others;"
         f"\ndrafting: share of decoding rounds with drafts; reward: first and last {WINDOW} steps;"
         '\nsame: steps from the first one on whose completions are those of "none", token for token.'

@@ -42,7 +42,7 @@ class Turns(TrainerCallback):
         self._random_states[name] = _random_state()
 
     def train(self) -> None:
-        """Trains all of them. Where one fails, or the caller is interrupted, the others stop before their next step."""
+        """Trains all of them. If one fails, or the caller is interrupted, the others stop before their next step."""
         self._waiting.extend(self._trainers)
         with ThreadPoolExecutor(len(self._trainers)) as pool:
             try:
@@ -53,7 +53,7 @@ class Turns(TrainerCallback):
             raise self._failure
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Passes the turn on and waits for the next one; the first step belongs to the turn that began the training."""
+        """Passes the turn on and waits for the next one; the first step belongs to the turn that began it all."""
         if self._mine.steps:
             self._pass_on()
             self._wait()

@@ -145,9 +145,10 @@ Measures what speculation gains for a model on this machine, and prints a config
 
 Continues the same prompts with transformers' generate, with assistant_strategy="none" and "auto", with the drafters
 that --assistant names, and with two of those that the model has by itself, which a probe ranks first: its quantized
-copy ("self") and lookups ("ngram", "history"), in every round. They take turns; medians are shown, next to the predictions of a roofline profile where
-the cache holds one. Completions are compared with those of "none", token for token. A config is recommended where
-enough was measured, and tokens per block explain the gain.""",
+copy ("self") and lookups ("ngram", "history"), in every round. They take turns; medians are shown, next to the
+predictions of a roofline profile where the cache holds one. Completions are compared with those of "none", token for
+token. A config is recommended where enough was measured, and tokens per block explain the gain. If --seconds is too
+short for that, the command says how many it takes before it measures.""",
         """spec-trl bench Qwen/Qwen2.5-0.5B-Instruct
   spec-trl bench path/to/model --batch 1,16 --length 256 --prompts prompts.jsonl --assistant model=path/to/small""",
         _bench,

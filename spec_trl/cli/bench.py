@@ -134,7 +134,8 @@ def _measure(
                 continue
             finally:
                 bar.update((number + 1) * most - bar.n)
-            measured = summarise(model, work, arguments.seed, calls, profile, end if time.perf_counter() < end else until)
+            end = end if time.perf_counter() < end else until
+            measured = summarise(model, work, arguments.seed, calls, profile, end)
             left_out = [way.name for way in ways if way not in calls]
             ways = [way for way in ways if way in calls] or ways
             bar.write(_section(measured, work, wanted, left_out, arguments.seconds))
@@ -154,8 +155,8 @@ def _too_short(arguments: argparse.Namespace, batch: int, now: float, seconds: f
     text = f"--seconds {arguments.seconds:g} is too short: "
     if seconds is None:
         return (
-            f"{text}loading took {before:.0f} s, and then there was no time for two calls of {PROBE} tokens by generate "
-            f"and by none at batch {batch}. Give several times as much."
+            f"{text}loading took {before:.0f} s, and then there was no time for two calls of {PROBE} tokens by "
+            f"generate and by none at batch {batch}. Give several times as much."
         )
     least = 10 * math.ceil((before + seconds) / 10)
     return (

@@ -67,11 +67,13 @@ def measure(
     def try_out(way: Way) -> bool:
         """Whether the probe of `way` ended."""
         nonlocal prefill
+        call: Call | None = None
         for _ in range(1 if way.strategy in {other.strategy for other in paces} else 2):  # another γ: nothing to load
             begin(way)
             call = way(model, probe, seed, clock, until)
             if call is None:
                 return False
+        assert call is not None
         if way.strategy == "none" and call.statistics is not None:
             prefill = call.statistics.phase_seconds["prefill"]
         paces[way] = Pace(min(prefill, call.seconds), max(call.seconds - prefill, 1e-9) / probe.new_tokens)
@@ -109,12 +111,13 @@ def measure(
     spare = (end - clock()) / PLANNED_VISITS - sum(paces[way].reading for way in chosen)
     fitting = int(spare / sum(paces[way].per_token for way in chosen))
     work = replace(work, new_tokens=min(max(fitting, enough), work.new_tokens))
-    return work, _visits(model, {way: paces[way](work.new_tokens) for way in chosen}, work, seed, end, clock, begin)
+    expected = {way: paces[way](work.new_tokens) for way in chosen}
+    return work, _visits(model, expected, work, seed, end, clock, begin)
 
 
 def _visits(
-    model: PreTrainedModel, expected: dict[Way, float], work: Work, seed: int, until: float, clock: Callable[[], float],
-    begin: Callable[[Way], object],
+    model: PreTrainedModel, expected: dict[Way, float], work: Work, seed: int, until: float,
+    clock: Callable[[], float], begin: Callable[[Way], object],
 ) -> dict[Way, list[Call]]:  # fmt: skip
     """Up to `MOST_VISITS` visits of the ways that are `expected` to take so many seconds for a call."""
     ways, calls = list(expected), {way: list[Call]() for way in expected}

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks import measure, results_page
-from benchmarks.chat_tables import MODEL, README_ROWS, TABLES, performance_table, readme_table, usable, with_table
+from benchmarks.chat_tables import (
+    MODEL,
+    README_ROWS,
+    TABLES,
+    performance_table,
+    readme_table,
+    usable,
+    with_table,
+)
 from benchmarks.measure import RESULTS, Finding, Result, read_result, write_result
 from spec_trl import SpecGRPOConfig
 
@@ -66,7 +74,8 @@ def result_of(repeats: int | None, load: float, commit: str | None, *findings: F
     machine = {"cpu": "AMD EPYC", "cpu_capability": "AVX512 avx512_bf16", "cores": 2, "threads": 2}
     machine |= {"load_average_1min": load, "date": "2026-01-02T03:04:05+00:00"}
     options = {"options": {"strategies": ["none", "auto"]}}
-    return Result("rollouts", "A", "So.", "python -m benchmarks.rollout", commit, repeats, machine, [*findings], options)
+    command = "python -m benchmarks.rollout"
+    return Result("rollouts", "A", "So.", command, commit, repeats, machine, [*findings], options)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +117,8 @@ def test_a_result_is_written_and_read(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["/here/benchmarks/paper/rollout.py", "--models", "/there/a", "shape:/there/b"])
     monkeypatch.setattr(measure, "commit", lambda: "abc1234")
-    machine: dict[str, object] = {"cpu": "a CPU", "cores": 2, "threads": 1, "accelerator": None, "torch": "2", "transformers": "5"}
-    machine |= {"load_average_1min": 0.5, "date": "2026-01-02T03:04:05+00:00"}
+    machine: dict[str, object] = {"cpu": "a CPU", "cores": 2, "threads": 1, "accelerator": None, "torch": "2"}
+    machine |= {"transformers": "5", "load_average_1min": 0.5, "date": "2026-01-02T03:04:05+00:00"}
     found = [Finding("a, batch 1", 1.5, "×", "b", (1.25, 2.0)), Finding("c", None, "s")]
     write_result(tmp_path / "x.json", "tts", "A title", "So it was.", machine, 2, found, {"of": {1: float("nan")}})
     wanted = Result(

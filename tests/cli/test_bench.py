@@ -144,7 +144,8 @@ def test_as_many_tokens_are_measured_as_the_time_allows(
     work, calls = measure(tiny, ways, WORK, 5, until, until, clock, lambda way: turns.append(way.strategy))
     assert work.new_tokens == tokens
     assert [len(made) for made in calls.values()] == [turns_of_each] * 3
-    assert turns[:12] == ["none"] * 2 + [GENERATE] * 2 + ["self"] * 2 + [GENERATE, "none", "self", "none", "self", GENERATE]
+    assert turns[:6] == ["none", "none", GENERATE, GENERATE, "self", "self"]
+    assert turns[6:12] == [GENERATE, "none", "self", "none", "self", GENERATE]
     assert [call.completions[0][0] for call in calls[ways[0]]] == list(range(5, 5 + turns_of_each))  # a seed per visit
     assert clock.now <= until
 
@@ -229,7 +230,7 @@ def test_a_batch_that_does_not_fit_is_left_out_and_nothing_at_all_is_an_error(
         short_of(1, seconds)
         assert bench(model, "--batch", "3,1") == 2
         error = capsys.readouterr().err
-        assert re.search(f"--seconds 60 is too short: .*{said}.* at batch 1" if seconds is None else said, error), error
+        assert re.search(f"--seconds 60 is too short: .*{said}", error) and "at batch 1" in error
         assert re.search("Give --seconds 10[0-9]0 or more" if seconds else "Give several times as much", error)
 
 
