@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import spec_trl
 from spec_trl.generation.engine.statistics import DraftCounts
@@ -45,12 +45,10 @@ from .workload import Workload, end_tokens, prompt_source
 
 
 GENERATE = "transformers generate"
-CONTINUOUS = "transformers generate_batch"
 ASSISTED = "transformers assisted (batch 1)"
 PLAIN, AUTO = "ours none", "ours auto"
-BASELINES = (GENERATE, CONTINUOUS, ASSISTED, PLAIN)
+BASELINES = (GENERATE, ASSISTED, PLAIN)
 SYNTHETIC_COPY = "rtn-w4-g128"  # of synthetic and wide models, whose overlap is that of a 4-bit copy
-PAGE = 256  # tokens per page of continuous batching's cache: transformers' default
 
 
 @dataclass
@@ -86,31 +84,6 @@ def transformers_generate(model: PreTrainedModel) -> Method:
         torch.manual_seed(seed)
         sequences = model.generate(**inputs, **sampling(work))  # [batch, longest + new]
         return Run([work.trimmed(row) for row in sequences[:, inputs["input_ids"].shape[1] :].tolist()])
-
-    return run
-
-
-def transformers_continuous(model: PreTrainedModel) -> Method:
-    """`generate_batch`: paged cache, rows leave when they end.
-
-    On a GPU it sizes its cache by the free memory. On a CPU that guess is far too large and slows it by an order of
-    magnitude, so there it gets the pages that the batch needs and room to prefill all prompts at once.
-    """
-
-    def run(work: Workload, seed: int) -> Run:
-        options = ContinuousBatchingConfig(seed=seed)
-        if model.device.type == "cpu":
-            pages = [math.ceil((len(prompt) + work.max_new_tokens) / PAGE) for prompt in work.prompts]
-            options.page_size = PAGE
-            options.num_blocks = sum(pages) + 2
-            options.max_batch_tokens = max(256, sum(map(len, work.prompts)))
-        generation = GenerationConfig(**sampling(work), eos_token_id=list(work.eos_token_ids) or None)
-        outputs = model.generate_batch(work.prompts, generation_config=generation, continuous_batching_config=options)
-        # Requests are named req_0, req_1, ... in the order of the prompts and come back in the order they end.
-        ordered = sorted(outputs.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
-        if len(ordered) != len(work.prompts) or any(output.error for output in ordered):
-            raise RuntimeError(f"generate_batch failed: {[output.error for output in ordered]}")
-        return Run([work.trimmed(list(output.generated_tokens)) for output in ordered])
 
     return run
 
@@ -303,7 +276,7 @@ TINY += "--strategies none self ngram auto"
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Options(__doc__, "rollout", TINY)
-    add, baselines = parser.add_argument, ["generate", "continuous", "assisted"]
+    add, baselines = parser.add_argument, ["generate", "assisted"]
     add("--model", default="shape:qwen2.5-0.5b", help="folder, or shape:NAME: synthetic weights")
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
     add("--assistant", help="folder of a small model, for strategy model and assisted")
@@ -343,8 +316,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     methods: dict[str, Method] = {}
     if "generate" in options.baselines:
         methods[GENERATE] = transformers_generate(model)
-    if "continuous" in options.baselines:
-        methods[CONTINUOUS] = transformers_continuous(model)
     if "assisted" in options.baselines and assistant is not None:
         methods[ASSISTED] = transformers_assisted(model, assistant, options.draft_length)
     quantization = SYNTHETIC_COPY if "agreement" in loaded.facts else "auto"

@@ -31,7 +31,7 @@ def run_readme() -> None:
         assert MODEL in small
         names: dict[str, Any] = {"__name__": "__main__"}
         exec(small, names)
-        assert "trainer" in names or torch.equal(names["out"].sequences, names["plain"])
+        assert "trainer" in names or torch.equal(names["out"].sequences, names["plain"].sequences)
     assert (Path("out") / "rollout_log.jsonl").exists()
 
 

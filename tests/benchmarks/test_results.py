@@ -109,7 +109,7 @@ def test_a_result_that_may_not_be_claimed_is_left_out(
         assert (f"{row} | 1.50 | – | – | – |" in table) == (machine in table) == (not reason), table
         missing = next(line for line in table.splitlines() if "as the rules for a claim ask" in line)
         assert "`rollout_chat_many`" in missing and ("`rollout_chat`" in missing.split("Not")[1]) == bool(reason)
-    assert ("**The engine alone writes 1.5 to 1.5 times" in readme_table(results)) == (not reason)
+    assert ("**In float32 the engine alone writes 1.5 to 1.5 times" in readme_table(results)) == (not reason)
 
 
 def test_a_result_is_written_and_read(
