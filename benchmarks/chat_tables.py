@@ -76,8 +76,8 @@ def readme_table(results: Mapping[str, Result]) -> str:
     text = _table("answers at a time", rows)
     if known := [value for value in _gains(results, "float32", PLAIN) if value is not None]:
         text = (
-            f"**In float32 the engine alone writes {min(known):.1f} to {max(known):.1f} times as many tokens per second "
-            f"as `generate`; drafts come on top for few rows and large weights.**\n\n{text}"
+            f"**In float32 the engine alone writes {min(known):.1f} to {max(known):.1f} times as many tokens per "
+            f"second as `generate`; drafts come on top for few rows and large weights.**\n\n{text}"
         )
     if TRAINING in results:
         found = {(each.what, each.baseline): each.value for each in results[TRAINING].findings}

@@ -26,6 +26,8 @@ NAMES = sorted(
     for path in BENCHMARKS.rglob("*.py")
     if 'if __name__ == "__main__"' in path.read_text() and path.parent.name != "gpu"
 )
+UNTIMED = {"control_regret", "identity", "identity_grid", "kv_memory", "paper.specactor", "sampler_mismatch"}
+"""Those whose findings no clock decides."""
 LONG = ("paper.specactor",)  # whole clusters; tests/specactor simulates smaller ones
 GPU = {
     "checks --group kernels": {"tests of kernels"},
@@ -78,6 +80,7 @@ def test_a_benchmark_runs_on_the_smallest_input(
     assert str(tmp_path) not in text and str(ROOT) not in text
     result = read_result(output)
     assert result.findings and all(each.what for each in result.findings)
+    assert (result.repeats is None) == (name in UNTIMED) and result.machine["cpu_capability"]
     assert re.search(r"\d", capsys.readouterr().out)
     assert name not in TOKENS_ARE_THE_SAME or TOKENS_ARE_THE_SAME[name](result.details)
 
