@@ -57,7 +57,7 @@ def times_in_turns(works: Mapping[str, Callable[[], float]], turns: int) -> dict
     return {name: statistics.median(turn[name] for turn in found) for name in works}
 
 
-def describe_machine(device: torch.device) -> dict[str, object]:
+def describe_machine(device: torch.device) -> dict[str, Any]:
     """Processor, accelerator, threads, versions and date, as plain data for a result file."""
     return {
         "cpu": processor_name(),
@@ -135,7 +135,11 @@ def begin(options: argparse.Namespace) -> dict[str, object]:
     torch.set_num_threads(options.threads)
     # transformers warns that a story model's own limit on the length yields to max_new_tokens.
     warnings.filterwarnings("ignore", message=".*max_new_tokens.*")
-    return describe_machine(torch.device(options.device))
+    machine = describe_machine(torch.device(options.device))
+    if machine["load_average_1min"] > options.threads:
+        load = f"load {machine['load_average_1min']:.2f} is above --threads {options.threads}"
+        print(f"{load}: a result that a clock decides will be left out; wait for others to end", file=sys.stderr)
+    return machine
 
 
 @contextmanager
