@@ -31,8 +31,9 @@ from ..generation.registry import check_use
 from ..generation.session import Session
 from ..generation.strategies import Assistant, check_probabilities, check_states, make_drafters, policy_copies
 from .rollout_memory import whole_weights
-from .run_log import Mode, Record, RunLog, StepRecord, Verdict, read_run
+from .run_log import Mode, PlainCall, Record, RunLog, StepRecord, read_run
 from .run_records import RunRecords, describe
+from .run_verdict import Verdict
 from .step_totals import RolloutTotals, StepClock, metrics
 from .trainer_checks import check_generation
 
@@ -187,6 +188,7 @@ class Speculation(AbstractContextManager["Speculation"]):
             if not self._has_warned:
                 warnings.warn(f"a call of generate does not speculate: {error}", stacklevel=3)
                 self._has_warned = True
+            self._append(PlainCall(str(error)), policy_in(outer))
             return generate(model, **kwargs)
         self._add(model, output, time.perf_counter() - started)
         return output if wants_dict else output.sequences

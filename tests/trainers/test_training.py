@@ -25,9 +25,9 @@ from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.scheduling.planner import Planner
 from spec_trl.specactor.ladder import Ladder
-from spec_trl.trainers import run_log
+from spec_trl.trainers import run_verdict
 from spec_trl.trainers.checkpoint import STATE_FILE
-from spec_trl.trainers.run_log import verdict_of
+from spec_trl.trainers.run_verdict import verdict_of
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.conftest import LEARNING, STEPS, Asked
 from tests.trainers.harness import (
@@ -138,7 +138,8 @@ def test_no_rollout_drafts_with_stale_weights(tmp_path: Path, monkeypatch: pytes
         return draft(drafter, draft_length, noise)
 
     monkeypatch.setattr(NetworkDrafter, "propose", watched)
-    monkeypatch.setattr(run_log, "COLLAPSE", 1e6)  # acceptance need not fall
+    monkeypatch.setattr(run_verdict, "COLLAPSE", 1e6)  # acceptance need not fall
+    monkeypatch.setattr(run_verdict, "COLLAPSE_ERRORS", -1e9)
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     run = make_run(tmp_path, max_steps=2, num_iterations=2, learning_rate=5e-2, trainer={"peft_config": lora})
     run.trainer.evaluate(tiny_dataset(1))
