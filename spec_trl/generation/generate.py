@@ -320,6 +320,8 @@ _SIGNATURE = inspect.signature(speculative_decoding)
 _generate: Callable[..., Any] | None = None
 DEFAULTS: "WeakKeyDictionary[Any, Callable[..., Any]]" = WeakKeyDictionary()
 """Functions by model that run a call without a decoding method; they get plain `generate` and the call's arguments."""
+UNDONE_WITH_IT = list[Callable[[], None]]()
+"""Take back what else was changed in transformers, when the keyword is taken away."""
 
 
 def install() -> None:
@@ -380,6 +382,8 @@ def uninstall() -> None:
     if _generate is not None:
         GenerationMixin.generate = _generate
         _generate = None
+    while UNDONE_WITH_IT:
+        UNDONE_WITH_IT.pop()()
 
 
 def setting(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,6 +34,7 @@ from .rollout_memory import whole_weights
 from .run_log import Mode, PlainCall, Record, RunLog, StepRecord, read_run
 from .run_records import RunRecords, describe
 from .run_verdict import Verdict
+from .saved_heads import head_of, keep_heads
 from .step_totals import RolloutTotals, StepClock, metrics
 from .trainer_checks import check_generation
 
@@ -102,6 +103,8 @@ def speculate(
         output_dir = None  # the first rank writes the log
     elif trainer is not None and output_dir is None:
         output_dir = trainer.args.output_dir
+    head = head_of(drafters)
+    keep_heads(policy, lambda: head)
     return Speculation(model, strategy, config, assistant_model, output_dir, trainer)
 
 
