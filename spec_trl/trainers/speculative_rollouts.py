@@ -166,8 +166,9 @@ class SpeculativeRollouts(TrainerOfTRL):
         return [sampled.tokens for sampled in self._sample(prompt_ids, images, multimodal_fields)]
 
     def _sample(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict[str, Any]) -> list[Sampled]:
-        inputs = image_inputs(images, multimodal_fields, self.args, has_tools=bool(getattr(self, "tools", None)))
-        check_drawn(policy_in(self.model), self.generation_config, prompt_ids, self._tokenizer)
+        policy, has_tools = policy_in(self.model), bool(getattr(self, "tools", None))
+        inputs = image_inputs(images, multimodal_fields, policy, self.args, has_tools)
+        check_drawn(policy, self.generation_config, prompt_ids, self._tokenizer)
         return self._take_turn(self._rollouts.gather(prompt_ids, have_images=bool(inputs)), inputs)
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
