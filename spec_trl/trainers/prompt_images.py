@@ -24,8 +24,9 @@ def has_images(dataset: object) -> bool:
     if not isinstance(dataset, Dataset) or not len(dataset):
         return False
     names = [name for name in _COLUMNS if name in dataset.column_names]
-    some = dataset.select(range(0, len(dataset), -(-len(dataset) // _LOOKED_AT))).with_format("arrow")
-    return any(row for name in names for row in some[:][name].to_pylist())
+    rows = range(0, len(dataset), -(-len(dataset) // _LOOKED_AT))
+    some = dataset.select(rows).select_columns(names).with_format("arrow")[:] if names else {}
+    return any(row for name in names for row in some[name].to_pylist())
 
 
 def check_datasets(trainer: Any, policy: PreTrainedModel) -> None:

@@ -5,9 +5,9 @@ the checkpoint. Reading a log needs neither torch nor transformers.
 """
 
 import json
+import math
 import os
 import warnings
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -166,8 +166,8 @@ _LINE: Any = Annotated[Record, Discriminator("kind")]
 
 @dataclass(frozen=True)
 class Run:
-    """A whole log: headers in order of writing, records in order of rollout and of step, without replaced ones, and all
-    calls that were plain."""
+    """A whole log: headers and plain calls in order of writing, records in order of rollout and of step, without
+    replaced ones."""
 
     path: Path
     headers: list[RunHeader]

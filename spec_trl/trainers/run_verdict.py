@@ -14,8 +14,8 @@ MORE = "Drafts pay with larger weights, fewer rows at a time, or texts that repe
 COLLAPSE, COLLAPSE_FROM = 0.5, 0.3
 """Acceptance collapses when it falls below the share COLLAPSE of a rate of COLLAPSE_FROM or more."""
 COLLAPSE_ERRORS = 4.0
-"""Standard errors of the difference, beyond which a fall is no noise: one in 30,000 by chance, and runs have thousands of
-rollouts."""
+"""Standard errors of the difference, beyond which a fall is no noise: one in 30,000 by chance, and runs have thousands
+of rollouts."""
 LOOKUPS = ("history", "ngram")
 """Drafters that are not compared: their acceptance depends on the texts, and no weights could go stale."""
 
@@ -131,7 +131,8 @@ def verdict_of(run: Run) -> tuple[Verdict, list[float]]:
     """The verdict on a run, and the seconds saved up to each training rollout and the steps that follow it, what comes
     once subtracted."""
     verdict, saved = Verdict(), list[float]()
-    for other in (*run.headers, *run.plain_calls):
+    others: list[RunHeader | PlainCall] = [*run.headers, *run.plain_calls]
+    for other in others:
         verdict.add(other)
     # A rollout's `step` counts the steps before it.
     records: list[RolloutRecord | StepRecord] = [*run.steps, *run.of("train")]
@@ -151,9 +152,10 @@ def _seconds(seconds: float) -> str:
 class CollapseAlarm:
     """Warns once when a drafter's acceptance collapses between two rollouts: it no longer predicts its policy.
 
-    The difference of the two rates is tested against its own standard error, sqrt(r (1 - r) (1 / n + 1 / m)), with r the
-    rate of both together and n and m their numbers of verified blocks. Blocks are the units, since one wrong token ends
-    a draft: for a share of γ tokens the error is at most this, for first tokens exactly this.
+    The difference of the two rates is tested against its own standard error, sqrt(r (1 - r) (1 / n + 1 / m)), with r
+    the rate of both together and n and m their numbers of verified blocks. Blocks are the units, since one wrong token
+    ends a draft: for a share of γ tokens the error is at most this, for first tokens exactly this. Where a fall by
+    half would not show, the rollout with more blocks stays the one to compare with.
 
     Args:
         by_first_token: compare the acceptance of first draft tokens alone, which does not depend on γ.

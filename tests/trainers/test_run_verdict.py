@@ -90,8 +90,8 @@ BEAMS, LOOKUP = PlainCall("num_beams=4"), PlainCall("custom_generate is given")
             [rollout(0, 10.0, 15.0, points=[DRAFTED])],
         ),
         (
-            "rollouts 1.50× of plain decoding, 10.0 s saved (refresh subtracted), drafting in 50% of 200 rounds (ngram "
-            "in 45%, self in 10%).",
+            "rollouts 1.50× of plain decoding, 10.0 s saved (refresh subtracted), drafting in 50% of 200 rounds "
+            "(ngram in 45%, self in 10%).",
             [rollout(i, 10.0, 15.0, drafted_by={"self": 0.2 * i, "ngram": 0.45, "model": 0.0}) for i in (0, 1)],
         ),
         (
@@ -182,7 +182,7 @@ def test_few_blocks_other_drafters_and_lookups_are_no_alarm() -> None:
 
 @pytest.mark.parametrize("by_first_token", [False, True])
 def test_noise_is_no_alarm_and_a_collapse_is(by_first_token: bool) -> None:
-    """1,500 rollouts of 4 to 50 blocks of 5 drafts, whose rows are of different difficulty, and then a stale drafter."""
+    """1,500 rollouts of 4 to 50 blocks of 5 drafts, with rows of different difficulty, and then a stale drafter."""
     chance, base = random.Random(0), make_rollout(0)
 
     def sampled(mean: float) -> RolloutRecord:

@@ -138,7 +138,8 @@ def test_whatever_is_saved_drafts_again(
     transformers would save a config that promises a head."""
     folders, adapter = [], {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
     if way == "SpecRLOOTrainer":
-        run = train(tmp_path / "run", "mtp", kind=SpecRLOOTrainer, policy=policy, drafter_adaptation=False, max_steps=1)
+        options = dict(kind=SpecRLOOTrainer, policy=policy, max_steps=1, drafter_adaptation=False)
+        run = train(tmp_path / "run", "mtp", **options)
         run.trainer.save_model()
         folders.append(run.folder)
     elif way == "loop":

@@ -148,8 +148,8 @@ class FeatureDrafter(TrainableDrafter):
             width, wanted = getattr(part, size, None), self.config.decoder.hidden_size
             if name not in self.stored_names and width not in (None, wanted):
                 raise ValueError(
-                    f"hidden_size={wanted}, and the target's {role} is {width} wide, unlike its hidden states: it cannot "
-                    f"serve this drafter, and the checkpoint has no {name}."
+                    f"hidden_size={wanted}, and the target's {role} is {width} wide, unlike its hidden states: it "
+                    f"cannot serve this drafter, and the checkpoint has no {name}."
                 )
 
     @abstractmethod

@@ -216,9 +216,10 @@ class Record:
     def _plain_seconds(
         self, statistics: SpeculationStatistics, completed: Mapping[int, Completion], capacity: int, control: Control
     ) -> float | None:
-        """Estimates plain decoding: the same prefill, the rounds before the first draft, and the remaining rounds, within
-        what the rounds that drafted can have saved."""
-        plain, seconds = 0, statistics.phase_seconds.get("prefill", 0.0)  # this rank may decode nothing
+        """Estimates plain decoding: the same prefill, the rounds before the first draft, and the remaining rounds,
+        within what the rounds that drafted can have saved."""
+        prefill = statistics.phase_seconds.get("prefill", 0.0)  # this rank may decode nothing
+        plain, seconds = 0, prefill
         while plain < len(self.rounds) and not self.rounds[plain].draft_length:
             seconds += self.rounds[plain].seconds
             plain += 1
@@ -239,8 +240,7 @@ class Record:
             return None
         if statistics.measured_speedup is not None:  # of the same rounds, by what was expected when each began
             most = min(most, statistics.measured_speedup * sum(point.seconds for point in drafted))
-        common = statistics.phase_seconds.get("prefill", 0.0)
-        common += sum(point.seconds for point in statistics.points if not point.draft_length)
+        common = prefill + sum(point.seconds for point in statistics.points if not point.draft_length)
         return plain_seconds_within(seconds + rest, common, least, most)
 
 

@@ -127,7 +127,9 @@ EAGLE3: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], s
         lambda c, t: (t.pop("midlayer.hidden_norm.weight"), t.update({"fc.weight": torch.zeros(64, 128)})),
         "it is a drafter of EAGLE 1 or 2",
     ),
-    "another count": (lambda c, t: (c.clear(), c.update(eagle3.speculators({"num_hidden_layers": 2}))), "=2, .* are of 1"),
+    "another count": (
+        lambda c, t: (c.clear(), c.update(eagle3.speculators({"num_hidden_layers": 2}))), "=2, .* are of 1",
+    ),
     "missing": (lambda c, t: t.pop("midlayer.hidden_norm.weight"), r"missing \['layers.0.hidden_norm.weight'\]"),
     "no d2t": (lambda c, t: t.pop("d2t"), "draft_vocab_size=40 .* and d2t"),
     "t2d alone": (lambda c, t: (c.pop("draft_vocab_size"), t.pop("d2t"), t.update(WHOLE)), "t2d and no d2t"),
@@ -154,7 +156,8 @@ VARIANTS: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
     "prefix": lambda t: {name if name in ("d2t", "t2d", "lm_head.weight") else f"model.{name}": t[name] for name in t},
     "layer by number": lambda t: {name.replace("midlayer.", "layers.0."): t[name] for name in t},
     "both": lambda t: {
-        name if "2" in name or "head" in name else "model." + name.replace("midlayer.", "layers.0."): t[name] for name in t
+        name if "2" in name or "head" in name else "model." + name.replace("midlayer.", "layers.0."): t[name]
+        for name in t
     },
     "frequencies": lambda t: t | {"model.midlayer.self_attn.rotary_emb.inv_freq": torch.zeros(8)},
     "a bias of nothing": lambda t: t | {"fc.bias": torch.zeros(64)},

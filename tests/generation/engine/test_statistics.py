@@ -314,7 +314,8 @@ def test_no_gain_beyond_what_rounds_with_drafts_can_have_saved(
     completed = {index: Completion(torch.zeros(20, dtype=torch.int64), None) for index in range(8)}
     estimate = made._plain_seconds(found, completed, 8, Wrong(Candidate("self", 4, 4.0, 100)))
     assert estimate is not None
-    saved, most = estimate - found.seconds, sum(plain * one.tokens / len(one.requests) - one.seconds for one in drafted)
+    most = sum(plain * one.tokens / len(one.requests) - one.seconds for one in drafted)
+    saved = estimate - found.seconds
     least = sum(plain - one.seconds for one in drafted) - 0.25  # the last is what else drafting took
     assert (saved == 0) if not drafted else (least - 1e-6 <= saved <= most + 1e-6)
     if drafted and found.measured_speedup is not None and found.measured_speedup < 1:

@@ -54,7 +54,7 @@ class Eagle3Drafter(FeatureDrafter):
     def parse(self, settings: Mapping[str, Any], target: PreTrainedConfig) -> Eagle3Config:
         fc = self._stored.get("fc.weight", torch.empty(1, 1))
         if fc.shape[-1] == 2 * len(fc) and "layers.0.hidden_norm.weight" not in self.stored_names:
-            raise ValueError("fc reads a state and an embedding: it is a drafter of EAGLE 1 or 2, which is not served.")
+            raise ValueError("fc reads a state and an embedding: it is a drafter of EAGLE 1 or 2, not of 3.")
         layers = {match[1] for name in self.stored_names if (match := re.match(r"layers\.(\d+)\.", name))}
         return Eagle3Config.parse(settings, target.num_hidden_layers, len(layers))
 

@@ -55,8 +55,8 @@ class Eagle3Config(FeatureConfig):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any], target_layers: int, layers: int = 1) -> "Eagle3Config":
-        """Reads a config.json of either format, of a checkpoint whose tensors are of so many `layers`. Without layer ids
-        they are 2, L // 2 and L - 3 of L `target_layers`.
+        """Reads a config.json of either format, of a checkpoint whose tensors are of so many `layers`. Without layer
+        ids they are 2, L // 2 and L - 3 of L `target_layers`.
 
         Raises:
             ValueError: a key asks for something that is not served.
