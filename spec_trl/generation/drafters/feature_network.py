@@ -245,8 +245,8 @@ class FeatureNetwork(nn.Module):
             if "t2d" not in maps and len(ids) < vocabulary and not self.d2t.any():
                 warnings.warn(
                     f"d2t is 0 throughout, and t2d is missing: the {len(ids)} tokens that the drafter scores are "
-                    f"then the first of the target's {vocabulary}. If it was trained with others, all drafts are wrong, "
-                    "which costs speed and changes no token: take d2t from its training run.",
+                    f"then the first of the target's {vocabulary}. If it was trained with others, all drafts are "
+                    "wrong, which costs speed and changes no token: take d2t from its training run.",
                     stacklevel=2,
                 )
         elif "t2d" in maps:
