@@ -210,10 +210,10 @@ class Record:
                 statistics.learning = drafter.learning
         statistics.phase_seconds = self.phase_seconds()
         statistics.seconds = time.perf_counter() - self._started
-        statistics.plain_seconds = self._plain_seconds(statistics, completed, rows.capacity, control)
+        statistics.plain_seconds = self.plain_seconds(statistics, completed, rows.capacity, control)
         return statistics
 
-    def _plain_seconds(
+    def plain_seconds(
         self, statistics: SpeculationStatistics, completed: Mapping[int, Completion], capacity: int, control: Control
     ) -> float | None:
         """Estimates plain decoding: the same prefill, the rounds before the first draft, and the remaining rounds,

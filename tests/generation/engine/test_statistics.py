@@ -312,7 +312,7 @@ def test_no_gain_beyond_what_rounds_with_drafts_can_have_saved(
             tallied.baseline_seconds += plain * one.tokens / len(one.requests)
         found.measured_speedup = tallied.measured_speedup
     completed = {index: Completion(torch.zeros(20, dtype=torch.int64), None) for index in range(8)}
-    estimate = made._plain_seconds(found, completed, 8, Wrong(Candidate("self", 4, 4.0, 100)))
+    estimate = made.plain_seconds(found, completed, 8, Wrong(Candidate("self", 4, 4.0, 100)))
     assert estimate is not None
     most = sum(plain * one.tokens / len(one.requests) - one.seconds for one in drafted)
     saved = estimate - found.seconds
