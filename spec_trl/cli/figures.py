@@ -15,7 +15,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.ticker import MaxNLocator
 
 from ..generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline, RoundPoint, added, slowest
-from ..trainers.run_log import TIMELINES, RolloutRecord, Run, StepRecord, verdict_of
+from ..trainers.run_log import TIMELINES, RolloutRecord, Run, StepRecord
+from ..trainers.run_verdict import verdict_of
 from .plotting import (
     BLUE,
     GREEN,
@@ -401,7 +402,7 @@ def verdict_of_run(run: Run) -> Drawing | None:
         return None
     verdict, saved = verdict_of(run)
     counts = [record.rollout for record in rollouts]
-    speedups = [(record.plain_seconds or math.nan) / (record.seconds or math.nan) for record in rollouts]
+    speedups = [record.speedup for record in rollouts]
     figure, (left, right) = canvas((_ROLLOUT, "speedup over plain decoding (×)"), (_ROLLOUT, "seconds saved so far"))
     left.axhline(1, color=GREY, linewidth=0.8)
     left.plot(counts, speedups, color=GREY, linewidth=0.8)
@@ -419,5 +420,5 @@ def verdict_of_run(run: Run) -> Drawing | None:
     for sign, colour in ((1, GREEN), (-1, VERMILLION)):
         where = [sign * height >= 0 for height in heights]
         right.fill_between(edges, heights, where=where, interpolate=True, color=colour, alpha=0.3, linewidth=0)
-    right.set_title(f"begins at {heights[0]:,.1f} s (calibration), ends at {heights[-1]:,.1f} s")
+    right.set_title(f"begins at {heights[0]:,.1f} s (probe or calibration), ends at {heights[-1]:,.1f} s")
     return Drawing(figure, str(verdict))

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from ..json_files import write_atomically
 from ..papers import load
-from ..trainers.run_log import Run, read_run, verdict_of
+from ..trainers.run_log import Run, read_run
+from ..trainers.run_verdict import verdict_of
 from . import figures
 from .plotting import Drawing
 

@@ -3,6 +3,7 @@ calls: it checks the call, chooses drafters and control, runs the rollout, and a
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -131,7 +132,7 @@ def speculative_decoding(
     # `generate` gives a custom method no assistant and no streamer; the keyword's wrapper hands them over by these.
     assistant, streamer = model_kwargs.pop("_assistant", None), model_kwargs.pop("_streamer", None)
     image_inputs = model_kwargs.pop("_images", None)
-    config, device = SpeculativeConfig.coerce(speculative_config), model.device
+    config, device, began = SpeculativeConfig.coerce(speculative_config), model.device, time.perf_counter()
     batch, width = input_ids.shape
     capacity = asked = min(batch, config.max_batch_size or batch)
     new_tokens = min([each.max_length for each in stopping_criteria if type(each) is MaxLengthCriteria]) - width
@@ -279,6 +280,7 @@ def speculative_decoding(
             session.drop_runner()  # its cache may hold broken K/V
             raise
         statistics.exact, statistics.copied_bytes = exact, copied
+        statistics.setup_seconds = time.perf_counter() - began - statistics.seconds
         if config.decoupled_execution != "never":
             keep_acceptance(session, drafters, statistics)
         session.check_shadow()
@@ -318,6 +320,8 @@ _SIGNATURE = inspect.signature(speculative_decoding)
 _generate: Callable[..., Any] | None = None
 DEFAULTS: "WeakKeyDictionary[Any, Callable[..., Any]]" = WeakKeyDictionary()
 """Functions by model that run a call without a decoding method; they get plain `generate` and the call's arguments."""
+UNDONE_WITH_IT = list[Callable[[], None]]()
+"""Take back what else was changed in transformers, when the keyword is taken away."""
 
 
 def install() -> None:
@@ -378,6 +382,8 @@ def uninstall() -> None:
     if _generate is not None:
         GenerationMixin.generate = _generate
         _generate = None
+    while UNDONE_WITH_IT:
+        UNDONE_WITH_IT.pop()()
 
 
 def setting(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

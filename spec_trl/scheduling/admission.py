@@ -47,7 +47,7 @@ class AdmissionDelay:
 class PlainRounds(NamedTuple):
     """`rounds` autoregressive rounds of `batch` rows of mean length `length`."""
 
-    rounds: int
+    rounds: float
     batch: int
     length: float
 

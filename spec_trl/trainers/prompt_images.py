@@ -5,19 +5,66 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
+from transformers import PreTrainedModel, ProcessorMixin
 
-from ..generation.engine.image_prompts import TOKEN_TYPES
+from ..generation.engine.image_prompts import TOKEN_TYPES, check_family
 from .rollout_options import RolloutOptions
 
 
+_COLUMNS = "images", "image"
+"""Columns in which TRL looks for images."""
+_LOOKED_AT = 64  # rows, spread over a dataset, that are looked at for images
+
+
+def has_images(dataset: object) -> bool:
+    """Whether some of `dataset`, or of a dict of datasets, has images, as far as can be seen without decoding one."""
+    if isinstance(dataset, dict):
+        return any(map(has_images, dataset.values()))
+    if not isinstance(dataset, Dataset) or not len(dataset):
+        return False
+    names = [name for name in _COLUMNS if name in dataset.column_names]
+    rows = range(0, len(dataset), -(-len(dataset) // _LOOKED_AT))
+    some = dataset.select(rows).select_columns(names).with_format("arrow")[:] if names else {}
+    return any(row for name in names for row in some[name].to_pylist())
+
+
+def check_datasets(trainer: Any, policy: PreTrainedModel) -> None:
+    """Raises ValueError where a dataset of `trainer` has images, and its rollouts could not read them."""
+    if not has_images({name: vars(trainer)[name] for name in ("train_dataset", "eval_dataset")}):
+        return
+    check_images(policy, trainer.args, has_tools=bool(getattr(trainer, "tools", None)))
+    if not isinstance(trainer.processing_class, ProcessorMixin):
+        raise ValueError(
+            f"the dataset has images, and the processing_class is a {type(trainer.processing_class).__name__}, which "
+            f"reads no images. Pass the processor of the model, or use {trainer.args.base_trainer}."
+        )
+
+
+def check_images(policy: PreTrainedModel, options: RolloutOptions, has_tools: bool) -> None:
+    """Raises ValueError where the policy's family, or something else of the run, does not go with images."""
+    check_family(policy, f"Use {options.base_trainer}, or leave the images out of the dataset.")
+    asked = {
+        "tools": (has_tools, "leave tools unset"),
+        f"draft_ranks={options.draft_ranks}": (options.draft_ranks > 0, "set draft_ranks=0"),
+        "exact_logprobs=True": (options.exact_logprobs, "set exact_logprobs=False"),
+    }
+    for what, (is_asked, remedy) in asked.items():
+        if is_asked:
+            raise ValueError(
+                f"prompts with images do not go with {what} in {options.trainer}; {remedy}, or use "
+                f"{options.base_trainer}."
+            )
+
+
 def image_inputs(
-    images: Any, fields: Mapping[str, Any], options: RolloutOptions, has_tools: bool
+    images: Any, fields: Mapping[str, Any], policy: PreTrainedModel, options: RolloutOptions, has_tools: bool
 ) -> dict[str, Any]:
     """Returns what `generate` takes for the `images` of a rollout's prompts, out of `fields`, a processor's outputs
     besides token ids: tensors, and rows of token types without padding. Empty: prompts are text.
 
     Raises:
-        ValueError: the images are not in `fields`, or something else of the run does not go with images.
+        ValueError: the images are not in `fields`, or the run does not go with images.
     """
     carried = [
         name for name, rows in fields.items()
@@ -30,17 +77,7 @@ def image_inputs(
             f"the prompts carry {', '.join(carried) or 'images'}, and the processor gives no pixel_values for them. "
             f"Pass the processor of a vision-language model as processing_class, or use {options.base_trainer}."
         )
-    asked = {
-        "tools": (has_tools, "leave tools unset"),
-        f"draft_ranks={options.draft_ranks}": (options.draft_ranks > 0, "set draft_ranks=0"),
-        "exact_logprobs=True": (options.exact_logprobs, "set exact_logprobs=False"),
-    }
-    for what, (is_asked, remedy) in asked.items():
-        if is_asked:
-            raise ValueError(
-                f"prompts with images do not go with {what} in {options.trainer}; {remedy}, or use "
-                f"{options.base_trainer}."
-            )
+    check_images(policy, options, has_tools)
     return {
         name: rows if name in TOKEN_TYPES or isinstance(rows, torch.Tensor) else torch.from_numpy(np.array(rows))
         for name, rows in fields.items()

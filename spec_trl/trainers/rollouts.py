@@ -21,8 +21,9 @@ from ..generation.registry import CHOOSING
 from ..generation.strategies import policy_copies
 from .rollout_options import RolloutOptions
 from .run_drafting import PROFILE_FILE, RunDrafting
-from .run_log import CollapseAlarm, Mode, Record, RunHeader
+from .run_log import Mode, Record, RunHeader
 from .run_records import RunRecords, describe
+from .run_verdict import CollapseAlarm
 from .step_totals import RolloutTotals, metrics
 
 

@@ -58,7 +58,7 @@ class RunDrafting:
         self.adaptation: DrafterAdaptation | None = None
         self.activations: ActivationStatistics | None = None  # for AWQ
         self.profile: Profile | None = None
-        self.calibration_seconds = 0.0  # not yet logged
+        self.calibration_seconds = 0.0  # of a profile, a ladder or a probe; not yet logged
         self._known: KnownRounds | None = None
         self._draft_lengths: dict[str, DraftLengthController] = {}  # by strategy
         self._copied: tuple[object, ...] = ()  # structure of the policy that copies were made of; (): no copy was made
@@ -71,16 +71,15 @@ class RunDrafting:
         self, policy: PreTrainedModel, step: int, rows: int, width: int, durations: Durations
     ) -> tuple[list[Drafter], Control]:
         """Returns drafters and control of a turn after `step` optimizer steps, with `rows` rows in flight of prompts
-        of `width` tokens. The first call makes both, and may calibrate. `durations` counts making drafters as a
-        refresh. All ranks must call it."""
+        of `width` tokens. The first call makes both, and may probe or calibrate. `durations` counts making drafters as
+        setup. All ranks must call it."""
         structure_now = structure(policy)
         if not self._copied:
             started = time.perf_counter()
             self._make_drafters(policy)
             self._drafted_step = step
             making = time.perf_counter() - started
-            durations.seconds += making
-            durations.refresh_seconds += making
+            durations.setup_seconds += making
         elif structure_now != self._copied:  # other adapters are active, merged or scaled now
             copy_again(self.drafters, policy, self.config)
             self._watch_activations(policy)
@@ -140,7 +139,8 @@ class RunDrafting:
                 candidate.block_efficiency = controller.block_efficiency
         if is_new and self.drafters and self._accelerator.is_main_process:
             forecast = self.control.forecast(rows, width + args.max_completion_length / 2)
-            took = f" (calibration took {self.calibration_seconds:.0f} s)" if self.calibration_seconds >= 1 else ""
+            what = "calibration" if self.profile else "a first probe of this machine"
+            took = f" ({what} took {self.calibration_seconds:.0f} s)" if self.calibration_seconds >= 1 else ""
             print(f"spec_trl rollouts: {forecast.reason}{took}")
         return self.control
 

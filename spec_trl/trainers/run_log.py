@@ -1,10 +1,11 @@
-"""The log of a training run, a JSON object per rollout and step, and the verdict on it: whether speculation helped.
+"""The log of a training run: a JSON object per rollout and step.
 
 A resumed run appends a second header to the same file. Its records replace those that the first attempt wrote after
 the checkpoint. Reading a log needs neither torch nor transformers.
 """
 
 import json
+import math
 import os
 import warnings
 from dataclasses import dataclass, field, replace
@@ -15,22 +16,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator
 from tqdm import tqdm
 
-from ..generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline, RoundPoint, added
+from ..generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline, RoundPoint
 from ..json_files import from_json, to_json
 
 
 LOG_FILE = "rollout_log.jsonl"
 TIMELINES = 64
 """Requests of a rollout whose timelines are logged."""
-NOTABLE = 0.05
-"""Seconds; a smaller value would print as 0.0."""
-MORE = "Drafts pay with larger weights, fewer rows at a time, or texts that repeat."
-COLLAPSE, COLLAPSE_FROM = 0.5, 0.3
-"""Acceptance collapses when it falls below the share COLLAPSE of a rate of COLLAPSE_FROM or more."""
-COLLAPSE_DRAFTED = 64
-"""Rollouts with fewer draft tokens are not compared: a toggle stops a bad drafter early."""
-LOOKUPS = ("history", "ngram")
-"""Drafters that are not compared: their acceptance depends on the texts, and no weights could go stale."""
 
 Mode = Literal["train", "eval"]
 
@@ -47,7 +39,8 @@ class RunHeader:
         strategy: `assistant_strategy`.
         settings: options of the trainer's config that TRL's config lacks.
         profile: path of the roofline profile, if there is one.
-        calibration_seconds: spent before the first rollout on the profile and the draft ladder.
+        calibration_seconds: spent before the first rollout on a profile and a draft ladder, or else on a probe of the
+            machine.
     """
 
     kind: Literal["header"] = "header"
@@ -76,13 +69,14 @@ class RolloutRecord:
         step: number of optimizer steps before it.
         strategy: `assistant_strategy`.
         drafter: the strategy that drafted in most rounds; None: none drafted.
-        seconds: of the whole rollout, `refresh_seconds` (making or requantizing the drafter) included.
+        seconds: of the whole rollout, `refresh_seconds` (requantizing the drafter) and `setup_seconds` included.
+        setup_seconds: of making drafters and of the calls' setup; most of it comes once.
         requests: number of completions.
         target_entropy: mean of -log p of the sampled tokens, in nats.
         draft_length: γ in force.
         mean_draft_length, sd_on_fraction: of the rounds that speculated, the mean γ, and their share of all.
         timeline: of the last `TIMELINES` requests to end, in the order of their ends.
-        plain_seconds: estimate for plain decoding; None: unknown.
+        plain_seconds: estimate for plain decoding, without setup; None: unknown.
         tail_seconds, tail_rounds: after half of a call's requests had ended.
         drafted_by, race_wins: by strategy: share of rounds in which it drafted, number of races won.
         rank_seconds: seconds of decoding by rank; in a pool, waiting for other ranks is left out.
@@ -99,6 +93,7 @@ class RolloutRecord:
     drafter: str | None
     seconds: float
     refresh_seconds: float
+    setup_seconds: float = 0.0
     tokens: int
     requests: int
     phase_seconds: dict[str, float]
@@ -129,9 +124,15 @@ class RolloutRecord:
     moved_rows: int = 0
 
     @property
+    def speedup(self) -> float:
+        """Over plain decoding, refresh included and setup left out; NaN: unknown."""
+        seconds = self.seconds - self.setup_seconds
+        return self.plain_seconds / seconds if self.plain_seconds and seconds else math.nan
+
+    @property
     def idle_share(self) -> float | None:
         """Share of the ranks' time without rows to decode; None: not logged."""
-        return 1 - fmean(self.rank_seconds) / self.seconds if self.rank_seconds else None
+        return 1 - fmean(self.rank_seconds) / (self.seconds - self.setup_seconds) if self.rank_seconds else None
 
 
 @dataclass(frozen=True)
@@ -151,18 +152,28 @@ class StepRecord:
     reward: float | None
 
 
-Record = RunHeader | RolloutRecord | StepRecord
+@dataclass(frozen=True)
+class PlainCall:
+    """A call of `generate` that speculation does not serve, and so was plain, for a `reason`."""
+
+    kind: Literal["plain_call"] = field(default="plain_call", kw_only=True)
+    reason: str
+
+
+Record = RunHeader | RolloutRecord | StepRecord | PlainCall
 _LINE: Any = Annotated[Record, Discriminator("kind")]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A whole log: headers in order of writing, records in order of rollout and of step, without replaced ones."""
+    """A whole log: headers and plain calls in order of writing, records in order of rollout and of step, without
+    replaced ones."""
 
     path: Path
     headers: list[RunHeader]
     rollouts: list[RolloutRecord]
     steps: list[StepRecord]
+    plain_calls: list[PlainCall] = field(default_factory=list)
 
     @property
     def header(self) -> RunHeader:
@@ -221,6 +232,7 @@ def read_run(path: Path | str) -> Run:
         )
     headers: list[RunHeader] = []
     records: dict[str, dict[int, Any]] = {"eval": {}, "train": {}, "step": {}}  # by mode or "step", and by number
+    plain_calls: list[PlainCall] = []
     started: set[str] = set()  # keys with records after the newest header
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(tqdm(lines, desc=f"reading {path.name}", unit=" lines", delay=2, leave=False), 1):
@@ -237,6 +249,8 @@ def read_run(path: Path | str) -> Run:
             started.clear()
         elif not headers:
             raise ValueError(f"{where} comes before any header. Is the beginning of the file missing?")
+        elif isinstance(record, PlainCall):
+            plain_calls.append(record)
         else:
             if isinstance(record, RolloutRecord) and headers[-1].version == 1:
                 for point in record.points:
@@ -249,136 +263,4 @@ def read_run(path: Path | str) -> Run:
     if not headers:
         raise ValueError(f"{path} holds no record. The run ended before its first rollout; start it again.")
     eval_, train, steps = ([by_number[at] for at in sorted(by_number)] for by_number in records.values())
-    return Run(path, headers, eval_ + train, steps)
-
-
-# ---- what a log says ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Verdict:
-    """Sums over a run so far. Its text says in one sentence whether speculation helped the training rollouts.
-    Calibration, and making, refreshing and training the drafter, are subtracted from the gain.
-
-    Args:
-        rollouts: number of training rollouts.
-        compared: number of rollouts with known `plain_seconds`.
-        seconds: of the compared rollouts, making and refreshing the drafter included.
-        plain_seconds: predicted seconds of plain decoding for the compared rollouts.
-        calibration_seconds, adaptation_seconds: spent outside of rollouts.
-        rounds, drafted_rounds: of all training rollouts.
-        rounds_of: rounds in which a strategy drafted, alone or with another.
-        plain_rounds: timed rounds without drafts.
-        reason: of the newest rollout; None: the log is older than this field.
-    """
-
-    rollouts: int = 0
-    compared: int = 0
-    seconds: float = 0.0
-    plain_seconds: float = 0.0
-    calibration_seconds: float = 0.0
-    adaptation_seconds: float = 0.0
-    rounds: int = 0
-    drafted_rounds: float = 0.0
-    rounds_of: dict[str, float] = field(default_factory=dict)
-    plain_rounds: int = 0
-    reason: str | None = None
-
-    def add(self, record: Record) -> None:
-        """Counts one more record of the run."""
-        if isinstance(record, RunHeader):
-            self.calibration_seconds += record.calibration_seconds
-        elif not isinstance(record, RolloutRecord):
-            self.adaptation_seconds += record.phases.get("adaptation", 0.0)
-        elif record.mode == "train":
-            self.rollouts += 1
-            self.rounds += record.rounds
-            self.drafted_rounds += record.rounds * (record.sd_on_fraction or 0.0)
-            drafted = {name: record.rounds * share for name, share in record.drafted_by.items() if share}
-            self.rounds_of = added(self.rounds_of, drafted)
-            self.plain_rounds += sum(point.rounds for point in record.points if not point.draft_length)
-            self.reason = record.reason
-            if record.plain_seconds is not None:
-                self.compared += 1
-                self.seconds += record.seconds
-                self.plain_seconds += record.plain_seconds
-
-    @property
-    def spent(self) -> float:
-        """Seconds of the compared rollouts, and of drafters' costs outside of them."""
-        return self.seconds + self.calibration_seconds + self.adaptation_seconds
-
-    @property
-    def saved(self) -> float:
-        """Seconds; less than 0: lost."""
-        return self.plain_seconds - self.spent
-
-    def __str__(self) -> str:
-        if not self.rollouts:
-            return "no training rollout was logged."
-        costs = f"calibration{', adaptation' if self.adaptation_seconds else ''} and refresh"
-        if not self.drafted_rounds:
-            why = "" if self.reason is None else f" ({self.reason})"
-            extra = f"; {costs} took {_seconds(-self.saved)}" if -self.saved >= NOTABLE else ""
-            return f"nothing was drafted{why}: rollouts were plain decoding{extra}. {MORE}"
-        share = f"drafting in {self.drafted_rounds / self.rounds:.0%} of rounds"
-        if len(self.rounds_of) > 1:
-            by_rounds = sorted(self.rounds_of.items(), key=lambda item: -item[1])
-            share += f" ({', '.join(f'{name} in {rounds / self.rounds:.0%}' for name, rounds in by_rounds)})"
-        if not self.compared:
-            why = "the log is older than this comparison" if self.reason is None else "no plain round was measured"
-            return f"{share}; the speedup over plain decoding is not known: {why}."
-        baseline = "" if self.plain_rounds else " as predicted (no round of the run was plain)"
-        gain = f"{_seconds(abs(self.saved))} {'saved' if self.saved >= 0 else 'lost'} ({costs} subtracted)"
-        known = f"; known of {self.compared} of {self.rollouts} rollouts" if self.compared < self.rollouts else ""
-        return f"rollouts {self.plain_seconds / self.spent:.2f}× of plain decoding{baseline}, {gain}, {share}{known}."
-
-
-def verdict_of(run: Run) -> tuple[Verdict, list[float]]:
-    """The verdict on a run, and the seconds saved up to each training rollout and the steps that follow it."""
-    verdict, saved = Verdict(), list[float]()
-    for header in run.headers:
-        verdict.add(header)
-    # A rollout's `step` counts the steps before it.
-    records: list[RolloutRecord | StepRecord] = [*run.steps, *run.of("train")]
-    for record in sorted(records, key=lambda record: record.step):  # which leaves steps before rollouts
-        verdict.add(record)
-        if isinstance(record, RolloutRecord):
-            saved.append(verdict.saved)
-        elif saved:
-            saved[-1] = verdict.saved
-    return verdict, saved
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
-
-
-class CollapseAlarm:
-    """Warns once when a drafter's acceptance collapses between two rollouts: it no longer predicts its policy.
-
-    Args:
-        by_first_token: compare the acceptance of first draft tokens alone, which does not depend on γ.
-    """
-
-    def __init__(self, by_first_token: bool) -> None:
-        self._by_first_token = by_first_token
-        self._previous: RolloutRecord | None = None
-
-    def add(self, record: RolloutRecord) -> None:
-        """Compares a training rollout with the one before, and warns if acceptance collapsed."""
-        drafted = sum(depth.drafted for depth in record.per_depth.values())
-        if drafted < COLLAPSE_DRAFTED or record.drafter in LOOKUPS:
-            return
-        previous, self._previous = self._previous, record
-        if previous is None or previous.drafter != record.drafter:
-            return
-        name = "first_token_acceptance" if self._by_first_token else "acceptance_rate"
-        before, now = (getattr(rollout, name) or 0.0 for rollout in (previous, record))
-        if before >= COLLAPSE_FROM and now < COLLAPSE * before:
-            warnings.warn(
-                f"the acceptance rate of the drafter {record.drafter!r} fell from {before:.2f} to {now:.2f} between "
-                f"two rollouts (step {record.step}). Outputs are not affected, speed is. Did something write weights "
-                "that the drafter cannot see, or did the policy collapse?",
-                stacklevel=2,
-            )
+    return Run(path, headers, eval_ + train, steps, plain_calls)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import LogitsProcessor, TemperatureLogitsWarper
+from transformers import LogitsProcessor, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 from trl import GRPOConfig
 
 
@@ -32,7 +32,10 @@ class SamplerMismatch:
         self._accelerator = accelerator
         # As TRL logs it of vLLM: the ratio of a completion is the product over its tokens.
         self._by_sequence = args.vllm_importance_sampling_mode.startswith("sequence")
-        self.is_logged = processors is not None and is_comparable(processors, args.temperature)
+        # Models that read images never write their tokens, which the forward of TRL's loss gives a probability: the
+        # distance shows how much.
+        drawn = [one for one in processors or () if type(one) is not SuppressTokensLogitsProcessor]
+        self.is_logged = processors is not None and is_comparable(drawn, args.temperature)
         self.forward: Tensor | None = None
 
     def for_the_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:

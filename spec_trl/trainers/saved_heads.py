@@ -1,9 +1,10 @@
 """MTP heads in saved policies. transformers leaves them out when it loads a model, and so when it saves it; engines
 that read in config.json that there are some then fail, or draft with random weights."""
 
+import functools
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,33 +16,80 @@ from transformers import PreTrainedModel
 
 from ..generation.drafters.mtp.mtp_drafter import OWN, MtpDrafter
 from ..generation.drafters.mtp.mtp_layouts import INDEX, WHOLE, find_heads, promises_heads, stored_files
+from ..generation.engine.drafter import Drafter
+from ..generation.generate import UNDONE_WITH_IT
 from ..json_files import replacing, write_atomically
 
 
 _HEADS, _REST = "model-mtp.safetensors", "model-00001-of-00001.safetensors"
 _read: "WeakKeyDictionary[PreTrainedModel, tuple[str, Mapping[str, Tensor]]]" = WeakKeyDictionary()
 """Heads by policy, with the checkpoint's name."""
+_kept: "WeakKeyDictionary[PreTrainedModel, Callable[[], Mapping[str, Tensor]]]" = WeakKeyDictionary()
+_save_pretrained: Callable[..., Any] | None = None
+_OF_PUSHES = {"commit_message", "create_pr", "max_shard_size", "private", "token"}
+"""Options of `save_pretrained` that `push_to_hub` takes."""
+
+
+def head_of(drafters: Iterable[Drafter]) -> Mapping[str, Tensor]:
+    """Tensors of the head that drafts, with what it has learned; empty: none of `drafters` is one."""
+    return next((drafter.tensors() for drafter in drafters if isinstance(drafter, MtpDrafter)), {})
+
+
+def keep_heads(policy: PreTrainedModel, drafting: Callable[[], Mapping[str, Tensor]]) -> None:
+    """From now on `policy` is saved with its heads, whoever saves it: trainers, loops, merges and pushes all call
+    `save_pretrained`, which therefore is replaced for all models, and as it was for all but such policies.
+
+    Args:
+        policy: nothing happens where its config promises no heads.
+        drafting: returns `learned` of :func:`adding_heads`. It must not keep the policy alive.
+    """
+    global _save_pretrained
+    if not promises_heads(policy.config):
+        return
+    _kept[policy] = drafting
+    if _save_pretrained is not None:
+        return
+    original = _save_pretrained = PreTrainedModel.save_pretrained
+
+    @functools.wraps(original)
+    def save_pretrained(
+        self: PreTrainedModel, save_directory: str | Path, is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        if self not in _kept or not is_main_process:
+            return original(self, save_directory, is_main_process, *args, **kwargs)
+        pushes = kwargs.pop("push_to_hub", False)  # before the heads are there
+        with adding_heads(self, save_directory, _kept[self]()):
+            original(self, save_directory, is_main_process, *args, **kwargs)
+        if pushes:
+            options = {name: kwargs[name] for name in _OF_PUSHES & kwargs.keys()}
+            self.push_to_hub(kwargs.get("repo_id", Path(save_directory).name), **options)
+
+    PreTrainedModel.save_pretrained = save_pretrained
+    UNDONE_WITH_IT.append(_restore)
+
+
+def _restore() -> None:
+    global _save_pretrained
+    PreTrainedModel.save_pretrained, _save_pretrained = _save_pretrained, None
 
 
 @contextmanager
-def adding_heads(policy: PreTrainedModel, folder: str | Path, trained: MtpDrafter | None) -> Iterator[None]:
+def adding_heads(policy: PreTrainedModel, folder: str | Path, learned: Mapping[str, Tensor]) -> Iterator[None]:
     """Adds all heads of the checkpoint that `policy` was loaded from to `folder`, where the block saves the policy, be
     it over that very checkpoint. They keep the names and the dtypes that they came with.
 
     Args:
         policy: whose config names the checkpoint.
         folder: where safetensors of the policy are then; without them nothing is added.
-        trained: its weights take the place of those of the checkpoint, and stand alone where these are missing;
-            None: none was trained.
+        learned: tensors that take the place of those of the checkpoint, and stand alone where these are missing.
     """
     folder, tensors = Path(folder), dict[str, Tensor]()
-    learned = {} if trained is None else trained.tensors()
-    if policy.config.name_or_path and promises_heads(policy.config):
+    if promises_heads(policy.config):
         try:
-            tensors = dict(heads_of(policy)) or learned
+            tensors = dict(heads_of(policy) or learned)
         except ValueError as error:
-            tensors = learned
-            if trained is None:
+            tensors = dict(learned)
+            if not learned:
                 warnings.warn(
                     f"{folder} is saved without the policy's multi-token-prediction head, which config.json promises: "
                     f"{error} Copy the head's tensors there, or set its number of heads to 0.",
@@ -66,6 +114,8 @@ def heads_of(policy: PreTrainedModel) -> Mapping[str, Tensor]:
             calls return none.
     """
     name, revision = policy.config.name_or_path, getattr(policy.config, "_commit_hash", None)
+    if not name:
+        return {}
     if (known := _read.get(policy)) is not None and known[0] == name:
         return known[1]
     heads = find_heads(name, policy, OWN, revision=revision)

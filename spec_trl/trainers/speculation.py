@@ -31,8 +31,10 @@ from ..generation.registry import check_use
 from ..generation.session import Session
 from ..generation.strategies import Assistant, check_probabilities, check_states, make_drafters, policy_copies
 from .rollout_memory import whole_weights
-from .run_log import Mode, Record, RunLog, StepRecord, Verdict, read_run
+from .run_log import Mode, PlainCall, Record, RunLog, StepRecord, read_run
 from .run_records import RunRecords, describe
+from .run_verdict import Verdict
+from .saved_heads import head_of, keep_heads
 from .step_totals import RolloutTotals, StepClock, metrics
 from .trainer_checks import check_generation
 
@@ -101,6 +103,8 @@ def speculate(
         output_dir = None  # the first rank writes the log
     elif trainer is not None and output_dir is None:
         output_dir = trainer.args.output_dir
+    head = head_of(drafters)
+    keep_heads(policy, lambda: head)
     return Speculation(model, strategy, config, assistant_model, output_dir, trainer)
 
 
@@ -187,6 +191,7 @@ class Speculation(AbstractContextManager["Speculation"]):
             if not self._has_warned:
                 warnings.warn(f"a call of generate does not speculate: {error}", stacklevel=3)
                 self._has_warned = True
+            self._append(PlainCall(str(error)), policy_in(outer))
             return generate(model, **kwargs)
         self._add(model, output, time.perf_counter() - started)
         return output if wants_dict else output.sequences

@@ -1,18 +1,17 @@
 """What our trainers override of TRL's on-policy trainers, so that rollouts are speculative."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import ref
 
 import torch
-from transformers import PreTrainedModel
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
 from ..distributed.link import naming_the_remedy
 from ..distributed.shared_rollouts import Sampled, Turn
 from ..drafter_training.adaptation import check_adaptation
-from ..generation.drafters.mtp.mtp_drafter import MtpDrafter
 from ..generation.engine.requirements import policy_in
 from .checkpoint import find_checkpoint
 from .exact_logprobs import ExactLogprobs
@@ -21,7 +20,7 @@ from .rollout_memory import KeptGraphs, whole_weights
 from .rollout_options import RolloutOptions
 from .rollouts import Rollouts
 from .run_log import Mode, StepRecord
-from .saved_heads import adding_heads
+from .saved_heads import head_of, keep_heads
 from .step_totals import StepClock
 from .trainer_checks import check_attributes, check_drawn, check_fsdp, check_methods, check_rollouts
 
@@ -83,6 +82,8 @@ class SpeculativeRollouts(TrainerOfTRL):
         self._exact = ExactLogprobs(self, config, self._processors) if args.exact_logprobs else None
         self._clock = StepClock(self.accelerator.device, self._log_step)
         self.add_callback(self._clock)
+        drafting = ref(self._rollouts.drafting)
+        keep_heads(policy_in(self.model), lambda: head_of(() if (one := drafting()) is None else one.drafters))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         # Before and after a run weights may be replaced without a step (resuming, a second run,
@@ -165,8 +166,9 @@ class SpeculativeRollouts(TrainerOfTRL):
         return [sampled.tokens for sampled in self._sample(prompt_ids, images, multimodal_fields)]
 
     def _sample(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict[str, Any]) -> list[Sampled]:
-        inputs = image_inputs(images, multimodal_fields, self.args, has_tools=bool(getattr(self, "tools", None)))
-        check_drawn(policy_in(self.model), self.generation_config, prompt_ids, self._tokenizer)
+        policy, has_tools = policy_in(self.model), bool(getattr(self, "tools", None))
+        inputs = image_inputs(images, multimodal_fields, policy, self.args, has_tools)
+        check_drawn(policy, self.generation_config, prompt_ids, self._tokenizer)
         return self._take_turn(self._rollouts.gather(prompt_ids, have_images=bool(inputs)), inputs)
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,17 +203,6 @@ class SpeculativeRollouts(TrainerOfTRL):
         if adaptation is not None and self.args.should_save:  # before super, which may push the folder to the hub
             adaptation.save_drafter(output_dir or self.args.output_dir)
         super().save_model(output_dir, _internal_call)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        policy = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        adaptation = self._rollouts.drafting.adaptation
-        drafter = None if adaptation is None else adaptation.drafter
-        heads: AbstractContextManager[None] = nullcontext()
-        if self.args.should_save and isinstance(policy, PreTrainedModel):  # else an adapter is saved
-            trained = drafter if isinstance(drafter, MtpDrafter) else None
-            heads = adding_heads(policy, output_dir or self.args.output_dir, trained)
-        with heads:
-            super()._save(output_dir, state_dict)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -105,7 +105,8 @@ class Counts:
 class Durations:
     """Durations of a rollout, named as in :class:`RolloutRecord`: sums over its calls, maxima over ranks."""
 
-    seconds: float = 0.0
+    seconds: float = 0.0  # without setup
+    setup_seconds: float = 0.0
     refresh_seconds: float = 0.0
     drafter_update_seconds: float = 0.0
     tail_seconds: float = 0.0
@@ -147,7 +148,8 @@ class RolloutTotals:
         seconds: float,
         pool: SharedPool | None = None,
     ) -> None:
-        """Adds a `generate` call that decoded `requests` rows in `seconds`, preparation included; `pool`: of ranks."""
+        """Adds a `generate` call that decoded `requests` rows in `seconds`, setup included; `pool`: of ranks."""
+        seconds -= statistics.setup_seconds
         begun, rounds, done = self.durations.seconds, self.rounds, self.counts.requests
         self.phase_seconds = added(self.phase_seconds, statistics.phase_seconds)
         self.speculating += [plan._replace(round=rounds + plan.round) for plan in statistics.speculating]
@@ -175,7 +177,8 @@ class RolloutTotals:
         tail, plain = statistics.tail(), statistics.plain_seconds
         self.idle_seconds += 0.0 if pool is None else pool.idle_seconds
         plain = math.inf if plain is None else seconds - statistics.seconds + plain
-        self.durations = added(self.durations, Durations(seconds, 0.0, waited, tail.seconds, tail.rounds, plain))
+        of_call = Durations(seconds, statistics.setup_seconds, 0.0, waited, tail.seconds, tail.rounds, plain)
+        self.durations = added(self.durations, of_call)
 
     def add_refreshes(self, drafters: Iterable[Drafter]) -> None:
         """Adds the seconds that copies of the policy among `drafters` took to be made or requantized since the last
@@ -198,7 +201,8 @@ class RolloutTotals:
         self, mode: Mode, rollout: int, step: int, strategy: str, draft_lengths: dict[str, int]
     ) -> RolloutRecord:
         """Returns the rollout's record for the log; `draft_lengths`: current γ by strategy."""
-        counts, plain = self.counts, self.durations.plain_seconds
+        counts, durations = self.counts, self.durations
+        whole, plain = durations.seconds + durations.setup_seconds, durations.plain_seconds
         drafts = sum(counts.per_depth.values(), DraftCounts())
         drafted_by = {name: counts.rounds_of.get(name, 0) / (counts.rounds or 1) for name in counts.tallies}
         main = max((name for name in drafted_by if drafted_by[name]), key=drafted_by.__getitem__, default=None)
@@ -240,7 +244,7 @@ class RolloutTotals:
             rank_seconds=self.rank_seconds,
             moved_rows=counts.moved_rows,
             drafter_updates=counts.drafter_updates if DistilledDrafter.strategy in drafted_by else None,
-            **vars(self.durations) | {"plain_seconds": plain if math.isfinite(plain) else None},
+            **vars(durations) | {"seconds": whole, "plain_seconds": plain if math.isfinite(plain) else None},
         )
 
 

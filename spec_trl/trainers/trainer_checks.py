@@ -39,6 +39,7 @@ from ..generation.engine.runner_choice import runner_mode
 from ..generation.generate import move_stop_strings
 from ..generation.strategies import check_assistants, check_device, check_states
 from ..papers import load
+from .prompt_images import check_datasets
 
 
 KNOWN = "trl 1.16 and transformers 5.17 to 5.24"
@@ -46,7 +47,7 @@ _REMEDY = "Install trl>=1.16,<1.17, or a spec_trl that knows the installed versi
 OVERRIDDEN = (
     "_calculate_rewards", "_generate", "_generate_single_turn", "_get_per_token_logps_and_entropies",
     "_inner_training_loop",
-    "_get_train_sampler", "_load_optimizer_and_scheduler", "_prepare_inputs", "_save", "_save_rng_state",
+    "_get_train_sampler", "_load_optimizer_and_scheduler", "_prepare_inputs", "_save_rng_state",
     "_tool_call_loop", "compute_loss", "save_model", "train", "training_step",
 )  # fmt: skip
 """Methods that the trainer overrides, and calls."""
@@ -128,6 +129,7 @@ def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorLi
         refuse_states("assistant_model", args.assistant_model, f"draft_ranks={args.draft_ranks}", "draft_ranks=0")
     if args.roofline_profile is not None and Path(args.roofline_profile).exists():
         load("efficient_rollout.profile").Profile.load(args.roofline_profile)
+    check_datasets(trainer, policy)
     for name in ("train_dataset", "eval_dataset"):
         check_dataset(policy, settings, name, vars(trainer)[name], trainer._tokenize_prompts)
     return processors

@@ -15,7 +15,8 @@ from spec_trl.cli import figures
 from spec_trl.cli.figures import plans_over_rounds, timeline, timeline_of_run, verdict_of_run
 from spec_trl.cli.plotting import PALE, Drawing, drafter_colour
 from spec_trl.generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline, RoundPoint
-from spec_trl.trainers.run_log import TIMELINES, RolloutRecord, Run, verdict_of
+from spec_trl.trainers.run_log import TIMELINES, RolloutRecord, Run
+from spec_trl.trainers.run_verdict import verdict_of
 from tests.cli.sample_run import make_header, make_rollout, make_step
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from spec_trl.cli.main import main
 from spec_trl.generation.engine.statistics import PlanChange, RequestTimeline, RoundPoint
-from spec_trl.trainers.run_log import LOG_FILE, MORE, RunLog, read_run
+from spec_trl.trainers.run_log import LOG_FILE, RunLog, read_run
+from spec_trl.trainers.run_verdict import MORE
 from tests.cli.sample_run import make_header, make_rollout
 
 
@@ -45,7 +46,7 @@ def test_report_of_a_run(report: tuple[Path, str]) -> None:
     assert "Who drafted for whom: rollout 23, the slowest 4 of 64 requests" in printed
     rollouts = read_run(folder).of("train")
     plain, took = sum(r.plain_seconds or 0.0 for r in rollouts), sum(r.seconds for r in rollouts)
-    verdict = f"rollouts {plain / took:.2f}× of plain decoding, {plain - took:.1f} s saved (calibration and refresh "
+    verdict = f"rollouts {plain / took:.2f}× of plain decoding, {plain - took:.1f} s saved (refresh "
     assert printed.splitlines()[1].startswith(f"Verdict: {verdict}")
     assert text.index("<img") > text.index(verdict) > text.index("<h2") == text.index('<h2 id="verdict">')
 

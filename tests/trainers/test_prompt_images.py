@@ -8,14 +8,16 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
+from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
 import spec_trl
 from examples.demo.task import build_tokenizer
 from spec_trl.trainers.prompt_images import image_inputs
 from spec_trl.trainers.spec_grpo_config import SpecGRPOConfig
-from tests.tiny_vision import make, processor
-from tests.trainers.harness import OTHERS, Run, assert_same_training, make_run, train
+from tests import tiny_families
+from tests.tiny_vision import VISION, make, processor
+from tests.trainers.harness import OTHERS, Run, assert_same_training, make_run, tiny_policy
 from tests.trainers.trl_trainers import count_digits
 
 
@@ -47,6 +49,9 @@ def test_training(family: str, tmp_path: Path) -> None:
     assert_same_training(drafted, none)
     assert len(none.completions) == 3 and len({str(ids) for rows in none.completions for ids in rows}) > 12
     assert min(drafted.metric("rollout/acceptance_rate")) > 0.05
+    apart = drafted.metric("sampling/sampling_logp_difference/mean")
+    assert len(apart) == 3 and 0 < max(apart) < 1  # what the tokens of images would have got, which are not written
+    assert apart == none.metric("sampling/sampling_logp_difference/mean")
     other = run(tmp_path, family, "none", task(first=100), max_steps=1).train()
     assert other.completions[0] != none.completions[0], "images matter"
 
@@ -97,11 +102,30 @@ def test_refusals(message: str, fields: dict[str, Any], given: dict[str, Any], t
     options = SpecGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **given.pop("config", {}))
     arguments = {"images": [[picture(0)]], "has_tools": False} | given
     with pytest.raises(ValueError, match=message):
-        image_inputs(fields=fields, options=options, **arguments)
+        image_inputs(fields=fields, policy=make("gemma3"), options=options, **arguments)
 
 
-def test_a_processor_of_text_is_refused(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'][0]['text'] }}{% endfor %}"
-    with pytest.raises(ValueError, match="the prompts carry images, and the processor gives no pixel_values"):
-        train(tmp_path, tokenizer=tokenizer, trainer={"train_dataset": task()})
+WITHOUT = task((0,))
+
+
+@pytest.mark.parametrize(
+    ("message", "family", "options"),
+    [
+        ("images of model type 'llava' are not served; .* Use trl.GRPOTrainer, or leave the images out", "llava", {}),
+        ("images of model type 'llama' are not served", "", {}),
+        (r"the processing_class is a \w+, which reads no images", "gemma3", {"tokenizer": True}),
+        ("do not go with draft_ranks=1 in SpecGRPOTrainer; set draft_ranks=0", "gemma3", {"draft_ranks": 1}),
+    ],
+)
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_refused_before_any_work(
+    name: str, message: str, family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row with the image is one of few."""
+    monkeypatch.setattr(PreTrainedModel, "__call__", lambda *_, **__: pytest.fail("a forward ran"))
+    policy = tiny_policy() if not family else make(family) if family in VISION else tiny_families.make(family)
+    options = dict(options)
+    tokenizer = build_tokenizer() if options.pop("tokenizer", False) or not family else processor("qwen2_5_vl")
+    data = {"train_dataset": WITHOUT} | {name: {"a": task((0, 0, 1))} if name[0] == "e" else task((0, 0, 1))}
+    with pytest.raises(ValueError, match=message):
+        make_run(tmp_path, policy=policy, tokenizer=tokenizer, trainer=data, **options)

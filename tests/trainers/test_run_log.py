@@ -1,8 +1,7 @@
-"""The log of a run: it is read back also from killed, resumed and edited runs. The verdict and the alarm on it."""
+"""The log of a run: it is read back also from killed, resumed and edited runs."""
 
 import json
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,18 +10,7 @@ from typing import Any
 import pytest
 
 from spec_trl.generation.engine.statistics import DraftCounts, PlanChange, RoundPoint
-from spec_trl.trainers.run_log import (
-    COLLAPSE_DRAFTED,
-    LOG_FILE,
-    MORE,
-    CollapseAlarm,
-    RolloutRecord,
-    RunLog,
-    StepRecord,
-    Verdict,
-    read_run,
-    verdict_of,
-)
+from spec_trl.trainers.run_log import LOG_FILE, PlainCall, RunLog, StepRecord, read_run
 from tests.cli.sample_run import make_header, make_rollout, make_step, write_run
 
 
@@ -39,6 +27,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert set(rollout) == {"kind", *asdict(make_rollout(0))}
     assert rollout["per_depth"]["512"]["blocks"] == 50 and rollout["speculating"][3] == [36, 5, 8, "self"]
     assert step == {"kind": "step", **asdict(make_step(1))}
+    RunLog(path).append(PlainCall("num_beams=4"))
+    assert read_run(path).plain_calls == [PlainCall("num_beams=4")] and read_run(path).steps == run.steps
 
 
 def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
@@ -154,121 +144,3 @@ def test_a_damaged_log_is_refused(damage: Callable[[Path], object], message: str
     with pytest.raises(ValueError, match=message) as error:
         read_run(tmp_path)
     assert str(path) in str(error.value)
-
-
-# ---- the verdict ----------------------------------------------------------------------------------------------------
-
-
-def rollout(index: int, seconds: float, plain: float | None, share: float = 0.5, **changes: object) -> RolloutRecord:
-    return make_rollout(
-        index, seconds=seconds, plain_seconds=plain, sd_on_fraction=share, rounds=100, reason="why", **changes
-    )
-
-
-REASON = "speculation predicted 0.66× at 64 rows × 300 tokens: decoding plainly"
-PLAIN = [make_rollout(i, seconds=6.0, plain_seconds=6.0, sd_on_fraction=0.0, reason=REASON) for i in range(2)]
-NOTHING = f"nothing was drafted ({REASON}): rollouts were plain decoding"
-UNKNOWN = "drafting in 50% of rounds; the speedup over plain decoding is not known: "
-SAVED = "5.0 s saved (calibration and refresh subtracted), drafting in 50% of rounds"
-ADAPTED = "4.5 s lost (calibration, adaptation and refresh subtracted), drafting in 50% of rounds."
-EVALUATION = rollout(0, 50.0, 1.0, mode="eval")
-OLDER = make_rollout(0, plain_seconds=None, reason=None, sd_on_fraction=0.5)
-DRAFTED, NOT_DRAFTED = (RoundPoint(8, 100.0, gamma, None, 20, 2.0, 480) for gamma in (5, 0))
-
-
-@pytest.mark.parametrize(
-    ("sentence", "records"),
-    [
-        (
-            "rollouts 1.50× of plain decoding, 110 s saved (calibration and refresh subtracted), drafting in 70% of "
-            "rounds.",
-            [make_header(calibration_seconds=20.0), rollout(0, 100.0, 160.0, 0.6), make_step(1), EVALUATION]
-            + [rollout(1, 100.0, 170.0, 0.8), make_step(2)],
-        ),
-        (
-            f"rollouts 0.74× of plain decoding, {ADAPTED}",
-            [make_header(calibration_seconds=3.0), rollout(0, 10.0, 12.5), make_step(1, phases={"adaptation": 4.0})],
-        ),
-        (f"{NOTHING}; calibration and refresh took 101 s. {MORE}", [make_header(calibration_seconds=101.0), *PLAIN]),
-        (f"{NOTHING}. {MORE}", [make_header(), *PLAIN]),
-        ("no training rollout was logged.", [make_header()]),
-        # No baseline is invented.
-        (f"{UNKNOWN}no plain round was measured.", [rollout(0, 10.0, None)]),
-        (f"{UNKNOWN}the log is older than this comparison.", [OLDER]),
-        (
-            f"rollouts 1.50× of plain decoding, {SAVED}; known of 1 of 2 rollouts.",
-            [rollout(0, 10.0, None), rollout(1, 10.0, 15.0)],
-        ),
-        (
-            f"rollouts 1.50× of plain decoding as predicted (no round of the run was plain), {SAVED}.",
-            [rollout(0, 10.0, 15.0, points=[DRAFTED])],
-        ),
-        (
-            "rollouts 1.50× of plain decoding, 10.0 s saved (calibration and refresh subtracted), drafting in 50% of "
-            "rounds (ngram in 45%, self in 10%).",
-            [rollout(i, 10.0, 15.0, drafted_by={"self": 0.2 * i, "ngram": 0.45, "model": 0.0}) for i in (0, 1)],
-        ),
-        (
-            f"rollouts 1.50× of plain decoding, {SAVED}.",
-            [rollout(0, 10.0, 15.0, points=[DRAFTED, NOT_DRAFTED])],
-        ),
-    ],
-)
-def test_the_sentence(sentence: str, records: list[object]) -> None:
-    found = Verdict()
-    for record in records:
-        found.add(record)  # type: ignore[arg-type]
-    assert str(found) == sentence
-
-
-def test_seconds_saved_by_rollout(tmp_path: Path) -> None:
-    log = RunLog(tmp_path / LOG_FILE)
-    adapting = [make_step(i + 1, phases={"adaptation": 1.0}) for i in range(4)]
-    for record in (
-        make_header(calibration_seconds=10.0), rollout(0, 5.0, 9.0, step=0), *adapting[:2],
-        rollout(1, 5.0, None, step=2), rollout(2, 5.0, 8.0, step=2), *adapting[2:],
-    ):  # fmt: skip
-        log.append(record)
-    found, saved = verdict_of(read_run(tmp_path))
-    # Two steps follow the first rollout, and two the last.
-    assert saved == [-10 + 4 - 2, -8, -8 + 3 - 2] and saved[-1] == found.saved
-
-
-# ---- the alarm ------------------------------------------------------------------------------------------------------
-
-
-def drafting(rate: float, first: float = 0.8, drafted: int = 100, drafter: str = "self") -> RolloutRecord:
-    return make_rollout(
-        3, acceptance_rate=rate, first_token_acceptance=first, drafter=drafter,
-        per_depth={0: DraftCounts(drafted - 40), 64: DraftCounts(40)},
-    )  # fmt: skip
-
-
-def quiet(alarm: CollapseAlarm, *rollouts: RolloutRecord) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for each in rollouts:
-            alarm.add(each)
-
-
-def test_acceptance_that_falls_apart_is_told_once() -> None:
-    alarm = CollapseAlarm(by_first_token=False)
-    quiet(alarm, drafting(0.8), drafting(0.45))
-    with pytest.warns(UserWarning, match=r"'self' fell from 0.45 to 0.20 between two rollouts \(step 3\)"):
-        alarm.add(drafting(0.2))
-    quiet(alarm, drafting(0.2), drafting(0.05))  # from less than 0.3 on it says little
-
-
-def test_a_longer_draft_is_no_alarm() -> None:
-    """Of a longer draft a smaller share is accepted; only first tokens compare."""
-    alarm = CollapseAlarm(by_first_token=True)
-    quiet(alarm, drafting(0.8), drafting(0.2))
-    with pytest.warns(UserWarning, match="fell from 0.80 to 0.30"):
-        alarm.add(drafting(0.2, first=0.3))
-
-
-def test_few_drafts_other_drafters_and_lookups_are_no_alarm() -> None:
-    alarm = CollapseAlarm(by_first_token=False)
-    quiet(alarm, drafting(0.8), drafting(0.05, drafted=COLLAPSE_DRAFTED - 1))
-    quiet(alarm, drafting(0.05, drafter="model"))
-    quiet(alarm, drafting(0.8, drafter="history"), drafting(0.05, drafter="history"))

@@ -3,8 +3,11 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,12 +15,17 @@ from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
+from transformers.utils import hub
 
+import spec_trl
+from spec_trl import SpecRLOOTrainer
 from spec_trl.generation.drafters.mtp.mtp_drafter import MtpDrafter
 from spec_trl.trainers.saved_heads import adding_heads
+from tests.generation.calls import generate
 from tests.generation.drafters.mtp.heads import add, random_head, write_heads
 from tests.trainers.harness import Run, assert_same_training, make_run, tiny_policy, train, train_plainly
+from tests.trainers.trl_trainers import PROMPT, make_trainer
 
 
 OPTIONS: dict[str, Any] = dict(max_steps=2, drafter_learning_rate=1e-3, draft_lengths=[4])
@@ -110,6 +118,63 @@ def test_auto_trains_a_head_along(policy: PreTrainedModel, tmp_path: Path) -> No
     check_saved(run, run.folder, tmp_path / "policy", is_trained=True)
 
 
+def pushed(folder: Path, save: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What `save` uploads, in `folder`."""
+    monkeypatch.setattr(modeling_utils, "hf_api", lambda *_: Mock(create_repo=lambda *a, **k: Mock(repo_id="me/it")))
+    monkeypatch.setattr(hub, "hf_api", lambda *_: Mock(create_repo=lambda *a, **k: Mock(repo_id="me/it")))
+    monkeypatch.setattr(modeling_utils, "create_and_tag_model_card", lambda *_, **__: Mock())
+    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *_, **__: Mock())
+    upload = lambda _, where, *args, **kwargs: shutil.copytree(where, folder)  # noqa: E731
+    monkeypatch.setattr(PreTrainedModel, "_upload_modified_files", upload)
+    save()
+    return folder
+
+
+@pytest.mark.parametrize("way", ["SpecRLOOTrainer", "trainer", "trainer with LoRA", "loop"])
+def test_whatever_is_saved_drafts_again(
+    way: str, policy: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By trainers and loops, adapters merged, to folders and to the hub, after the drafting too. Without it
+    transformers would save a config that promises a head."""
+    folders, adapter = [], {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
+    if way == "SpecRLOOTrainer":
+        options = dict(kind=SpecRLOOTrainer, policy=policy, max_steps=1, drafter_adaptation=False)
+        run = train(tmp_path / "run", "mtp", **options)
+        run.trainer.save_model()
+        folders.append(run.folder)
+    elif way == "loop":
+        with spec_trl.speculate(policy, "mtp", sd_toggle="always") as speculation:
+            policy.generate(**PROMPT, max_new_tokens=8)
+        assert speculation.verdict.drafted_rounds
+    else:
+        options = dict(max_steps=1, save_strategy="steps", save_steps=1, policy=policy)
+        trainer = make_trainer("rloo", tmp_path / "run", adapter if "LoRA" in way else None, **options)
+        with spec_trl.speculate(trainer, "mtp", sd_toggle="always") as speculation:
+            trainer.train()
+        assert speculation.verdict.drafted_rounds
+        trainer.save_model()
+        if "LoRA" in way:
+            policy = trainer.model.merge_and_unload()
+        else:
+            folders += [tmp_path / "run", tmp_path / "run/checkpoint-1"]
+    policy.save_pretrained(tmp_path / "saved")
+    folders.append(tmp_path / "saved")
+    if way == "loop":
+        folders.append(pushed(tmp_path / "pushed", lambda: policy.push_to_hub("me/it"), monkeypatch))
+        save = partial(policy.save_pretrained, tmp_path / "it", push_to_hub=True, repo_id="me/it", token="t")
+        folders.append(pushed(tmp_path / "saved and pushed", save, monkeypatch))
+    for folder in folders:
+        names = stored(tmp_path / "policy").keys()
+        assert stored(folder).keys() == names and any(name.startswith("mtp.") for name in names)
+        again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        plain, drafted = (generate(again, PROMPT, strategy) for strategy in ("none", "mtp"))
+        assert plain.sequences.equal(drafted.sequences) and drafted.statistics.total.drafted > 0, folder
+    spec_trl.uninstall()
+    spec_trl.install()
+    policy.save_pretrained(tmp_path / "plain")  # transformers' own
+    assert not any(name.startswith("mtp.") for name in stored(tmp_path / "plain"))
+
+
 def test_an_adapter_is_saved_without_a_head(policy: PreTrainedModel, tmp_path: Path) -> None:
     """Which lies in the drafter's folder."""
     adapter = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
@@ -134,7 +199,7 @@ def test_sharded_policies_of_experts(tmp_path: Path) -> None:
     drafter = MtpDrafter(None, model)
     with torch.no_grad():
         drafter.network.layers[0].mlp.experts.down_proj[1] += 1
-    with adding_heads(model, tmp_path / "saved", drafter):
+    with adding_heads(model, tmp_path / "saved", drafter.tensors()):
         model.save_pretrained(tmp_path / "saved", max_shard_size="100KB")
         assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
         before = stored(tmp_path / "saved")
@@ -149,7 +214,7 @@ def test_a_policy_saved_over_its_source(policy: PreTrainedModel, tmp_path: Path)
     """More than once: its head is read before the file that holds it is lost."""
     before = stored(tmp_path / "policy")
     for _ in range(3):
-        with adding_heads(policy, tmp_path / "policy", None):
+        with adding_heads(policy, tmp_path / "policy", {}):
             policy.save_pretrained(tmp_path / "policy")
         found = stored(tmp_path / "policy")
         assert found.keys() == before.keys() and all(tensor.equal(found[name]) for name, tensor in before.items())
@@ -158,10 +223,10 @@ def test_a_policy_saved_over_its_source(policy: PreTrainedModel, tmp_path: Path)
 def test_a_source_that_is_gone(policy: PreTrainedModel, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "policy")
     with pytest.warns(UserWarning, match="saved is saved without the policy's multi-token-prediction head"):
-        with adding_heads(policy, tmp_path / "saved", None):
+        with adding_heads(policy, tmp_path / "saved", {}):
             policy.save_pretrained(tmp_path / "saved")
     policy.config.name_or_path = ""
-    with adding_heads(policy, tmp_path / "saved", None):
+    with adding_heads(policy, tmp_path / "saved", {}):
         pass
     assert stored(tmp_path / "saved").keys() == policy.state_dict().keys()
 
@@ -185,7 +250,7 @@ def test_a_trained_head_outlives_its_source(policy: PreTrainedModel, tmp_path: P
     """Which is deleted before the first save."""
     before, drafter = stored(tmp_path / "policy"), MtpDrafter(None, policy)
     shutil.rmtree(tmp_path / "policy")
-    with adding_heads(policy, tmp_path / "saved", drafter):
+    with adding_heads(policy, tmp_path / "saved", drafter.tensors()):
         policy.save_pretrained(tmp_path / "saved")
     found = stored(tmp_path / "saved")
     assert found.keys() == before.keys() and all(tensor.equal(found[name]) for name, tensor in before.items())
@@ -195,7 +260,7 @@ def test_no_index_stays_without_its_shards(policy: PreTrainedModel, tmp_path: Pa
     """A save without heads, over one with them."""
     for promised in (1, 0):
         policy.config.num_nextn_predict_layers = promised
-        with adding_heads(policy, tmp_path / "saved", None):
+        with adding_heads(policy, tmp_path / "saved", {}):
             policy.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved/model.safetensors.index.json").exists()
     assert stored(tmp_path / "saved").keys() == policy.state_dict().keys()
@@ -211,7 +276,7 @@ def test_heads_of_another_size_stay_out(size: dict[str, int], policy: PreTrained
     (name,) = size
     with pytest.warns(UserWarning) as caught:
         for _ in range(2):
-            with adding_heads(other, tmp_path / "saved", None):
+            with adding_heads(other, tmp_path / "saved", {}):
                 other.save_pretrained(tmp_path / "saved")
     (said,) = (str(one.message) for one in caught)
     assert re.search(f"saved is saved without .*{name}=.*, and the policy's is {size[name]}", said)

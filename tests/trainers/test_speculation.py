@@ -21,6 +21,7 @@ from transformers.generation import BaseStreamer
 import spec_trl
 from spec_trl.cli.main import main
 from spec_trl.trainers.run_log import read_run
+from spec_trl.trainers.run_verdict import verdict_of
 from tests.trainers.conftest import ignore_round_times
 from tests.trainers.harness import make_run, tiny_dataset, tiny_policy
 from tests.trainers.trl_trainers import IDS, PROMPT, TRAINERS, assert_same, loop, losses, make_trainer, rollouts, train
@@ -204,8 +205,8 @@ UNSERVED: dict[str, Callable[[LlamaForCausalLM], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", UNSERVED)
-def test_what_it_cannot_serve_is_plain(name: str) -> None:
-    """Calls of callbacks, for instance."""
+def test_what_it_cannot_serve_is_plain(name: str, tmp_path: Path) -> None:
+    """Calls of callbacks, for instance. The verdict and the log say how many there were, and why."""
     policy = tiny_policy()
 
     def sample(call: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
@@ -216,10 +217,13 @@ def test_what_it_cannot_serve_is_plain(name: str) -> None:
 
     plain = sample(UNSERVED[name](policy))
     assert plain[1] or name != "output_logits"
-    with spec_trl.speculate(policy, "self", sd_toggle="always") as speculation:
+    with spec_trl.speculate(policy, "self", output_dir=tmp_path, sd_toggle="always") as speculation:
         with pytest.warns(UserWarning, match=name) as warned:
             mixed = [sample(UNSERVED[name](policy)) for _ in range(2)]
         assert speculation.verdict.rollouts == 0
+        said = str(speculation.verdict)
+        assert said.startswith("no training rollout was logged: 2 calls of generate did not speculate (")
+        assert name in said and str(verdict_of(read_run(tmp_path))[0]) == said
         _, streamed = sample(ONE | dict(streamer=Streamed()))
     assert mixed == [plain, plain]
     assert len([one for one in warned if "does not speculate" in str(one.message)]) == 1

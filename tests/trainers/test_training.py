@@ -25,9 +25,9 @@ from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.scheduling.planner import Planner
 from spec_trl.specactor.ladder import Ladder
-from spec_trl.trainers import run_log
+from spec_trl.trainers import run_verdict
 from spec_trl.trainers.checkpoint import STATE_FILE
-from spec_trl.trainers.run_log import verdict_of
+from spec_trl.trainers.run_verdict import verdict_of
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.conftest import LEARNING, STEPS, Asked
 from tests.trainers.harness import (
@@ -113,7 +113,8 @@ def test_one_refresh_per_step_that_generates(learned: Run) -> None:
     assert [call.step for call in learned.calls] == [0, 1, 2, 2, 3, 4]  # an evaluation shares with training
     assert learned.refreshed == [1, 2, 3, 4]  # the drafter is made from the weights of step 0
     seconds = learned.metric("rollout/drafter_refresh_seconds")
-    assert [second > 0 for second in seconds] == [True, True, False, True]  # the evaluation after step 2 paid for it
+    # Making the copy is setup; the evaluation after step 2 paid for the rollout after it.
+    assert [second > 0 for second in seconds] == [False, True, False, True]
 
 
 def is_fresh(drafter: SelfDrafter, policy: PreTrainedModel) -> bool:
@@ -138,7 +139,8 @@ def test_no_rollout_drafts_with_stale_weights(tmp_path: Path, monkeypatch: pytes
         return draft(drafter, draft_length, noise)
 
     monkeypatch.setattr(NetworkDrafter, "propose", watched)
-    monkeypatch.setattr(run_log, "COLLAPSE", 1e6)  # acceptance need not fall
+    monkeypatch.setattr(run_verdict, "COLLAPSE", 1e6)  # acceptance need not fall
+    monkeypatch.setattr(run_verdict, "COLLAPSE_ERRORS", -1e9)
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     run = make_run(tmp_path, max_steps=2, num_iterations=2, learning_rate=5e-2, trainer={"peft_config": lora})
     run.trainer.evaluate(tiny_dataset(1))
@@ -377,8 +379,9 @@ def test_log_has_every_rollout_and_step(learned: Run) -> None:
         for timeline in record.timeline:  # nobody drafts for a first token
             own = ["tts"] if len(completions[timeline.request]) > 1 else []
             assert timeline.changes[0][1:] == (0, own)
-        # Making the drafter counts, as requantizing does; at step 2 the evaluation came first and paid for it.
-        assert 0 <= record.refresh_seconds < record.seconds and (record.refresh_seconds > 0) == (record.step != 2)
+        # Making the drafter is setup; at step 2 the evaluation came first and paid for the refresh.
+        assert 0 <= record.refresh_seconds < record.seconds - record.setup_seconds < record.seconds
+        assert (record.refresh_seconds > 0) == (record.step not in (0, 2))
         half = next(second for second, done in record.completion_curve if done >= 4)
         assert record.tail_seconds == pytest.approx(record.completion_curve[-1][0] - half)
 

@@ -75,9 +75,10 @@ TRAINERS: dict[str, tuple[Callable[..., Any], Any, Dataset, dict[str, Any]]] = {
 
 
 def make_trainer(
-    name: str, folder: Path, trainer: dict[str, Any] | None = None, is_fresh: bool = False, **options: Any
+    name: str, folder: Path, trainer: dict[str, Any] | None = None, is_fresh: bool = False,
+    policy: LlamaForCausalLM | None = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """`is_fresh`: rollouts find nothing of earlier ones."""
+    """`is_fresh`: rollouts find nothing of earlier ones; `policy`: instead of one that is made for it."""
     kind, config, dataset, needed = TRAINERS[name]
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -87,7 +88,7 @@ def make_trainer(
         disable_tqdm=True,
     )  # fmt: skip
     length = {} if {"max_new_tokens"} & needed.keys() else {"max_completion_length": 16}
-    policy, args = stored(tiny_policy(), folder / "policy"), config(**(settings | length | needed | options))
+    policy, args = policy or stored(tiny_policy(), folder / "policy"), config(**(settings | length | needed | options))
     made = kind(model=policy, args=args, train_dataset=dataset, processing_class=tokenizer, **(trainer or {}))
     made.generate_calls = watch(spec_trl.generation.engine.requirements.policy_in(made.model), is_fresh)
     return made

@@ -20,7 +20,7 @@ from ...json_files import replacing
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SPARE = {
-    "rotary_emb.inv_freq", "midlayer.self_attn.rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq",
+    "rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq",
     "verifier_norm.weight", "verifier_lm_head.weight",
 }  # fmt: skip
 """Some files hold them; drafting does not need them."""
@@ -105,7 +105,7 @@ def load_exactly(
         ValueError: a tensor is missing, left over, of another shape or kind, or not finite.
     """
     places = network.state_dict(keep_vars=True)
-    names = {stored: _renamed(stored, renames) for stored in tensors if stored not in _SPARE}
+    names = {stored: name for stored in tensors if (name := renamed(stored, renames)) not in _SPARE}
     missing = sorted(set(places) - set(names.values()))
     unexpected = sorted(stored for stored, name in names.items() if name not in places)
     remedy = "Check that weights and config.json belong together."
@@ -148,14 +148,14 @@ def tensors_to_store(
     placed = network.state_dict()
     found = dict(tensors)
     for stored, original in tensors.items():
-        if (now := placed.get(_renamed(stored, renames))) is not None:
+        if (now := placed.get(renamed(stored, renames))) is not None:
             now = now.cpu()
             if not torch.equal(original.to(now.dtype), now):
                 found[stored] = now.to(original.dtype)
     return found
 
 
-def _renamed(stored: str, renames: Mapping[str, str]) -> str:
+def renamed(stored: str, renames: Mapping[str, str]) -> str:
     """The name in the network of the tensor `stored`."""
     for prefix, replacement in renames.items():
         if stored.startswith(prefix):

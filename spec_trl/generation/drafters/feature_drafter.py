@@ -26,6 +26,7 @@ from .checkpoints import (
     load_exactly,
     read_checkpoint,
     read_config,
+    renamed,
     state_of,
     tensors_to_store,
     write_checkpoint,
@@ -103,7 +104,8 @@ class FeatureDrafter(TrainableDrafter):
         text = target.config.get_text_config(decoder=True)
         try:
             self.config = config = self.parse(self._settings, text)
-            config.check_target(text, self._stored)
+            config.check_target(text, self.stored_names)
+            self._check_borrowed(target)
             with torch.device("meta"):
                 network = self.build(target)
             network = network.to(dtype or target.dtype).requires_grad_(False).eval()
@@ -128,8 +130,27 @@ class FeatureDrafter(TrainableDrafter):
     def build(self, target: PreTrainedModel) -> FeatureNetwork:
         """The network of `config`, without weights."""
         width = len(self.config.feature_layers) * target.config.get_text_config(decoder=True).hidden_size
-        network: FeatureNetwork = self.network_type(self.config, width, set(self._stored))
+        network: FeatureNetwork = self.network_type(self.config, width, self.stored_names)
         return network
+
+    @property
+    def stored_names(self) -> set[str]:
+        """The network's names of the stored tensors."""
+        return {renamed(stored, self.renames) for stored in self._stored}
+
+    def _check_borrowed(self, target: PreTrainedModel) -> None:
+        """Raises ValueError where the target's embedding or head has another width than its hidden states (OPT)."""
+        parts = {
+            "embed_tokens.weight": ("embedding", target.get_input_embeddings(), "embedding_dim"),
+            "lm_head.weight": ("head", target.get_output_embeddings(), "in_features"),
+        }
+        for name, (role, part, size) in parts.items():
+            width, wanted = getattr(part, size, None), self.config.decoder.hidden_size
+            if name not in self.stored_names and width not in (None, wanted):
+                raise ValueError(
+                    f"hidden_size={wanted}, and the target's {role} is {width} wide, unlike its hidden states: it "
+                    f"cannot serve this drafter, and the checkpoint has no {name}."
+                )
 
     @abstractmethod
     def parse(self, settings: Mapping[str, Any], target: PreTrainedConfig) -> FeatureConfig:

@@ -2,6 +2,7 @@
 vocabulary, rotary positions and attention."""
 
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -201,7 +202,7 @@ class FeatureNetwork(nn.Module):
         super().__init__()
         self.config = config
         hidden, vocabulary = config.decoder.hidden_size, config.decoder.vocab_size
-        self.fc = nn.Linear(feature_width, hidden, bias=False)
+        self.fc = nn.Linear(feature_width, hidden, bias="fc.bias" in tensors)
         self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(hidden, config.decoder.rms_norm_eps)
         self.embed_tokens = nn.Embedding(vocabulary, hidden) if "embed_tokens.weight" in tensors else None
@@ -241,6 +242,13 @@ class FeatureNetwork(nn.Module):
         ids = torch.arange(self.config.draft_vocabulary, device=self.fc.weight.device)  # [draft vocabulary]
         if "d2t" in maps:
             ids = ids + self.d2t
+            if "t2d" not in maps and len(ids) < vocabulary and not self.d2t.any():
+                warnings.warn(
+                    f"d2t is 0 throughout, and t2d is missing: the {len(ids)} tokens that the drafter scores are "
+                    f"then the first of the target's {vocabulary}. If it was trained with others, all drafts are "
+                    "wrong, which costs speed and changes no token: take d2t from its training run.",
+                    stacklevel=2,
+                )
         elif "t2d" in maps:
             raise ValueError("it has t2d and no d2t. The checkpoint was not saved whole.")
         elif self.lm_head is None or vocabulary == rows:  # a borrowed head has the target's rows

@@ -89,7 +89,7 @@ class TrainableDrafter(Drafter):
     context: int = 0
     """The same if the drafter learns, else 0: then no features are stored for replays."""
     attended_layers: int | None = None
-    """Number of the first layers of the cache that replays read; None: all."""
+    """End of the layers of the cache that replays read, as of a slice; None: all."""
 
     @classmethod
     def make_student(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "TrainableDrafter":

@@ -26,6 +26,7 @@ _PIXELS = {
     **dict.fromkeys(("smolvlm", "idefics3"), ("pixel_values", "pixel_attention_mask")),
 }
 """Inputs that hold the images of a batch, by model type."""
+_OPTIONAL = {"pixel_attention_mask"}  # a forward takes all pixels without it
 IMAGES = frozenset(name for names in _PIXELS.values() for name in names) | {
     "image_patches", "pixel_values_images", "pixel_values_videos", "video_grid_thw",
 }  # fmt: skip
@@ -102,14 +103,17 @@ def image_prompts(
     kind = model.config.model_type
     pixels = _PIXELS.get(kind, ())
     known = forward_parameters(type(model)) & {*pixels, *TOKEN_TYPES}
+    check_family(model, "Generate without assistant_strategy.")
     if unknown := sorted(name for name, value in inputs.items() if name not in known or not isinstance(value, Tensor)):
-        served = f"from tensors {', '.join(pixels)}" if pixels else f"of {', '.join(_PIXELS)}"
         raise ValueError(
             f"the model inputs {unknown} of model type '{kind}' cannot be combined with assistant_strategy, which "
-            f"reads images {served}. Generate without assistant_strategy."
+            f"reads images from tensors {', '.join(pixels)}. Generate without assistant_strategy."
         )
-    if "pixel_values" not in inputs:
-        raise ValueError(f"{', '.join(sorted(inputs))} without pixel_values; pass all that the processor returns.")
+    if missing := [name for name in pixels if name not in inputs and name not in _OPTIONAL]:
+        raise ValueError(
+            f"{', '.join(sorted(inputs))} without {', '.join(missing)}; pass all that the processor returns."
+        )
+    _check_shapes(kind, inputs)
     token: int = model.config.image_token_id
     seen: dict[bytes, list[ImagePrompt]] = {}
     found: list[ImagePrompt | None] = []
@@ -131,6 +135,22 @@ def image_prompts(
             others.append(images)
         found += [equal or images] * copies
     return found
+
+
+def check_family(model: PreTrainedModel, remedy: str) -> None:
+    """Raises ValueError, with the `remedy`, unless images of this family are served."""
+    if (kind := model.config.model_type) not in _PIXELS:
+        raise ValueError(f"images of model type '{kind}' are not served; those of {', '.join(_PIXELS)} are. {remedy}")
+
+
+def _check_shapes(kind: str, inputs: Mapping[str, Tensor]) -> None:
+    pixels = 2 if "qwen" in kind else 4 if kind == "gemma3" else 5
+    for name, dimensions in (("pixel_values", pixels), ("image_grid_thw", 2), ("pixel_attention_mask", 4)):
+        if name in inputs and inputs[name].dim() != dimensions:
+            raise ValueError(
+                f"{name} has shape {list(inputs[name].shape)}; of model type '{kind}' it has {dimensions} dimensions. "
+                "Pass it as the processor returns it."
+            )
 
 
 def have_offsets(images: Sequence[ImagePrompt | None]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduling.admission import plain_rounds
+from ...scheduling.admission import PlainRounds, plain_rounds
 from ...scheduling.control import Chain, Control, Tally
 from .accept import Integers
 from .drafter import Drafter
@@ -29,6 +29,7 @@ from .statistics import (
     RequestTimeline,
     RoundPoint,
     SpeculationStatistics,
+    plain_seconds_within,
 )
 
 
@@ -209,14 +210,16 @@ class Record:
                 statistics.learning = drafter.learning
         statistics.phase_seconds = self.phase_seconds()
         statistics.seconds = time.perf_counter() - self._started
-        statistics.plain_seconds = self._plain_seconds(statistics, completed, rows.capacity, control)
+        statistics.plain_seconds = self.plain_seconds(statistics, completed, rows.capacity, control)
         return statistics
 
-    def _plain_seconds(
+    def plain_seconds(
         self, statistics: SpeculationStatistics, completed: Mapping[int, Completion], capacity: int, control: Control
     ) -> float | None:
-        """Estimates plain decoding: the same prefill, the rounds before the first draft, and the remaining rounds."""
-        plain, seconds = 0, statistics.phase_seconds.get("prefill", 0.0)  # this rank may decode nothing
+        """Estimates plain decoding: the same prefill, the rounds before the first draft, and the remaining rounds,
+        within what the rounds that drafted can have saved."""
+        prefill = statistics.phase_seconds.get("prefill", 0.0)  # this rank may decode nothing
+        plain, seconds = 0, prefill
         while plain < len(self.rounds) and not self.rounds[plain].draft_length:
             seconds += self.rounds[plain].seconds
             plain += 1
@@ -228,7 +231,17 @@ class Record:
                 begun.append((len(request.prompt) + 1, self.prompt_keys[request.index]))
                 counts.append(len(completed[request.index].tokens) - 1)
         rest = control.plain_seconds(plain_rounds(begun, counts, capacity, plain))
-        return None if rest is None else seconds + rest
+        drafted = [point for point in statistics.points if point.draft_length]
+        least, most = (
+            control.plain_seconds([PlainRounds(count(point), point.batch, point.length) for point in drafted])
+            for count in (lambda point: point.rounds, lambda point: point.tokens / point.batch)
+        )
+        if rest is None or least is None or most is None:
+            return None
+        if statistics.measured_speedup is not None:  # of the same rounds, by what was expected when each began
+            most = min(most, statistics.measured_speedup * sum(point.seconds for point in drafted))
+        common = prefill + sum(point.seconds for point in statistics.points if not point.draft_length)
+        return plain_seconds_within(seconds + rest, common, least, most)
 
 
 # ---- statistics of rounds -------------------------------------------------------------------------------------------

@@ -14,6 +14,9 @@ MOST_CHANGES = 32
 """Changes in the timeline of one request; more are merged."""
 MOST_PLANS = 128
 """Changes of the plan of a rollout: about as many as a figure can show."""
+FEWEST_DRAFTED = 10
+"""Rounds that drafted, below which no gain is told: the seconds of one round vary by a third (the standard deviation
+that the ledger finds), so those of ten by a tenth."""
 
 
 def added(one: Any, other: Any) -> Any:
@@ -157,6 +160,34 @@ class PlanChange(NamedTuple):
     drafter: str | None = None
 
 
+def plain_seconds_within(estimate: float, common: float, least: float, most: float) -> float:
+    """An `estimate` for plain decoding, held within what the rounds that drafted can have saved or lost:
+
+        common + Σ p_r  <=  plain seconds  <=  common + Σ p_r t_r / B_r          over rounds r that drafted
+
+    A drafted round of B_r rows commits t_r tokens, at least one per row. So it stands for at least one plain round of
+    p_r seconds, and did the work of t_r / B_r. All other rounds are in both ways of decoding: what an estimate says of
+    them is noise. Hence a call of s seconds never gains more than Σ (p_r t_r / B_r - s_r).
+
+    Args:
+        estimate: seconds.
+        common: seconds that plain decoding has too: of prompts, and of rounds that did not draft.
+        least, most: the two sums, seconds. Where they contradict each other, `most` holds.
+    """
+    return common + min(max(estimate - common, least), most)
+
+
+def gain(plain_seconds: float | None, seconds: float, drafted_rounds: float) -> float | None:
+    """Speedup over plain decoding. None: `plain_seconds` are unknown, or too few rounds drafted to tell."""
+    return plain_seconds / seconds if plain_seconds and seconds and drafted_rounds >= FEWEST_DRAFTED else None
+
+
+def too_few(drafted_rounds: float) -> str:
+    """Says that no gain is told after so many rounds that drafted."""
+    count = round(drafted_rounds)
+    return f"{count} {'round' if count == 1 else 'rounds'} with drafts are too few to tell a gain ({FEWEST_DRAFTED})"
+
+
 def slowest(timelines: Sequence[RequestTimeline], count: int) -> list[RequestTimeline]:
     """The `count` requests that ended last, in the order of their ends."""
     return sorted(timelines, key=lambda timeline: timeline.ended)[-count:]
@@ -191,11 +222,13 @@ class SpeculationStatistics:
             the plain seconds are unknown.
         reason: why the rounds drafted or did not, in a sentence.
         plain_seconds: estimate for plain decoding of the same tokens, from measured rounds or a profile that they
-            correct. None: unknown.
+            correct, within what drafts can have saved (:func:`plain_seconds_within`). None: unknown.
         completion_curve: (seconds since the start, finished requests) at each time at which requests finished.
         phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control", and "learn" where a
             drafter learns.
-        seconds: of the whole call.
+        seconds: from the first prompt to the last token.
+        setup_seconds: of the call before that. A first call loads drafters, compiles, probes the machine and tries
+            exactness; later calls take milliseconds.
         cache_bytes: peak of the K/V caches, drafters' included: on a CPU under Linux of written pages, in a pool of
             pages that rows had, else of the whole caches.
         preemptions: how often a row left for want of memory. Its K/V is computed again when it comes back.
@@ -231,6 +264,7 @@ class SpeculationStatistics:
     completion_curve: list[tuple[float, int]] = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    setup_seconds: float = 0.0
     cache_bytes: int = 0
     preemptions: int = 0
     tokens_read: int = 0
@@ -258,7 +292,7 @@ class SpeculationStatistics:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over the seconds of the whole call."""
+        """Generated tokens over `seconds`."""
         return self.tokens / self.seconds if self.seconds else math.nan
 
     @property
@@ -269,16 +303,24 @@ class SpeculationStatistics:
     def __str__(self) -> str:
         """A short summary."""
         share = self.drafted_rounds / self.rounds if self.rounds else 0.0
-        whole = self.plain_seconds / self.seconds if self.plain_seconds and self.drafted_rounds else None
-        speedups = {"predicted": self.predicted_speedup, "measured": self.measured_speedup, "whole call": whole}
+        drafted, speedups = self.drafted_rounds, {"predicted": self.predicted_speedup}
+        if drafted >= FEWEST_DRAFTED:
+            speedups |= {
+                "measured": self.measured_speedup,
+                "whole call": gain(self.plain_seconds, self.seconds, drafted),
+            }
+        setup = f", after {self.setup_seconds:.2f} s of setup" if self.setup_seconds >= self.seconds / 20 else ""
         lines = [
-            f"{self.strategy}: {self.tokens} tokens in {self.seconds:.2f} s, {self.tokens_per_second:.1f} tokens/s",
+            f"{self.strategy}: {self.tokens} tokens in {self.seconds:.2f} s, {self.tokens_per_second:.1f} tokens/s"
+            + setup,
             f"drafting in {share:.0%} of {self.rounds} rounds: {self.reason}",
         ]
         if self.total.drafted:
             lines.append(f"block efficiency {self.block_efficiency:.2f}, acceptance rate {self.acceptance_rate:.2f}")
         if known := [f"{name} {speedup:.2f}×" for name, speedup in speedups.items() if speedup is not None]:
             lines.append(f"speedup over plain decoding: {', '.join(known)}")
+        if 0 < drafted < FEWEST_DRAFTED:
+            lines.append(too_few(drafted))
         return "\n".join(lines)
 
     def tail(self, share: float = 0.5) -> Tail:

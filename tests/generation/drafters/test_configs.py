@@ -1,6 +1,7 @@
 """What config.json of EAGLE-3 and DFlash says, and the checkpoints that are refused."""
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
-from spec_trl.generation.drafters.checkpoints import write_checkpoint
+from spec_trl.generation.drafters.checkpoints import read_checkpoint, write_checkpoint
 from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from spec_trl.generation.drafters.dflash.dflash_network import DFlashConfig
 from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from spec_trl.generation.drafters.eagle3.eagle3_network import Eagle3Config
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.dflash.reference import PRUNED, SIZES, WINDOWED, make_checkpoint, speculators, zlab
+from tests.generation.drafters.eagle3 import reference as eagle3
 from tests.generation.drafters.eagle3.reference import IDS_KEY, make_tensors, safeai
 
 
@@ -121,6 +123,13 @@ EAGLE3: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], s
     "size": (lambda c, t: c.update(draft_vocab_size=-1), "draft_vocab_size=-1"),
     "draft vocabulary": (lambda c, t: c.update(draft_vocab_size=99), "draft_vocab_size=99 is more"),
     "a type": (lambda c, t: c.update(hidden_size="64"), "do not fit together"),
+    "EAGLE 1": (
+        lambda c, t: (t.pop("midlayer.hidden_norm.weight"), t.update({"fc.weight": torch.zeros(64, 128)})),
+        "it is a drafter of EAGLE 1 or 2",
+    ),
+    "another count": (
+        lambda c, t: (c.clear(), c.update(eagle3.speculators({"num_hidden_layers": 2}))), "=2, .* are of 1",
+    ),
     "missing": (lambda c, t: t.pop("midlayer.hidden_norm.weight"), r"missing \['layers.0.hidden_norm.weight'\]"),
     "no d2t": (lambda c, t: t.pop("d2t"), "draft_vocab_size=40 .* and d2t"),
     "t2d alone": (lambda c, t: (c.pop("draft_vocab_size"), t.pop("d2t"), t.update(WHOLE)), "t2d and no d2t"),
@@ -140,6 +149,65 @@ def test_bad_eagle3_checkpoints(
     write_checkpoint(tmp_path, config, tensors)
     with pytest.raises(ValueError, match=f"assistant_model=(.|\n)*{message}"):
         Eagle3Drafter(tmp_path, tiny)
+
+
+# Names and parts that public checkpoints vary in, and that change no draft.
+VARIANTS: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "prefix": lambda t: {name if name in ("d2t", "t2d", "lm_head.weight") else f"model.{name}": t[name] for name in t},
+    "layer by number": lambda t: {name.replace("midlayer.", "layers.0."): t[name] for name in t},
+    "both": lambda t: {
+        name if "2" in name or "head" in name else "model." + name.replace("midlayer.", "layers.0."): t[name]
+        for name in t
+    },
+    "frequencies": lambda t: t | {"model.midlayer.self_attn.rotary_emb.inv_freq": torch.zeros(8)},
+    "a bias of nothing": lambda t: t | {"fc.bias": torch.zeros(64)},
+}  # fmt: skip
+
+
+def test_variants_of_eagle3_draft_alike(tiny: PreTrainedModel, tmp_path: Path) -> None:
+    """And are saved under the names that they came with."""
+    prompts, tensors = pad_left(random_rows([5, 9])), make_tensors(safeai())
+    write_checkpoint(tmp_path / "plain", safeai(), tensors)
+    plain = generate(tiny, prompts, "eagle3", assistant_model=str(tmp_path / "plain"), max_new_tokens=12)
+    for name, vary in VARIANTS.items():
+        write_checkpoint(tmp_path / name, safeai(), vary(tensors))
+        drafter = Eagle3Drafter(tmp_path / name, tiny)
+        found = generate(tiny, prompts, drafter=drafter, max_new_tokens=12)
+        assert found.statistics.total == plain.statistics.total and found.statistics.total.drafted > 10, name
+        drafter.save(tmp_path / "saved")
+        assert read_checkpoint(tmp_path / "saved")[1].keys() == vary(tensors).keys()
+
+
+@pytest.mark.parametrize(("size", "warns"), [(40, True), (64, False)])
+def test_an_empty_map_is_the_first_tokens_and_is_told(
+    size: int, warns: bool, tiny: PreTrainedModel, tmp_path: Path
+) -> None:
+    """As in vLLM. Where t2d says the same, or all tokens are drafted, nothing is odd."""
+    config = safeai(draft_vocab_size=size)
+    tensors = make_tensors(config) | {"d2t": torch.zeros(size, dtype=torch.int64)}
+    marked = torch.arange(64) < size
+    for name, more in (("alone", {}), ("marked", {"t2d": marked})):
+        write_checkpoint(tmp_path / name, config, {**{n: t for n, t in tensors.items() if n != "t2d"}, **more})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            drafter = Eagle3Drafter(tmp_path / name, tiny)
+        told = [str(one.message) for one in caught if "d2t is 0 throughout" in str(one.message)]
+        assert bool(told) == (warns and name == "alone")
+        assert drafter.target_ids is not None and drafter.target_ids.tolist() == list(range(size))
+
+
+@pytest.mark.parametrize("strategy", ["dflash", "eagle3"])
+def test_an_embedding_of_another_width_is_refused_in_words(strategy: str, tmp_path: Path) -> None:
+    """OPT projects it to the width of its hidden states."""
+    opt = AutoModelForCausalLM.from_config(OPTConfig(
+        vocab_size=64, hidden_size=64, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+    ))  # fmt: skip
+    if strategy == "eagle3":
+        write_checkpoint(tmp_path, safeai(), make_tensors(safeai()))
+    else:
+        make_checkpoint(tmp_path, zlab())
+    with pytest.raises(ValueError, match="the target's embedding is 32 wide, .*has no embed_tokens.weight"):
+        {"dflash": DFlashDrafter, "eagle3": Eagle3Drafter}[strategy](tmp_path, opt)
 
 
 DFLASH: dict[str, tuple[dict[str, Any], str, str | None]] = {

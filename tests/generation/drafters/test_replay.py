@@ -44,11 +44,17 @@ class Comparing(DistilledDrafter):
         self.rounds += 1
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "pruned"])
+MADE = {
+    "pruned": reference.safeai(draft_vocab_size=40),
+    "three layers": reference.speculators({"num_hidden_layers": 3}),
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *MADE])
 def test_a_replay_gives_what_was_drafted(kind: str, student, tiny, tmp_path) -> None:
     """Over rounds with rejections, rows that end and rows that come in."""
-    if kind == "pruned":
-        own = Eagle3Drafter(reference.make_folder(tmp_path, reference.safeai(draft_vocab_size=40)), tiny)
+    if kind in MADE:
+        own = Eagle3Drafter(reference.make_folder(tmp_path, MADE[kind]), tiny)
     else:
         own = student(kind)
     drafter = Comparing(own, Distillation(1e-3, scope="run"))

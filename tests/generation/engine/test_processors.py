@@ -138,7 +138,7 @@ def test_row_bound_processors_with_several_sequences(name: str, tiny) -> None:
     assert outputs(generate(tiny, PROMPTS, "ngram", {"max_batch_size": 4}, **options)) == tokens
 
 
-def test_stop_strings(stories: PreTrainedModel, story_tokenizer) -> None:
+def test_stop_strings(stories: PreTrainedModel, story_tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a keyword, and in a generation config, named or positional."""
     texts = ["Once upon a time, there was", "Lily and", "The big dog ran to the"]
     inputs = story_tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
@@ -153,6 +153,15 @@ def test_stop_strings(stories: PreTrainedModel, story_tokenizer) -> None:
     positional = stories.generate(inputs["input_ids"], config, attention_mask=inputs["attention_mask"], **more)
     assert named.tolist() == positional.tolist() == expected.tolist()
     assert config.stop_strings == options["stop_strings"], "the caller's config is the caller's"
+    # Without an EOS `generate` writes on in rows that have ended; ours are padded.
+    monkeypatch.setattr(stories.generation_config, "eos_token_id", None)
+    written = stories.generate(**inputs, tokenizer=story_tokenizer, **options)
+    result = generate(stories, inputs, "ngram", tokenizer=story_tokenizer, **options)
+    assert result.statistics.total.drafted > 0 and written.shape == result.sequences.shape
+    for row, length in enumerate(result.lengths.tolist()):
+        theirs, ours = (ids[row, inputs["input_ids"].shape[1] :].tolist() for ids in (written, result.sequences))
+        assert ours == theirs[:length] + [2] * (len(ours) - length)
+    assert written.tolist() != result.sequences.tolist()
 
 
 # ---- Stopping, by hand -----------------------------------------------------------------------------------------

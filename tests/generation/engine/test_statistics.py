@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -17,13 +18,16 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import memory, record
 from spec_trl.generation.engine.record import (
     LENGTH_BIN,
+    Completion,
     DraftedChains,
     PhaseTimer,
+    Record,
     Round,
     count_drafts,
     points_and_plans,
     timelines,
 )
+from spec_trl.generation.engine.rows import Request
 from spec_trl.generation.engine.statistics import (
     DEPTH_EDGES,
     MOST_CHANGES,
@@ -39,7 +43,7 @@ from spec_trl.generation.engine.statistics import (
     slowest,
 )
 from spec_trl.scheduling.admission import PlainRounds
-from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, Chain
+from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, Chain, Tally
 from tests.generation.calls import generate, pad_left, random_rows
 
 
@@ -254,7 +258,7 @@ def test_what_plain_decoding_would_have_taken(tiny) -> None:
             return () if self.rounds <= 5 else super().plan(requests, length, waiting)
 
         def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
-            self.asked = list(rounds)
+            self.asked = getattr(self, "asked", None) or list(rounds)  # first the plain rounds, then the bounds
             return 1e6 * sum(each.rounds * (2 if each.batch > 3 else 1) for each in rounds)
 
     config, options = {"max_batch_size": 5}, dict(eos_token_id=7, max_new_tokens=60)
@@ -272,17 +276,71 @@ def test_what_plain_decoding_would_have_taken(tiny) -> None:
     assert generate(tiny, SEVEN, "self", **options).statistics.plain_seconds is None
 
 
+SECONDS = st.floats(1e-4, 10.0)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(0, 4), SECONDS, st.integers(0, 32)), min_size=1, max_size=12),
+    SECONDS, st.floats(0, 1e3),
+)  # fmt: skip
+def test_no_gain_beyond_what_rounds_with_drafts_can_have_saved(
+    drawn: list[tuple[int, int, float, int]], plain: float, noise: float
+) -> None:
+    """Rounds of (rows, γ, seconds, accepted tokens); the estimate of all plain rounds is off by any factor."""
+    requests = [Request(index, torch.tensor([1, 2]), 40, index) for index in range(8)]
+    made = Record("self", requests, ["self"], torch.device("cpu"))
+    for rows, gamma, seconds, accepted in drawn:
+        one = made.begin_round([Chain(0, gamma)] if gamma else [], list(range(rows)), 9.0)
+        one.draft_length, one.seconds, one.tokens = gamma, seconds, rows + min(accepted, gamma * rows)
+    found = SpeculationStatistics("self", rounds=len(drawn), phase_seconds={"prefill": 0.5})
+    found.points, _ = points_and_plans(made.rounds, ["self"])
+    found.seconds = 0.5 + sum(seconds for _, _, seconds, _ in drawn) + 0.25
+
+    class Wrong(AlwaysSpeculate):
+        asked = 0
+
+        def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
+            self.asked += 1
+            return plain * sum(each.rounds for each in rounds) * (noise if self.asked == 1 else 1.0)
+
+    drafted = [each for each in made.rounds if each.draft_length]
+    if drafted:
+        tallied = Tally()
+        for one in drafted:
+            tallied.add_round(len(one.requests), one.tokens, one.seconds)
+            tallied.baseline_seconds += plain * one.tokens / len(one.requests)
+        found.measured_speedup = tallied.measured_speedup
+    completed = {index: Completion(torch.zeros(20, dtype=torch.int64), None) for index in range(8)}
+    estimate = made.plain_seconds(found, completed, 8, Wrong(Candidate("self", 4, 4.0, 100)))
+    assert estimate is not None
+    most = sum(plain * one.tokens / len(one.requests) - one.seconds for one in drafted)
+    saved = estimate - found.seconds
+    least = sum(plain - one.seconds for one in drafted) - 0.25  # the last is what else drafting took
+    assert (saved == 0) if not drafted else (least - 1e-6 <= saved <= most + 1e-6)
+    if drafted and found.measured_speedup is not None and found.measured_speedup < 1:
+        assert saved < 0
+
+
 def test_the_summary_is_short_and_says_why() -> None:
-    drafted, plain = RoundPoint(4, 9.0, 5, "self", 4), RoundPoint(4, 9.0, 0, None, 6)
+    drafted, plain = RoundPoint(4, 9.0, 5, "self", 12), RoundPoint(4, 9.0, 0, None, 18)
     known = SpeculationStatistics(
-        "self", tokens=300, seconds=2.0, rounds=10, points=[drafted, plain], reason="why", predicted_speedup=1.3,
+        "self", tokens=300, seconds=2.0, rounds=30, points=[drafted, plain], reason="why", predicted_speedup=1.3,
         measured_speedup=1.25, plain_seconds=2.2, total=DraftCounts(10, 6, 3, 3, 2, 9),
     )  # fmt: skip
     assert str(known).splitlines() == [
         "self: 300 tokens in 2.00 s, 150.0 tokens/s",
-        "drafting in 40% of 10 rounds: why",
+        "drafting in 40% of 30 rounds: why",
         "block efficiency 3.00, acceptance rate 0.60",
         "speedup over plain decoding: predicted 1.30×, measured 1.25×, whole call 1.10×",
+    ]
+    few = replace(known, rounds=19, points=[replace(drafted, rounds=1), plain], setup_seconds=3.5)
+    assert str(few).splitlines() == [
+        "self: 300 tokens in 2.00 s, 150.0 tokens/s, after 3.50 s of setup",
+        "drafting in 5% of 19 rounds: why",
+        "block efficiency 3.00, acceptance rate 0.60",
+        "speedup over plain decoding: predicted 1.30×",
+        "1 round with drafts are too few to tell a gain (10)",
     ]
     assert str(SpeculationStatistics("none", reason="no drafter")).endswith("\ndrafting in 0% of 0 rounds: no drafter")
 

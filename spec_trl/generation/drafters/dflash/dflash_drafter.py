@@ -30,6 +30,7 @@ class DFlashDrafter(FeatureDrafter):
     config: DFlashConfig
     network_type = DFlashNetwork
     borrowed = ("embed_tokens.weight", "lm_head.weight")
+    renames = {"model.": ""}
 
     def parse(self, settings: Mapping[str, Any], target: PreTrainedConfig) -> DFlashConfig:
         return DFlashConfig.parse(settings)

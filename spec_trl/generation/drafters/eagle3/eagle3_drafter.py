@@ -1,5 +1,6 @@
 """EAGLE-3 as drafter (Li et al. 2025, arXiv 2503.01840): one layer over the target's hidden states."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,14 +45,18 @@ class Eagle3Drafter(FeatureDrafter):
     strategy = "eagle3"
     network: Eagle3Network
     network_type = Eagle3Network
-    renames = {"midlayer.": "layers.0."}
+    renames = {"model.midlayer.": "layers.0.", "midlayer.": "layers.0.", "model.": ""}
     least_tokens = 2  # a row of one token has no features yet
     lag = 1
-    attended_layers = 1
+    attended_layers = -1  # the last one holds features
     casts_weights = False
 
     def parse(self, settings: Mapping[str, Any], target: PreTrainedConfig) -> Eagle3Config:
-        return Eagle3Config.parse(settings, target.num_hidden_layers)
+        fc = self._stored.get("fc.weight", torch.empty(1, 1))
+        if fc.shape[-1] == 2 * len(fc) and "layers.0.hidden_norm.weight" not in self.stored_names:
+            raise ValueError("fc reads a state and an embedding: it is a drafter of EAGLE 1 or 2, not of 3.")
+        layers = {match[1] for name in self.stored_names if (match := re.match(r"layers\.(\d+)\.", name))}
+        return Eagle3Config.parse(settings, target.num_hidden_layers, len(layers))
 
     def begin(self, session: DraftSession) -> None:
         self._cached = np.zeros(session.rows.capacity, np.int64)  # pairs of each row that were fed

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...engine.attention import FULL
@@ -27,7 +28,6 @@ from ..feature_network import (
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_OF_LAYERS: dict[str, tuple[Any, ...]] = {"num_hidden_layers": (1,)}  # elsewhere the tensors tell: one `midlayer`
 _OF_EAGLE_CONFIG: dict[str, tuple[Any, ...]] = {
     "next_layer_regular": (True, None),
     "use_aux_hidden_state": (True, None),
@@ -54,8 +54,9 @@ class Eagle3Config(FeatureConfig):
     norm_output: bool
 
     @classmethod
-    def parse(cls, settings: Mapping[str, Any], target_layers: int) -> "Eagle3Config":
-        """Reads a config.json of either format. Without layer ids they are 2, L // 2 and L - 3 of L `target_layers`.
+    def parse(cls, settings: Mapping[str, Any], target_layers: int, layers: int = 1) -> "Eagle3Config":
+        """Reads a config.json of either format, of a checkpoint whose tensors are of so many `layers`. Without layer
+        ids they are 2, L // 2 and L - 3 of L `target_layers`.
 
         Raises:
             ValueError: a key asks for something that is not served.
@@ -66,7 +67,9 @@ class Eagle3Config(FeatureConfig):
         is_nested = "speculators_model_type" in settings
         layer: Mapping[str, Any] = settings.get("transformer_layer_config") or {} if is_nested else settings
         if is_nested:
-            check_keys("transformer_layer_config", layer, DECODER_KEYS, _OF_LAYERS)
+            check_keys("transformer_layer_config", layer, DECODER_KEYS, {})
+            if (said := layer.get("num_hidden_layers", layers)) != layers:  # in the other format it is the target's
+                raise ValueError(f"num_hidden_layers={said!r}, and its tensors are of {layers}. Fetch them again.")
         elif "LlamaForCausalLM" in str(settings.get("architectures")):  # whatever model the config was copied from
             layer = {**layer, "model_type": "llama"}
         check_keys("config.json", settings, DECODER_KEYS, {})
@@ -76,7 +79,7 @@ class Eagle3Config(FeatureConfig):
                 f"sliding_window={layer.get('sliding_window')}, layer_types={layer.get('layer_types')}: the attention "
                 "of an EAGLE-3 layer must be full. Set use_sliding_window to false if it is."
             )
-        fixed = {"num_hidden_layers": 1, "layer_types": None, "sliding_window": None}
+        fixed = {"num_hidden_layers": layers, "layer_types": None, "sliding_window": None}
         decoder = read_decoder(layer, "llama", mlp_bias=bool(layer.get("mlp_bias")), **fixed)
         flags = {name: settings.get(name) for name in _FLAGS}
         for name, flag in flags.items():
@@ -110,9 +113,10 @@ def _feature_layers(settings: Mapping[str, Any], target_layers: int) -> tuple[in
 
 
 class Eagle3Network(FeatureNetwork):
-    """One decoder layer over pairs of a token and the target's features at the token before it, projected: r.
+    """A decoder layer over pairs of a token and the target's features at the token before it, projected: r. In some
+    checkpoints of speculators plain decoder layers follow it.
 
-    It predicts the token after the pair's. Where the target has not been yet, the layer's own output takes the place
+    It predicts the token after the pair's. Where the target has not been yet, the last layer's output takes the place
     of r (`fed_back`). :class:`~spec_trl.generation.drafters.eagle3.eagle3_drafter.Eagle3Drafter` shows the pairs.
 
     Parameters have the names of the speculators format, in which `midlayer` is `layers.0`. Arguments are those of
@@ -122,7 +126,8 @@ class Eagle3Network(FeatureNetwork):
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, feature_width: int, tensors: Collection[str]) -> None:
-        super().__init__(config, feature_width, [_Layer(config)], {*tensors, "lm_head.weight"})
+        further = [_FurtherLayer(config.decoder, index) for index in range(1, config.decoder.num_hidden_layers)]
+        super().__init__(config, feature_width, [_Layer(config), *further], {*tensors, "lm_head.weight"})
         self.rotary = Rotary(config.decoder)
         count, eps = len(config.feature_layers), config.decoder.rms_norm_eps
         self.input_norm = nn.RMSNorm(feature_width, eps) if config.norm_before_fc else None
@@ -139,7 +144,7 @@ class Eagle3Network(FeatureNetwork):
         return self.fc(features)
 
     def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, mask: Tensor, store: Store) -> Tensor:
-        """The layer's output h `[B, q, H]`, before the final norm.
+        """The last layer's output h `[B, q, H]`, before the final norm.
 
         Args:
             embedded: `[B, q, H]` embeddings of the pairs' tokens.
@@ -148,8 +153,11 @@ class Eagle3Network(FeatureNetwork):
             mask: additive `[B, 1, q, columns]`.
             store: K/V of this forward and earlier ones.
         """
-        layer = cast(_Layer, self.layers[0])
-        return layer(embedded, states, self.rotary(positions, embedded.dtype), mask, store)
+        rotation = self.rotary(positions, embedded.dtype)
+        h = cast(_Layer, self.layers[0])(embedded, states, rotation, mask, store)
+        for layer in self.layers[1:]:
+            h = cast(_FurtherLayer, layer)(h, rotation, mask, store)
+        return h
 
     def fed_back(self, h: Tensor) -> Tensor:
         """The state that replaces r in the next pair, `[..., H]`."""
@@ -178,4 +186,18 @@ class _Layer(nn.Module):
         pairs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)  # [B, q, 2H]
         residual = normed if self.norm_before_residual else states
         h = residual + self.self_attn(pairs, rotation, mask, store)  # [B, q, H]
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class _FurtherLayer(nn.Module):
+    def __init__(self, decoder: PreTrainedConfig, index: int) -> None:
+        super().__init__()
+        hidden, eps = decoder.hidden_size, decoder.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(hidden, eps)
+        self.self_attn = Attention(decoder, hidden, index, has_norms=decoder.model_type == "qwen3")
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.mlp = LlamaMLP(decoder)
+
+    def forward(self, h: Tensor, rotation: Rotation, mask: Tensor, store: Store) -> Tensor:
+        h = h + self.self_attn(self.input_layernorm(h), rotation, mask, store)  # [B, q, H]
         return h + self.mlp(self.post_attention_layernorm(h))

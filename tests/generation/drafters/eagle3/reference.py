@@ -55,12 +55,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "speculators, two flags": speculators(norm_before_residual=True, fc_norm=True),
     "speculators, the other two": speculators(norm_before_fc=True, norm_output=True),
     "speculators, all flags": speculators(**dict.fromkeys(FLAGS, True)),
+    "speculators, three layers": speculators({"num_hidden_layers": 3}, norm_before_residual=True),
 }  # fmt: skip
 
 
 def make_tensors(config: dict[str, Any], dtype: torch.dtype = torch.float64, depth: int = 2) -> dict[str, Tensor]:
     """Random weights by the names that the format's own files have, for a target of `depth` layers."""
-    parsed = Eagle3Config.parse(config, depth)
+    layer = config.get("transformer_layer_config", config)
+    parsed = Eagle3Config.parse(config, depth, layer["num_hidden_layers"])
     brings = {"embed_tokens.weight"} if parsed.decoder.hidden_size != parsed.target_hidden_size else set()
     with torch.device("meta"):
         network = Eagle3Network(parsed, parsed.target_hidden_size * len(parsed.feature_layers), brings)
@@ -106,6 +108,22 @@ class Reference(StraightLine):
 
     def layer_output(self, pairs: list[tuple[int, Tensor]]) -> Tensor:
         """h of the last of the pairs (token, state), which all attend as the last one needs."""
+        layers = self.sizes["num_hidden_layers"]
+        first = 1 if layers > 1 else len(pairs)  # further layers attend to all
+        outputs = [self.first_layer(pairs[:count]) for count in range(first, len(pairs) + 1)]
+        for index in range(1, layers):
+            layer, keys, values, further = f"layers.{index}", [], [], []
+            for position, h in enumerate(outputs, start=1):
+                a = self.norm(h, f"{layer}.input_layernorm")
+                keys.append(self.turned(a, layer, "k", position))
+                values.append(self.values(a, layer))
+                further.append(
+                    self.mlp(h + self.attend(self.turned(a, layer, "q", position), keys, values, layer), layer)
+                )
+            outputs = further
+        return outputs[-1]
+
+    def first_layer(self, pairs: list[tuple[int, Tensor]]) -> Tensor:
         embedding = self.tensors.get("embed_tokens.weight", self.target.get_input_embeddings().weight)
         layer, keys, values = "layers.0", [], []
         for position, (token, state) in enumerate(pairs, start=1):  # from 1, as speculators counts
