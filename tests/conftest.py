@@ -61,8 +61,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def dots_in_one_order() -> Iterator[None]:
-    """Triton's interpreter multiplies by numpy, whose BLAS sums the rows of a block in different orders without AVX-512.
-    A device does not, nor does einsum."""
+    """Triton's interpreter multiplies by numpy, whose BLAS sums rows of a block in different orders where it has no
+    AVX-512. A device does not, nor does einsum."""
     try:
         from triton.runtime import interpreter
     except ImportError:
