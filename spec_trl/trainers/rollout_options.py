@@ -18,6 +18,7 @@ from ..generation.configuration import (
     option,
 )
 from ..generation.registry import DRAFTERS, check_use, drafting_ahead, needing_assistant, taking_assistant
+from ..json_files import jsonable
 from ..papers import load
 from ..scheduling.acceptance import MAX_DRAFT_LENGTH
 from ..value_checks import did_you_mean, require_choice, require_folder_or_id
@@ -247,7 +248,7 @@ class RolloutOptions(TrainerConfig):
             is_wrong = drafter not in taking_assistant()
         if is_wrong:
             raise ValueError(
-                f"{setting} with assistant_model={self.assistant_model!r}: assistant_model belongs to one of "
+                f"{setting} with assistant_model={jsonable(self.assistant_model)!r}: assistant_model belongs to one of "
                 f"{list(needing_assistant())}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
             )
         require_folder_or_id("assistant_model", self.assistant_model)
@@ -321,6 +322,11 @@ class RolloutOptions(TrainerConfig):
             if name in saved:
                 controllers[name].load_state_dict(vars(saved[name]))
         return controllers
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as JSON has them, for TensorBoard, W&B and others."""
+        options: dict[str, Any] = super().to_dict() | jsonable(self.own_options())
+        return options
 
     def own_options(self) -> dict[str, Any]:
         """The options that TRL's config does not have, by name."""
