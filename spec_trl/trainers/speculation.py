@@ -18,13 +18,12 @@ import torch.distributed as dist
 from accelerate.utils import get_mixed_precision_context_manager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import GenerationMixin, PreTrainedModel, Trainer
 from transformers.generation import BaseStreamer
 
 from ..generation.configuration import SpeculativeConfig, check_combination, check_strategy
 from ..generation.engine.attention import keeps_states
-from ..generation.engine.requirements import check_model, policy_in
+from ..generation.engine.requirements import check_model, policy_in, with_wrappers
 from ..generation.engine.rows import Request, RequestQueue
 from ..generation.generate import DEFAULTS, SpeculativeOutput, setting
 from ..generation.registry import check_use
@@ -70,8 +69,6 @@ def speculate(
     if trainer is not None and hasattr(trainer.args, "assistant_strategy"):
         raise ValueError(f"a {type(trainer).__name__} speculates by itself, as its config says; leave this call out.")
     model: nn.Module = target if trainer is None else trainer.model
-    while isinstance(model, DataParallel | DistributedDataParallel):
-        model = model.module
     config, policy = SpeculativeConfig(**options), policy_in(model)
     if not isinstance(policy, PreTrainedModel):
         raise ValueError(f"target is a {type(policy).__name__}; give the transformers model in it.")
@@ -79,7 +76,7 @@ def speculate(
     check_combination(strategy, config)
     if config.seed is not None:
         raise ValueError(f"seed={config.seed} gives the same noise to all rollouts; use torch.manual_seed instead.")
-    args = trainer and trainer.args
+    args = None if trainer is None else trainer.args
     for name in _OTHER_ENGINES:
         if getattr(args, name, False):
             raise ValueError(f"{name}=True generates without model.generate; set it to False to speculate.")
@@ -162,7 +159,8 @@ class Speculation(AbstractContextManager["Speculation"]):
             call["generation_config"].return_dict_in_generate = True
         if self._assistant is not None:
             call["assistant_model"] = self._assistant
-        outer, started, begun = self._model() or model, time.perf_counter(), list[bool]()
+        outer: nn.Module = model if (target := self._model()) is None else target
+        started, begun = time.perf_counter(), list[bool]()
         if (streamer := kwargs.get("streamer")) is not None:
             call["streamer"] = _HeldStreamer(streamer, begun)
 
@@ -194,7 +192,7 @@ class Speculation(AbstractContextManager["Speculation"]):
     @staticmethod
     def _autocast(model: nn.Module) -> AbstractContextManager[Any]:
         """Autocast as Accelerate puts it around forwards of a model that it has prepared."""
-        is_prepared = "_original_forward" in vars(model)
+        is_prepared = any("_original_forward" in vars(one) for one in with_wrappers(model))
         return get_mixed_precision_context_manager(native_amp=True) if is_prepared else nullcontext()
 
     def _add(self, model: Any, output: SpeculativeOutput, seconds: float) -> None:

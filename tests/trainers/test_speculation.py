@@ -7,19 +7,21 @@ import pickle
 import types
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DataParallel
 from transformers import DynamicCache, LlamaForCausalLM, TrainerCallback
 from transformers.generation import BaseStreamer
 
 import spec_trl
 from spec_trl.cli.main import main
+from spec_trl.generation.engine.requirements import policy_in
 from spec_trl.trainers.run_log import read_run
 from tests.trainers.conftest import ignore_round_times
 from tests.trainers.harness import make_run, tiny_dataset, tiny_policy
@@ -255,6 +257,43 @@ def test_a_model_with_a_generate_of_its_own() -> None:
         with pytest.warns(UserWarning, match="past_key_values"):
             policy.generate(**PROMPT, max_new_tokens=8, past_key_values=cache)
     assert speculation.verdict.rollouts == 1 and speculation.verdict.drafted_rounds and cache.get_seq_length() > 8
+
+
+compiled = partial(torch.compile, backend="eager")
+LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian")
+
+
+class WithoutTruth(LlamaForCausalLM):
+    def __bool__(self) -> bool:
+        raise TypeError("has no truth")
+
+
+def without_truth(policy: LlamaForCausalLM) -> LlamaForCausalLM:
+    policy.__class__ = WithoutTruth
+    return policy
+
+
+@pytest.mark.parametrize(
+    "wrappers",
+    [
+        [without_truth], [compiled], [compiled, DataParallel], [DataParallel, compiled], [lambda _: get_peft_model(_, LORA), compiled],
+    ],
+    ids=["a class without truth", "compiled", "compiled, parallel", "parallel, compiled", "LoRA, compiled"],
+)  # fmt: skip
+def test_wrapped_models(wrappers: list[Callable[[Any], Any]]) -> None:
+    """As the model, and as the assistant."""
+    for wrapped, options in ((True, {"strategy": "self"}), (False, {"strategy": "model"})):
+        policy, outer = tiny_policy(), tiny_policy()
+        for wrap in wrappers:
+            outer = wrap(outer)
+        if wrapped:
+            policy = policy_in(outer)
+        else:
+            options["assistant_model"] = outer
+        plain = policy.generate(**PROMPT, max_new_tokens=8, do_sample=False).tolist()
+        with spec_trl.speculate(outer if wrapped else policy, **options, sd_toggle="always") as speculation:
+            assert policy.generate(**PROMPT, max_new_tokens=8, do_sample=False).tolist() == plain
+        assert speculation.verdict.rollouts == 1 and speculation.verdict.drafted_rounds
 
 
 @pytest.mark.parametrize(("strategy", "toggle"), [("tts", "always"), ("best_of_n", "measured")])

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ import torch
 import transformers
 from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.fsdp import is_fsdp_managed_module
@@ -211,14 +212,27 @@ def _check_prompt_learning(model: "PeftModel") -> None:
 
 
 def policy_in(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside the wrappers of torch.compile and PEFT; raises ValueError for a soft prompt of
-    PEFT, which the inner model lacks."""
+    """The transformers model inside the wrappers of torch.compile, PEFT and data parallelism; raises ValueError for a
+    soft prompt of PEFT, which the inner model lacks."""
+    policy: PreTrainedModel
+    *_, policy = with_wrappers(model)
+    return policy
+
+
+def with_wrappers(model: nn.Module) -> Iterator[Any]:
+    """`model`, then what it wraps, down to the result of :func:`policy_in`."""
     peft = sys.modules.get("peft")  # not imported: no PeftModel
-    model = unwrapped(model)
-    while peft is not None and isinstance(model, peft.PeftModel):
-        _check_prompt_learning(model)
-        model = unwrapped(model.get_base_model())
-    return model
+    inside: nn.Module | None = model
+    while inside is not None:
+        yield (model := inside)
+        inside = None
+        if isinstance(model, DataParallel | DistributedDataParallel):
+            inside = model.module
+        elif peft is not None and isinstance(model, peft.PeftModel):
+            _check_prompt_learning(model)
+            inside = model.get_base_model()
+        elif (compiled := unwrapped(model)) is not model:
+            inside = compiled
 
 
 def _refusal(name: str, value: Any) -> ValueError:
