@@ -20,8 +20,8 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.stopping_criteria import MaxLengthCriteria
-from transformers.utils import ModelOutput
 
 from ..cpu_products import warn_of_slow_dtype
 from ..scheduling.control import Control, NeverSpeculate
@@ -70,8 +70,9 @@ of the limit rows took at most 0.16 of rows x limit (`kv_memory`, benchmarks/RES
 
 
 @dataclass
-class SpeculativeOutput(ModelOutput):
-    """Result of `generate(assistant_strategy=..., return_dict_in_generate=True)`.
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """Result of `generate(assistant_strategy=..., return_dict_in_generate=True)`: the fields of `generate`'s own, of
+    which only `sequences` is set, and others.
 
     Args:
         sequences: `[B, prompt width + new]` int64, prompts as passed, outputs right-padded.
@@ -81,7 +82,6 @@ class SpeculativeOutput(ModelOutput):
         statistics: of the generation.
     """
 
-    sequences: Tensor | None = None
     logprobs: Tensor | None = None
     lengths: Tensor | None = None
     statistics: SpeculationStatistics | None = None
@@ -311,7 +311,9 @@ def _assemble(
     sequences = torch.cat([input_ids, new.to(device)], dim=1)
     if not return_dict:
         return sequences
-    return SpeculativeOutput(sequences, logprobs.to(device), lengths.to(device), statistics)
+    return SpeculativeOutput(
+        sequences=sequences, logprobs=logprobs.to(device), lengths=lengths.to(device), statistics=statistics
+    )
 
 
 _SIGNATURE = inspect.signature(speculative_decoding)

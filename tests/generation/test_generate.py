@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 from unittest.mock import Mock
 
@@ -155,7 +156,12 @@ def test_output(tiny, prompts) -> None:
     assert result.sequences.shape == (3, 6 + new) and result.sequences.dtype == torch.int64
     assert torch.equal(result.sequences[:, :6], prompts["input_ids"])
     assert result.logprobs.shape == (3, new) and result.logprobs.dtype == torch.float32
-    assert result["sequences"] is result.sequences, "a ModelOutput, like transformers' own"
+    assert result["sequences"] is result.sequences is result[0] and result[1] is result.logprobs
+    plain = tiny.generate(**prompts, max_new_tokens=2, return_dict_in_generate=True)
+    assert isinstance(result, type(plain)), "what reads generate's output can read it"
+    empty = {field.name for field in fields(plain)} - {"sequences"}
+    assert empty >= {"scores", "past_key_values"} and all(vars(result)[name] is None for name in empty)
+    assert vars(copy.copy(result)).keys() == vars(result).keys()
     for tokens in outputs(result):
         assert all(token not in (7, 11, 12) for token in tokens[:-1])
 
