@@ -1,5 +1,7 @@
 """The options that say how rollouts are drafted and verified: a part of the config of each of our trainers."""
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, signature
@@ -7,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate import PartialState
 from torch import nn
+from transformers import Trainer
 
 from ..drafter_training.adaptation import ADAPTABLE
 from ..generation.configuration import (
@@ -322,6 +325,19 @@ class RolloutOptions(TrainerConfig):
             if name in saved:
                 controllers[name].load_state_dict(vars(saved[name]))
         return controllers
+
+    def get_process_log_level(self) -> int:
+        """As in transformers. A trainer asks when it is made: one that does not read these options warns, once."""
+        asking = sys._getframe(1).f_locals.get("self")
+        if isinstance(asking, Trainer) and not isinstance(self, getattr(asking, "config_class", ())):
+            ours, theirs = type(self).__name__, type(asking).__name__
+            warnings.warn(
+                f"args is a {ours}, and a {theirs} reads none of its options of rollouts: they are plain. Use "
+                f"{self.trainer}, or call spec_trl.speculate(trainer).",
+                stacklevel=2,
+            )
+        level: int = super().get_process_log_level()
+        return level
 
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON has them, for TensorBoard, W&B and others."""

@@ -32,6 +32,7 @@ from ..generation.strategies import Assistant, check_probabilities, check_states
 from .rollout_memory import whole_weights
 from .run_log import Mode, Record, RunLog, StepRecord, Verdict, read_run
 from .run_records import RunRecords, describe
+from .speculative_rollouts import SpeculativeRollouts
 from .step_totals import RolloutTotals, StepClock, metrics
 from .trainer_checks import check_generation
 
@@ -66,7 +67,7 @@ def speculate(
     trainer = target if isinstance(target, Trainer) else None
     if trainer is None and not isinstance(target, nn.Module):
         raise ValueError(f"target is a {type(target).__name__}; give a trainer of transformers or TRL, or the model.")
-    if trainer is not None and hasattr(trainer.args, "assistant_strategy"):
+    if trainer is not None and isinstance(trainer, SpeculativeRollouts):
         raise ValueError(f"a {type(trainer).__name__} speculates by itself, as its config says; leave this call out.")
     model: nn.Module = target if trainer is None else trainer.model
     config, policy = SpeculativeConfig(**options), policy_in(model)
@@ -91,7 +92,7 @@ def speculate(
             check_probabilities(drafters)
         if (generation_config := getattr(trainer, "generation_config", None)) is not None:
             check_generation(
-                policy, config, _cached(generation_config), getattr(trainer, "_tokenizer", None), policy.device,
+                policy, config, generation_config, getattr(trainer, "_tokenizer", None), policy.device,
                 "leave out speculate",
             )  # fmt: skip
     if dist.is_initialized() and dist.get_rank():
@@ -149,13 +150,12 @@ class Speculation(AbstractContextManager["Speculation"]):
         names = list(inspect.signature(generate).parameters)[1:]
         kwargs = dict(zip(names, args, strict=False)) | kwargs
         wants_dict = setting("return_dict_in_generate", kwargs.get("return_dict_in_generate"), model, (), kwargs)
-        asked = {"return_dict_in_generate": True, "use_cache": True}  # no token depends on the latter
         call = kwargs | {"assistant_strategy": self._strategy, "speculative_config": self._config}
         if (config := kwargs.get("generation_config")) is None:
-            call |= asked
-        else:  # next to a config they are deprecated
-            call = {name: value for name, value in call.items() if name not in asked}
-            call["generation_config"] = _cached(config)
+            call["return_dict_in_generate"] = True
+        else:  # next to a config it is deprecated
+            call.pop("return_dict_in_generate", None)
+            call["generation_config"] = copy.copy(config)
             call["generation_config"].return_dict_in_generate = True
         if self._assistant is not None:
             call["assistant_model"] = self._assistant
@@ -276,10 +276,3 @@ class _Reports(StepClock):
         self._values[mode].clear()
         logs |= means
         state.log_history[-1].update(means)  # a copy of `logs`
-
-
-def _cached(config: Any) -> Any:
-    """A copy of a generation config with `use_cache=True`, which gradient checkpointing makes False in TRL."""
-    config = copy.copy(config)
-    config.use_cache = True
-    return config

@@ -5,6 +5,7 @@ import gc
 import json
 import pickle
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -18,9 +19,12 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DataParallel
 from transformers import DynamicCache, LlamaForCausalLM, TrainerCallback
 from transformers.generation import BaseStreamer
+from trl import GRPOTrainer
 
 import spec_trl
+from spec_trl import SpecGRPOTrainer
 from spec_trl.cli.main import main
+from spec_trl.generation.engine import neutral_settings
 from spec_trl.generation.engine.requirements import policy_in
 from spec_trl.trainers.run_log import read_run
 from tests.trainers.conftest import ignore_round_times
@@ -352,12 +356,46 @@ def test_a_trainer_and_its_policy_are_freed(stops: bool, tmp_path: Path) -> None
     [
         (dict(use_transformers_continuous_batching=True), "use_transformers_continuous_batching=True"),
         (dict(generation_kwargs={"num_beams": 2}), "num_beams"),
-        (dict(cache_implementation="static"), "cache_implementation"),
     ],
 )
 def test_what_a_trainer_asks_for_is_refused_at_once(option: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=named):
         spec_trl.speculate(make_trainer("rloo", tmp_path, **option))
+
+
+def test_a_trainer_of_trl_with_our_config(tmp_path: Path) -> None:
+    """Decodes plainly, says so, and then drafts as `speculate` says."""
+    message = "args is a SpecGRPOConfig, and a GRPOTrainer reads none of .*Use SpecGRPOTrainer, or call"
+    with pytest.warns(UserWarning, match=message) as warned:
+        run = make_run(tmp_path, kind=GRPOTrainer, max_steps=1)
+        run.trainer.args.get_process_log_level()  # as some scripts do
+    assert len([one for one in warned if "reads none" in str(one.message)]) == 1
+    with spec_trl.speculate(run.trainer, "self", sd_toggle="always") as speculation:
+        run.train()
+    assert speculation.verdict.rollouts == 1 and speculation.verdict.drafted_rounds
+
+
+@pytest.mark.parametrize("kind", ["ours", "speculate"])
+def test_settings_that_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under each door; the model's are said too, and all of them once."""
+    monkeypatch.setattr(neutral_settings, "_said", set())
+    policy = tiny_policy(use_cache=False)
+    assert policy.generation_config.use_cache is False, "a model without a generation config takes it from its config"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = make_run(
+            tmp_path, policy=policy, kind=SpecGRPOTrainer if kind == "ours" else GRPOTrainer, max_steps=2,
+            cache_implementation="static", generation_kwargs={"num_assistant_tokens": 3},
+        )  # fmt: skip
+        if kind == "speculate":
+            spec_trl.speculate(run.trainer, "self", sd_toggle="always")
+        run.train()
+    said = [str(each.message).partition(" is overridden")[0] for each in caught if "changes no token" in str(each.message)]
+    assert sorted(said) == [
+        "cache_implementation='static' (trainer.generation_config, as of generation_kwargs or cache_implementation)",
+        "num_assistant_tokens=3 (trainer.generation_config, as of generation_kwargs or cache_implementation)", "use_cache=False (model.config)",
+    ]  # fmt: skip
+    assert [bool(record.block_efficiency) for record in rollouts(tmp_path)] == [True, True]
 
 
 def test_a_trainer_that_samples_on_a_server_is_refused(tmp_path: Path) -> None:
