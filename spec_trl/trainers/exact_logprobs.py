@@ -89,7 +89,10 @@ class ExactLogprobs:
                 labels = ids.masked_fill(mask == 0, -100)[:, -logits_to_keep:]  # [B, n]
                 logprobs, entropies = logprobs.masked_fill(labels == -100, 0), None
                 if torch.is_grad_enabled() or compute_entropy:
-                    with _returning(decoder_layers(policy), states, self._beside), _before_completions(policy, logits_to_keep):
+                    with (
+                        _returning(decoder_layers(policy), states, self._beside),
+                        _before_completions(policy, logits_to_keep),
+                    ):
                         output = model(
                             input_ids=ids, attention_mask=mask, position_ids=_positions(mask), shift_labels=labels,
                             fused_lm_head=True,
@@ -182,8 +185,8 @@ def _before_completions(policy: PreTrainedModel, width: int) -> Iterator[None]:
 
 
 def _returned_beside(policy: PreTrainedModel) -> list[tuple[None, ...] | None]:
-    """What each decoder layer returns after its hidden states; None: it returns a tensor alone. Raises ValueError where
-    that is more than None."""
+    """What each decoder layer returns after its hidden states; None: it returns a tensor alone. Raises ValueError
+    where that is more than None."""
     seen: list[Any] = []
     layers = decoder_layers(policy)
     hooks = [layer.register_forward_hook(lambda _, __, output: seen.append(output)) for layer in layers]

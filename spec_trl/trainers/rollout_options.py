@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -174,10 +174,15 @@ class RolloutOptions(TrainerConfig):
         if any(one.kind is Parameter.VAR_KEYWORD for one in known.values()):
             return super().__new__(cls)
         for name in sorted(options.keys() - known.keys()):
-            remedy = _INSTEAD.get(name) or did_you_mean(name, known).strip() or "The installed TRL has none."
             given = f"{name!r} (given {options[name]!r:.60})"
-            raise ValueError(f"{cls.__name__} has no option {given}. {remedy.format(cls.__name__)}")
+            raise ValueError(f"{cls.__name__} has no option {given}. {cls.remedy(name, known)}")
         return super().__new__(cls)
+
+    @classmethod
+    def remedy(cls, name: str, known: Iterable[str]) -> str:
+        """What to do about the option `name`, which is none of those `known`."""
+        remedy = _INSTEAD.get(name) or did_you_mean(name, known).strip() or "The installed TRL has none."
+        return remedy.format(cls.__name__)
 
     def __post_init__(self) -> None:
         if self.use_cpu:  # transformers gives ddp_timeout to the process groups of GPUs alone
@@ -251,8 +256,8 @@ class RolloutOptions(TrainerConfig):
             is_wrong = drafter not in taking_assistant()
         if is_wrong:
             raise ValueError(
-                f"{setting} with assistant_model={jsonable(self.assistant_model)!r}: assistant_model belongs to one of "
-                f"{list(needing_assistant())}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
+                f"{setting} with assistant_model={jsonable(self.assistant_model)!r}: assistant_model belongs to one "
+                f"of {list(needing_assistant())}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
             )
         require_folder_or_id("assistant_model", self.assistant_model)
 

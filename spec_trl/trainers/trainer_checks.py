@@ -150,7 +150,8 @@ def check_generation(
     prompt = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
     processors = LogitsProcessorList()
     try:
-        overridden = override(policy, generation_config, {}, "trainer.generation_config, as of generation_kwargs or cache_implementation")
+        place = "trainer.generation_config, as of generation_kwargs or cache_implementation"
+        overridden = override(policy, generation_config, {}, place)
         completed, _ = policy._prepare_generation_config(overridden)
         check_generation_config(completed)
         first = copy.copy(overridden)

@@ -162,7 +162,7 @@ def tiny_family(name: str) -> PreTrainedModel:
     kind = CONFIG_MAPPING[name]
     torch.manual_seed(0)
     settings = tiny_settings(kind) | dict(vocab_size=48, eos_token_id=2, attention_dropout=0.0)
-    dropouts = {key: 0.0 for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout", "embed_dropout")}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout", "embed_dropout"), 0.0)
     return AutoModelForCausalLM.from_config(kind(**settings | dropouts), dtype=torch.bfloat16)
 
 
