@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import trl
 import yaml
+from trl.scripts import grpo
 
+import spec_trl
 from spec_trl.cli import train as command
 from spec_trl.cli.main import main
+from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.trainers.run_log import read_run
 from tests.conftest import STORY_MODEL
 
@@ -47,6 +50,29 @@ def test_a_recipe_of_trl_trains_with_drafts(name: str, recipe: str) -> None:
     assert all(sum(depth.accepted for depth in record.per_depth.values()) for record in run.rollouts)
     assert Path("out", "model.safetensors").exists()
     assert getattr(trl, f"{name.upper()}Trainer") is theirs
+
+
+def test_what_trl_itself_can_draft_with(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generation_kwargs`, where spec_trl is imported; else they are kept in a config that nobody reads."""
+    how = {"assistant_strategy": "self", "speculative_config": {"sd_toggle": "always"}}
+    with Path(recipe).open("a") as file:
+        file.write(yaml.safe_dump({"generation_kwargs": how}))
+    run, drafted = Rollout.run, list[int]()
+
+    def watched(rollout: Rollout) -> Any:
+        completions, statistics = run(rollout)
+        drafted.append(statistics.total.accepted)
+        return completions, statistics
+
+    monkeypatch.setattr(Rollout, "run", watched)
+    for installed in (True, False):
+        if not installed:
+            spec_trl.uninstall()
+        try:
+            grpo.main(*grpo.make_parser().parse_args_and_config(["--config", recipe]))
+        finally:
+            spec_trl.install()
+        assert len(drafted) == 2 and min(drafted) > 0
 
 
 def test_options_are_shared_out(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,15 @@ def test_a_strategy_in_a_config(tiny, tiny_assistant, prompts, tmp_path) -> None
     assert len(model.generate(**prompts, max_new_tokens=2, num_return_sequences=1)) == 3  # plainly
     restored = GenerationConfig.from_dict(json.loads(own.to_json_string()))
     assert SpeculativeConfig.coerce(restored.speculative_config).draft_length == 2
+    # What docs/how_to.md says of reloading: transformers drops it from a config that it made of the model's.
+    for made_by_itself in (True, False):
+        saved = tiny_llama()
+        if made_by_itself:
+            saved.generation_config = GenerationConfig()
+        saved.generation_config.assistant_strategy = "self"
+        saved.save_pretrained(tmp_path / str(made_by_itself))
+        again = type(saved).from_pretrained(tmp_path / str(made_by_itself))
+        assert hasattr(again.generation_config, "assistant_strategy") is made_by_itself
     with pytest.raises(ValueError, match="assistant_strategy='' is unknown; choose one of"):
         tiny.generate(**prompts, assistant_strategy="")
 
