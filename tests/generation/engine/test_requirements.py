@@ -251,7 +251,6 @@ def test_settings_that_change_no_token(place: str, monkeypatch: pytest.MonkeyPat
     """They are overridden, wherever they stand, and a warning says so once."""
     assert NEUTRAL_VALUES.keys() == neutral_settings.NEUTRAL.keys()
     monkeypatch.setattr(neutral_settings, "_said", set())
-    monkeypatch.setattr(GenerationMixin, "_prepare_static_cache", lambda *_, **__: pytest.fail("a second cache"))
     model = tiny_llama()
     options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True)
     expected = model.generate(**PROMPTS, **options).sequences
@@ -278,10 +277,17 @@ def test_settings_that_change_no_token(place: str, monkeypatch: pytest.MonkeyPat
         ) * times
 
 
-def test_a_cache_that_generate_could_not_make(tiny: PreTrainedModel) -> None:
+def test_generate_makes_no_cache_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is the call handed to continuous batching."""
-    for kind in ("paged", "quantized", "offloaded"):
-        assert generate(tiny, PROMPTS, cache_implementation=kind).statistics.rounds
+    monkeypatch.setattr(GenerationMixin, "_prepare_static_cache", lambda *_, **__: pytest.fail("a second cache"))
+    for kind in ("paged", "quantized", "offloaded", "static"):  # there is no package for the second one
+        model = tiny_llama()
+        assert generate(model, PROMPTS, cache_implementation=kind).statistics.rounds
+        config = GenerationConfig(cache_implementation=kind, max_new_tokens=2)
+        assert generate(model, PROMPTS, generation_config=config).statistics.rounds
+        assert config.cache_implementation == kind
+        model.generation_config.cache_implementation = kind
+        assert generate(model, PROMPTS).statistics.rounds
 
 
 @pytest.mark.parametrize("how", ["disk", "meta", "cpu_offload"])
