@@ -7,6 +7,8 @@ from typing import Any, TypeVar, cast
 
 from transformers import GenerationConfig
 
+from .requirements import refusal
+
 
 _OWN_CACHE = "the engine has a K/V cache of its own"
 _DRAFT_LENGTH = "speculative_config={'draft_length': ...} says how many tokens are drafted"
@@ -48,6 +50,9 @@ def override(model: Any, config: Config, keywords: dict[str, Any], of_config: st
 
     Returns:
         `config`, or a copy with which `generate` makes no cache of another kind.
+
+    Raises:
+        ValueError: the cache is quantized, on which tokens depend.
     """
     own = getattr(model, "generation_config", None)
     fresh: Any = config
@@ -61,6 +66,8 @@ def override(model: Any, config: Config, keywords: dict[str, Any], of_config: st
                 place = "model.config"
         if value in _DEFAULTS[name]:
             continue
+        if (name, value) == ("cache_implementation", "quantized"):
+            raise refusal(name, value)
         if (said := f"{name}={value!r}") not in _said:
             _said.add(said)
             warnings.warn(f"{said} ({place}) is overridden, which changes no token: {instead}.", stacklevel=4)

@@ -53,6 +53,7 @@ _KNOWN_KEYWORDS = {"attention_mask", "position_ids", "logits_to_keep", "use_cach
 
 _WAYS_OUT = {
     "assistant_ensemble_weight": "drafts change no token here",
+    "cache_implementation": "rounded K/V change tokens, and the engine's are not rounded",
     "assistant_tokenizer": "assistants have the target's own tokenizer",
     "token_healing": "heal the prompts first: pass input_ids=model.heal_tokens(input_ids, tokenizer) and an "
     "attention_mask that is 0 at their padding",
@@ -225,7 +226,8 @@ def with_wrappers(model: nn.Module) -> Iterator[Any]:
             inside = compiled
 
 
-def _refusal(name: str, value: Any) -> ValueError:
+def refusal(name: str, value: Any) -> ValueError:
+    """Of a setting of `generate` that cannot be served."""
     way_out = _WAYS_OUT.get(name)
     if name.startswith("output_"):
         way_out = "the output's .logprobs holds those of the sampled tokens"
@@ -240,9 +242,9 @@ def check_not_diverted(heals: bool | None, keywords: Mapping[str, Any]) -> None:
     comes to a decoding method: it rewrites the prompts with a tokenizer, or keeps the tokenizer of an assistant from a
     custom method."""
     if heals:
-        raise _refusal("token_healing", True)
+        raise refusal("token_healing", True)
     if keywords.get("assistant_tokenizer") is not None:
-        raise _refusal("assistant_tokenizer", type(keywords["assistant_tokenizer"]).__name__)
+        raise refusal("assistant_tokenizer", type(keywords["assistant_tokenizer"]).__name__)
 
 
 def check_generation_config(config: GenerationConfig) -> None:
@@ -251,7 +253,7 @@ def check_generation_config(config: GenerationConfig) -> None:
     for name, values in _SERVED.items():
         value = vars(config).get(name)
         if value is not None and value not in values:
-            raise _refusal(name, value)
+            raise refusal(name, value)
 
 
 def check_keywords(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:

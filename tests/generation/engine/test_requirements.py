@@ -128,11 +128,12 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         for name, value in MODES.items()
     ),
     (r"token_healing=True.*pass input_ids=model.heal_tokens\(input_ids, tokenizer\)", dict(token_healing=True)),
+    (r"cache_implementation='quantized' .*rounded K/V change tokens", dict(cache_implementation="quantized")),
     (r"output_scores=True.*\.logprobs", dict(output_scores=True)),
     # in a config too, and with a tokenizer, which generate keeps from a custom method
     *(
         (f"{name}=.*cannot be combined", dict(generation_config=GenerationConfig(**{name: value}), tokenizer=object()))
-        for name, value in (("token_healing", True), ("num_beams", 3))
+        for name, value in (("token_healing", True), ("cache_implementation", "quantized"), ("num_beams", 3))
     ),
     # captured forwards
     (r'runner="graph" captures CUDA graphs, and the model is on cpu', dict(config={"runner": "graph"})),
@@ -280,7 +281,7 @@ def test_settings_that_change_no_token(place: str, monkeypatch: pytest.MonkeyPat
 def test_generate_makes_no_cache_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is the call handed to continuous batching."""
     monkeypatch.setattr(GenerationMixin, "_prepare_static_cache", lambda *_, **__: pytest.fail("a second cache"))
-    for kind in ("paged", "quantized", "offloaded", "static"):  # there is no package for the second one
+    for kind in ("paged", "offloaded", "static"):
         model = tiny_llama()
         assert generate(model, PROMPTS, cache_implementation=kind).statistics.rounds
         config = GenerationConfig(cache_implementation=kind, max_new_tokens=2)
