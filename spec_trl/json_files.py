@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+LONGEST = 200
+"""Characters of a value's text in JSON: the text of a dtype or device has fewer, that of a model thousands."""
 _adapters: "dict[Any, TypeAdapter[Any]]" = {}  # one per dataclass: making one takes milliseconds
 
 
@@ -44,8 +46,29 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """The JSON text of a dataclass. NaN and infinity, which JSON does not have, become null."""
-    return _adapter(type(value)).dump_json(value, indent=indent).decode()
+    """The JSON text of a dataclass. NaN and infinity, which JSON does not have, become null; other values that
+    it does not have, such as models among settings, become texts."""
+    return _adapter(type(value)).dump_json(value, indent=indent, fallback=_named).decode()
+
+
+def jsonable(value: Any) -> Any:
+    """`value` as :func:`to_json` writes it, made of dicts, lists, numbers and texts."""
+    from pydantic_core import to_jsonable_python
+
+    return to_jsonable_python(value, fallback=_named)
+
+
+def _named(value: Any) -> Any:
+    """What stands in JSON for a value that it does not have: the number in a scalar of numpy or torch; the path of a
+    class or function; the class, and the path or hub id, of a model; else the value's text."""
+    if getattr(value, "shape", None) == ():
+        return value.item()
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = str(value)
+    if len(text) <= LONGEST and "\n" not in text:
+        return text
+    return f"{type(value).__name__} {getattr(value, 'name_or_path', '')}".strip()
 
 
 def from_json(text: str | bytes, kind: type[T]) -> T:

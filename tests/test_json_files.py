@@ -3,9 +3,13 @@
 import json
 import os
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from spec_trl.json_files import read_json, replacing, write_atomically, write_json
 
@@ -25,6 +29,11 @@ class _Shape:
     version: int
     name: str | None = None
     points: list[_Point] = field(default_factory=list)
+
+
+@dataclass
+class _Free:
+    settings: dict[str, Any]
 
 
 def _read(path: Path) -> _Shape:
@@ -62,6 +71,19 @@ def test_a_damaged_file_is_named_with_field_value_and_remedy(tmp_path: Path, con
 def test_numbers_that_json_has_not_become_null(tmp_path: Path) -> None:
     write_json(tmp_path / "point.json", _Point(1, float("nan")))
     assert json.loads((tmp_path / "point.json").read_text()) == {"x": 1, "y": None}
+
+
+def test_settings_that_json_has_not(tmp_path: Path) -> None:
+    settings = dict(
+        module=torch.nn.Sequential(*map(torch.nn.Identity, range(20))), dtype=torch.bfloat16, path=Path("/a"),
+        device=torch.device("cpu"), function=json.dumps, kind=Path, number=np.float32(0.5), scalar=torch.tensor(3),
+        table=torch.ones(100, 100), level=IntEnum("Level", "LOW")(1), some={3},
+    )  # fmt: skip
+    write_json(tmp_path / "free.json", _Free(settings))
+    assert json.loads((tmp_path / "free.json").read_text()) == {"settings": dict(
+        module="Sequential", dtype="torch.bfloat16", path="/a", device="cpu", function="json.dumps",
+        kind="pathlib.Path", number=0.5, scalar=3, table="Tensor", level=1, some=[3],
+    )}  # fmt: skip
 
 
 def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

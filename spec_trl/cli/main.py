@@ -23,6 +23,9 @@ COMMANDS = {
 }
 """By command: the folder that holds its arguments and its module, and its line in `spec-trl --help`."""
 
+TRAININGS = {name: f"train as `trl {name}` does, from its YAML files, with drafts" for name in ("grpo", "rloo")}
+"""Commands whose options are TRL's, ours and those of `accelerate launch`: `train.py` reads them."""
+
 _VERSIONED = ("spec_trl", "transformers", "torch", "trl")
 
 
@@ -70,17 +73,24 @@ def build_parser() -> argparse.ArgumentParser:
     for name, (_, line) in COMMANDS.items():
         added = commands.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)
         added.loaded = name
+    for name, line in TRAININGS.items():
+        commands.add_parser(name, help=line)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, or 2 after one line about bad input on stderr."""
-    arguments = build_parser().parse_args(argv)
-    arguments.started = time.perf_counter()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    started, trains = time.perf_counter(), argv[:1] and argv[0] in TRAININGS
+    arguments = argparse.Namespace(command=argv[0]) if trains else build_parser().parse_args(argv)
+    arguments.started = started
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            load(f"{COMMANDS[arguments.command][0]}.{arguments.command}").run(arguments)
+            if trains:
+                load("cli.train").launch(arguments.command, argv[1:])
+            else:
+                load(f"{COMMANDS[arguments.command][0]}.{arguments.command}").run(arguments)
             return 0
         except ValueError as error:
             message = str(error)

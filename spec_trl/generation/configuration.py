@@ -11,6 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from ..json_files import jsonable
 from ..scheduling.acceptance import MAX_DRAFT_LENGTH
 from ..value_checks import did_you_mean, require_choice, require_folder_or_id, require_value
 from .registry import CHOOSING, DRAFTERS, drafting_ahead, needing_assistant, strategies, taking_assistant
@@ -322,7 +323,8 @@ class SpeculativeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Its options, as a GenerationConfig that carries it saves them."""
-        return dict(vars(self))
+        options: dict[str, Any] = jsonable(dict(vars(self)))
+        return options
 
     @classmethod
     def coerce(cls, value: "SpeculativeConfig | Mapping[str, Any] | None") -> "SpeculativeConfig":

@@ -21,8 +21,8 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.stopping_criteria import MaxLengthCriteria
-from transformers.utils import ModelOutput
 
 from ..cpu_products import warn_of_slow_dtype
 from ..scheduling.control import Control, NeverSpeculate
@@ -36,6 +36,7 @@ from .engine.image_prompts import IMAGES, ImagePrompt, have_offsets, image_promp
 from .engine.linear_layers import copied_bytes
 from .engine.lockstep import RolloutInStep
 from .engine.memory import check_memory, takes_memory_late
+from .engine.neutral_settings import override
 from .engine.noise import stream_keys
 from .engine.pages import PagedCache
 from .engine.processors import LogitsPipeline
@@ -71,8 +72,9 @@ of the limit rows took at most 0.16 of rows x limit (`kv_memory`, benchmarks/RES
 
 
 @dataclass
-class SpeculativeOutput(ModelOutput):
-    """Result of `generate(assistant_strategy=..., return_dict_in_generate=True)`.
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """Result of `generate(assistant_strategy=..., return_dict_in_generate=True)`: the fields of `generate`'s own, of
+    which only `sequences` is set, and others.
 
     Args:
         sequences: `[B, prompt width + new]` int64, prompts as passed, outputs right-padded.
@@ -82,7 +84,6 @@ class SpeculativeOutput(ModelOutput):
         statistics: of the generation.
     """
 
-    sequences: Tensor | None = None
     logprobs: Tensor | None = None
     lengths: Tensor | None = None
     statistics: SpeculationStatistics | None = None
@@ -150,7 +151,7 @@ def speculative_decoding(
         if has_states := snapshot.find("has states", partial(keeps_states, model.config)):
             check_states(model, assistant_strategy, config)
         runner_mode(config, device)
-        requirements.check_generation_config(generation_config, model.generation_config)
+        requirements.check_generation_config(generation_config)
         requirements.check_keywords(model, model_kwargs)
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         prompts = requirements.read_prompts(model, input_ids.long(), mask, positions)  # [length] each
@@ -313,7 +314,9 @@ def _assemble(
     sequences = torch.cat([input_ids, new.to(device)], dim=1)
     if not return_dict:
         return sequences
-    return SpeculativeOutput(sequences, logprobs.to(device), lengths.to(device), statistics)
+    return SpeculativeOutput(
+        sequences=sequences, logprobs=logprobs.to(device), lengths=lengths.to(device), statistics=statistics
+    )
 
 
 _SIGNATURE = inspect.signature(speculative_decoding)
@@ -357,7 +360,9 @@ def install() -> None:
         config = SpeculativeConfig.coerce(speculative_config)
         if kwargs.get("drafter") is None:  # else a config with other options
             check_use(strategy, config)
-        _check_before_generate(self, args, kwargs)
+        if len(args) > 1:  # more than the prompts
+            args, kwargs = (), dict(zip(list(inspect.signature(original).parameters)[1:], args, strict=False)) | kwargs
+        _prepare_call(self, args, kwargs)
         # `generate` would encode images with the modules of the policy, which may train.
         image_inputs = {} if IMAGES.isdisjoint(kwargs) else take_inputs(kwargs)
         kwargs["custom_generate"] = custom = functools.partial(
@@ -397,9 +402,13 @@ def setting(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: di
     return value
 
 
-def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses arguments on which `generate` would act or fail before it calls the decoding method. Turns stop strings
-    into a criterion, because `generate` does not pass the tokenizer on to a custom method."""
+def _prepare_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses or overrides arguments on which `generate` would act or fail before it calls the decoding method. Turns
+    stop strings into a criterion, because `generate` does not pass the tokenizer on to a custom method. `args` has at
+    most the prompts."""
+    config = override(model, kwargs.pop("generation_config", None), kwargs)
+    if config is not None:
+        kwargs["generation_config"] = config
     prompts = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
     if prompts is not None:
         check_input_ids(prompts, model.device)

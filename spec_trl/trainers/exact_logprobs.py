@@ -56,6 +56,19 @@ class ExactLogprobs:
         if exact is not True:
             raise _refusal(f"{type(policy).__name__} is not exact on this machine: {exact}")
         self._accelerator, self._config, self._processors = trainer.accelerator, config, list(processors or ())
+        self._beside: list[tuple[None, ...] | None] = _returned_beside(policy)
+        self._rehearse(trainer.model)
+
+    def _rehearse(self, model: nn.Module) -> None:
+        """Scores four tokens, with a gradient, by layers that return what was stored."""
+        ids = torch.arange(4, device=self._accelerator.device)[None]
+        learned = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        try:
+            with torch.enable_grad():
+                logprobs, *_ = self(model, ids, torch.ones_like(ids), 2)
+                torch.autograd.grad(logprobs.sum(), learned, allow_unused=True)
+        except _OtherInput as error:
+            raise _refusal(error.reason) from None
 
     def __call__(
         self,
@@ -76,7 +89,10 @@ class ExactLogprobs:
                 labels = ids.masked_fill(mask == 0, -100)[:, -logits_to_keep:]  # [B, n]
                 logprobs, entropies = logprobs.masked_fill(labels == -100, 0), None
                 if torch.is_grad_enabled() or compute_entropy:
-                    with _returning(decoder_layers(policy), states), _before_completions(policy, logits_to_keep):
+                    with (
+                        _returning(decoder_layers(policy), states, self._beside),
+                        _before_completions(policy, logits_to_keep),
+                    ):
                         output = model(
                             input_ids=ids, attention_mask=mask, position_ids=_positions(mask), shift_labels=labels,
                             fused_lm_head=True,
@@ -168,13 +184,34 @@ def _before_completions(policy: PreTrainedModel, width: int) -> Iterator[None]:
         handle.remove()
 
 
+def _returned_beside(policy: PreTrainedModel) -> list[tuple[None, ...] | None]:
+    """What each decoder layer returns after its hidden states; None: it returns a tensor alone. Raises ValueError
+    where that is more than None."""
+    seen: list[Any] = []
+    layers = decoder_layers(policy)
+    hooks = [layer.register_forward_hook(lambda _, __, output: seen.append(output)) for layer in layers]
+    try:
+        with torch.no_grad():
+            policy(input_ids=torch.arange(2, device=policy.device)[None], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for layer, output in zip(layers, seen, strict=True):
+        if not isinstance(output, Tensor) and any(value is not None for value in output[1:]):
+            raise _refusal(f"a {type(layer).__name__} returns more than hidden states")
+    return [None if isinstance(output, Tensor) else output[1:] for output in seen]
+
+
 @contextmanager
-def _returning(layers: nn.ModuleList, states: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, all decoder `layers` but the last return `states`."""
+def _returning(
+    layers: nn.ModuleList, states: Sequence[Tensor], beside: Sequence[tuple[None, ...] | None]
+) -> Iterator[None]:
+    """Inside, all decoder `layers` but the last return `states`, and the last returns what it would; `beside`: see
+    :func:`_returned_beside`."""
     forwards = [vars(layer).get("forward") for layer in layers]
     returned: list[Tensor] = []
-    for layer, output in zip(layers, [*states, None], strict=True):
-        layer.forward = _replacement(layer, layer.forward, output, returned)
+    for layer, output, others in zip(layers, [*states, None], beside, strict=True):
+        layer.forward = _replacement(layer, layer.forward, output, others, returned)
     try:
         yield
     finally:
@@ -186,18 +223,20 @@ def _returning(layers: nn.ModuleList, states: Sequence[Tensor]) -> Iterator[None
 
 
 def _replacement(
-    layer: Any, usual: Callable[..., Tensor], output: Tensor | None, returned: list[Tensor]
-) -> Callable[..., Tensor]:
-    """Makes a forward that returns `output`, with the gradient of the `usual` forward, and stores it in `returned`;
-    None: the usual forward. It checks that its input is what the layer before stored there."""
+    layer: Any,
+    usual: Callable[..., Any],
+    output: Tensor | None,
+    beside: tuple[None, ...] | None,
+    returned: list[Tensor],
+) -> Callable[..., Any]:
+    """Makes a forward that returns `output`, and what a layer returns `beside` it, with the gradient of the `usual`
+    forward, and stores `output` in `returned`; None: the usual forward. It checks that its input is what the layer
+    before stored there."""
 
-    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
         if others or (returned and hidden_states is not returned[0]):
-            raise RuntimeError(
-                f"exact_logprobs=True: a {type(layer).__name__} is fed more than what the layer before returns. Set "
-                "exact_logprobs=False."
-            )
+            raise _OtherInput(layer)
         if output is None:
             return usual(hidden_states, *args, **kwargs)
 
@@ -205,16 +244,25 @@ def _replacement(
             checkpoints = getattr(layer, "gradient_checkpointing", False)
             layer.gradient_checkpointing = False  # the same object
             try:
-                return usual(fed, *args, **kwargs)
+                result = usual(fed, *args, **kwargs)
             finally:
                 layer.gradient_checkpointing = checkpoints
+            return result if beside is None else result[0]
 
         learned = [parameter for parameter in layer.parameters() if parameter.requires_grad]
         value: Tensor = _Layer.apply(compute, output, hidden_states, *learned)
         returned[:] = [value]
-        return value
+        return value if beside is None else (value, *beside)
 
     return forward
+
+
+class _OtherInput(RuntimeError):
+    """Of a layer with other inputs than the one that is stored."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.reason = f"a {type(layer).__name__} is fed more than what the layer before returns"
+        super().__init__(f"exact_logprobs=True: {self.reason}. Set exact_logprobs=False.")
 
 
 class _Layer(torch.autograd.Function):

@@ -1,12 +1,15 @@
 """The options that say how rollouts are drafted and verified: a part of the config of each of our trainers."""
 
-from collections.abc import Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate import PartialState
 from torch import nn
+from transformers import Trainer
 
 from ..drafter_training.adaptation import ADAPTABLE
 from ..generation.configuration import (
@@ -18,6 +21,7 @@ from ..generation.configuration import (
     option,
 )
 from ..generation.registry import DRAFTERS, check_use, drafting_ahead, needing_assistant, taking_assistant
+from ..json_files import jsonable
 from ..papers import load
 from ..scheduling.acceptance import MAX_DRAFT_LENGTH
 from ..value_checks import did_you_mean, require_choice, require_folder_or_id
@@ -170,10 +174,15 @@ class RolloutOptions(TrainerConfig):
         if any(one.kind is Parameter.VAR_KEYWORD for one in known.values()):
             return super().__new__(cls)
         for name in sorted(options.keys() - known.keys()):
-            remedy = _INSTEAD.get(name) or did_you_mean(name, known).strip() or "The installed TRL has none."
             given = f"{name!r} (given {options[name]!r:.60})"
-            raise ValueError(f"{cls.__name__} has no option {given}. {remedy.format(cls.__name__)}")
+            raise ValueError(f"{cls.__name__} has no option {given}. {cls.remedy(name, known)}")
         return super().__new__(cls)
+
+    @classmethod
+    def remedy(cls, name: str, known: Iterable[str]) -> str:
+        """What to do about the option `name`, which is none of those `known`."""
+        remedy = _INSTEAD.get(name) or did_you_mean(name, known).strip() or "The installed TRL has none."
+        return remedy.format(cls.__name__)
 
     def __post_init__(self) -> None:
         if self.use_cpu:  # transformers gives ddp_timeout to the process groups of GPUs alone
@@ -247,8 +256,8 @@ class RolloutOptions(TrainerConfig):
             is_wrong = drafter not in taking_assistant()
         if is_wrong:
             raise ValueError(
-                f"{setting} with assistant_model={self.assistant_model!r}: assistant_model belongs to one of "
-                f"{list(needing_assistant())}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
+                f"{setting} with assistant_model={jsonable(self.assistant_model)!r}: assistant_model belongs to one "
+                f"of {list(needing_assistant())}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
             )
         require_folder_or_id("assistant_model", self.assistant_model)
 
@@ -321,6 +330,24 @@ class RolloutOptions(TrainerConfig):
             if name in saved:
                 controllers[name].load_state_dict(vars(saved[name]))
         return controllers
+
+    def get_process_log_level(self) -> int:
+        """As in transformers. A trainer asks when it is made: one that does not read these options warns, once."""
+        asking = sys._getframe(1).f_locals.get("self")
+        if isinstance(asking, Trainer) and not isinstance(self, getattr(asking, "config_class", ())):
+            ours, theirs = type(self).__name__, type(asking).__name__
+            warnings.warn(
+                f"args is a {ours}, and a {theirs} reads none of its options of rollouts: they are plain. Use "
+                f"{self.trainer}, or call spec_trl.speculate(trainer).",
+                stacklevel=2,
+            )
+        level: int = super().get_process_log_level()
+        return level
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as JSON has them, for TensorBoard, W&B and others."""
+        options: dict[str, Any] = super().to_dict() | jsonable(self.own_options())
+        return options
 
     def own_options(self) -> dict[str, Any]:
         """The options that TRL's config does not have, by name."""

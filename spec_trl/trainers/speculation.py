@@ -18,13 +18,12 @@ import torch.distributed as dist
 from accelerate.utils import get_mixed_precision_context_manager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import GenerationMixin, PreTrainedModel, Trainer
 from transformers.generation import BaseStreamer
 
 from ..generation.configuration import SpeculativeConfig, check_combination, check_strategy
 from ..generation.engine.attention import keeps_states
-from ..generation.engine.requirements import check_model, policy_in
+from ..generation.engine.requirements import check_model, policy_in, with_wrappers
 from ..generation.engine.rows import Request, RequestQueue
 from ..generation.generate import DEFAULTS, SpeculativeOutput, setting
 from ..generation.registry import check_use
@@ -35,6 +34,7 @@ from .run_log import Mode, PlainCall, Record, RunLog, StepRecord, read_run
 from .run_records import RunRecords, describe
 from .run_verdict import Verdict
 from .saved_heads import head_of, keep_heads
+from .speculative_rollouts import SpeculativeRollouts
 from .step_totals import RolloutTotals, StepClock, metrics
 from .trainer_checks import check_generation
 
@@ -69,11 +69,9 @@ def speculate(
     trainer = target if isinstance(target, Trainer) else None
     if trainer is None and not isinstance(target, nn.Module):
         raise ValueError(f"target is a {type(target).__name__}; give a trainer of transformers or TRL, or the model.")
-    if trainer is not None and hasattr(trainer.args, "assistant_strategy"):
+    if trainer is not None and isinstance(trainer, SpeculativeRollouts):
         raise ValueError(f"a {type(trainer).__name__} speculates by itself, as its config says; leave this call out.")
     model: nn.Module = target if trainer is None else trainer.model
-    while isinstance(model, DataParallel | DistributedDataParallel):
-        model = model.module
     config, policy = SpeculativeConfig(**options), policy_in(model)
     if not isinstance(policy, PreTrainedModel):
         raise ValueError(f"target is a {type(policy).__name__}; give the transformers model in it.")
@@ -81,7 +79,7 @@ def speculate(
     check_combination(strategy, config)
     if config.seed is not None:
         raise ValueError(f"seed={config.seed} gives the same noise to all rollouts; use torch.manual_seed instead.")
-    args = trainer and trainer.args
+    args = None if trainer is None else trainer.args
     for name in _OTHER_ENGINES:
         if getattr(args, name, False):
             raise ValueError(f"{name}=True generates without model.generate; set it to False to speculate.")
@@ -96,7 +94,7 @@ def speculate(
             check_probabilities(drafters)
         if (generation_config := getattr(trainer, "generation_config", None)) is not None:
             check_generation(
-                policy, config, _cached(generation_config), getattr(trainer, "_tokenizer", None), policy.device,
+                policy, config, generation_config, getattr(trainer, "_tokenizer", None), policy.device,
                 "leave out speculate",
             )  # fmt: skip
     if dist.is_initialized() and dist.get_rank():
@@ -156,17 +154,17 @@ class Speculation(AbstractContextManager["Speculation"]):
         names = list(inspect.signature(generate).parameters)[1:]
         kwargs = dict(zip(names, args, strict=False)) | kwargs
         wants_dict = setting("return_dict_in_generate", kwargs.get("return_dict_in_generate"), model, (), kwargs)
-        asked = {"return_dict_in_generate": True, "use_cache": True}  # no token depends on the latter
         call = kwargs | {"assistant_strategy": self._strategy, "speculative_config": self._config}
         if (config := kwargs.get("generation_config")) is None:
-            call |= asked
-        else:  # next to a config they are deprecated
-            call = {name: value for name, value in call.items() if name not in asked}
-            call["generation_config"] = _cached(config)
+            call["return_dict_in_generate"] = True
+        else:  # next to a config it is deprecated
+            call.pop("return_dict_in_generate", None)
+            call["generation_config"] = copy.copy(config)
             call["generation_config"].return_dict_in_generate = True
         if self._assistant is not None:
             call["assistant_model"] = self._assistant
-        outer, started, begun = self._model() or model, time.perf_counter(), list[bool]()
+        outer: nn.Module = model if (target := self._model()) is None else target
+        started, begun = time.perf_counter(), list[bool]()
         if (streamer := kwargs.get("streamer")) is not None:
             call["streamer"] = _HeldStreamer(streamer, begun)
 
@@ -199,7 +197,7 @@ class Speculation(AbstractContextManager["Speculation"]):
     @staticmethod
     def _autocast(model: nn.Module) -> AbstractContextManager[Any]:
         """Autocast as Accelerate puts it around forwards of a model that it has prepared."""
-        is_prepared = "_original_forward" in vars(model)
+        is_prepared = any("_original_forward" in vars(one) for one in with_wrappers(model))
         return get_mixed_precision_context_manager(native_amp=True) if is_prepared else nullcontext()
 
     def _add(self, model: Any, output: SpeculativeOutput, seconds: float) -> None:
@@ -283,10 +281,3 @@ class _Reports(StepClock):
         self._values[mode].clear()
         logs |= means
         state.log_history[-1].update(means)  # a copy of `logs`
-
-
-def _cached(config: Any) -> Any:
-    """A copy of a generation config with `use_cache=True`, which gradient checkpointing makes False in TRL."""
-    config = copy.copy(config)
-    config.use_cache = True
-    return config

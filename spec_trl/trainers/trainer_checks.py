@@ -28,6 +28,7 @@ from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.mtp.mtp_drafter import OWN, MtpDrafter, served_heads
 from ..generation.drafters.small_model import refuse_states
 from ..generation.engine.attention import keeps_states
+from ..generation.engine.neutral_settings import override
 from ..generation.engine.requirements import (
     check_generation_config,
     check_lengths,
@@ -151,9 +152,11 @@ def check_generation(
     prompt = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
     processors = LogitsProcessorList()
     try:
-        completed, _ = policy._prepare_generation_config(generation_config)
-        check_generation_config(completed, policy.generation_config)
-        first = copy.copy(generation_config)
+        place = "trainer.generation_config, as of generation_kwargs or cache_implementation"
+        overridden = override(policy, generation_config, {}, place)
+        completed, _ = policy._prepare_generation_config(overridden)
+        check_generation_config(completed)
+        first = copy.copy(overridden)
         first.max_new_tokens = 1  # the last token too, which some processors wait for
         moved: dict[str, Any] = {}
         if completed.stop_strings:
@@ -169,8 +172,7 @@ def check_generation(
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(
-            f"{kind}{error} Look in generation_kwargs, cache_implementation and the model's own generation_config, or "
-            f"{instead}."
+            f"{kind}{error} Look in generation_kwargs and the model's own generation_config, or {instead}."
         ) from error
     return processors
 

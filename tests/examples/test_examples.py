@@ -33,7 +33,7 @@ README, HOW_TO = (
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}={% endfor %}"
 
 
-@pytest.mark.parametrize("script", README + HOW_TO, ids=["train", "generate", "lora", "qlora"])
+@pytest.mark.parametrize("script", README + HOW_TO, ids=["train", "generate", "qlora"])
 def test_the_scripts_of_the_docs(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],

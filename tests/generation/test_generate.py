@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 from unittest.mock import Mock
 
@@ -141,6 +142,15 @@ def test_a_strategy_in_a_config(tiny, tiny_assistant, prompts, tmp_path) -> None
     assert len(model.generate(**prompts, max_new_tokens=2, num_return_sequences=1)) == 3  # plainly
     restored = GenerationConfig.from_dict(json.loads(own.to_json_string()))
     assert SpeculativeConfig.coerce(restored.speculative_config).draft_length == 2
+    # What docs/how_to.md says of reloading: transformers drops it from a config that it made of the model's.
+    for made_by_itself in (True, False):
+        saved = tiny_llama()
+        if made_by_itself:
+            saved.generation_config = GenerationConfig()
+        saved.generation_config.assistant_strategy = "self"
+        saved.save_pretrained(tmp_path / str(made_by_itself))
+        again = type(saved).from_pretrained(tmp_path / str(made_by_itself))
+        assert hasattr(again.generation_config, "assistant_strategy") is made_by_itself
     with pytest.raises(ValueError, match="assistant_strategy='' is unknown; choose one of"):
         tiny.generate(**prompts, assistant_strategy="")
 
@@ -155,7 +165,12 @@ def test_output(tiny, prompts) -> None:
     assert result.sequences.shape == (3, 6 + new) and result.sequences.dtype == torch.int64
     assert torch.equal(result.sequences[:, :6], prompts["input_ids"])
     assert result.logprobs.shape == (3, new) and result.logprobs.dtype == torch.float32
-    assert result["sequences"] is result.sequences, "a ModelOutput, like transformers' own"
+    assert result["sequences"] is result.sequences is result[0] and result[1] is result.logprobs
+    plain = tiny.generate(**prompts, max_new_tokens=2, return_dict_in_generate=True)
+    assert isinstance(result, type(plain)), "what reads generate's output can read it"
+    empty = {field.name for field in fields(plain)} - {"sequences"}
+    assert empty >= {"scores", "past_key_values"} and all(vars(result)[name] is None for name in empty)
+    assert vars(copy.copy(result)).keys() == vars(result).keys()
     for tokens in outputs(result):
         assert all(token not in (7, 11, 12) for token in tokens[:-1])
 

@@ -282,7 +282,6 @@ ALORA = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invoc
         (lambda: {"generation_kwargs": {"forced_eos_token_id": 99}}, "index 99 is out of bounds .*Look in gen"),
         (lambda: {"generation_kwargs": {"is_assistant": True}}, "TypeError: .*Look in generation_kwargs"),
         (lambda: {"policy": own_config(num_return_sequences=2)}, "num_return_sequences=2 contradicts num_generations"),
-        (lambda: {"cache_implementation": "static"}, "cache_implementation='static' cannot be .*Look in"),
         (lambda: {"runner": "graph"}, 'runner="graph" captures CUDA graphs, and the model is on cpu'),
         (
             lambda: {"policy": BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2))},

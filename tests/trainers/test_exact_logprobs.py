@@ -9,12 +9,13 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from spec_trl import SpecRLOOTrainer
 from spec_trl.native_code import compiler
 from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.test_families import build
+from tests.tiny_families import tiny_settings
 from tests.trainers.harness import OTHERS, Run, make_run, roll_out, tiny_policy, train
 from tests.trainers.tool_task import add, make_chat_tokenizer
 
@@ -156,10 +157,20 @@ def test_learned_positions_count_from_the_prompt(tmp_path: Path) -> None:
     assert 0 < difference_of_gradients(tmp_path, make) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "qwen3", "gpt_oss"])
+def tiny_family(name: str) -> PreTrainedModel:
+    """One of the families that `build` does not have."""
+    kind = CONFIG_MAPPING[name]
+    torch.manual_seed(0)
+    settings = tiny_settings(kind) | dict(vocab_size=48, eos_token_id=2, attention_dropout=0.0)
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout", "embed_dropout"), 0.0)
+    return AutoModelForCausalLM.from_config(kind(**settings | dropouts), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "qwen3", "gpt_oss", "falcon_h1"])
 def test_families(tmp_path: Path, family: str) -> None:
+    """The layers of the last one return tuples."""
     options = {"router_aux_loss_coef": 0.0} if family == "gpt_oss" else {}
-    policy = build(family, vocab_size=48).to(torch.bfloat16)
+    policy = tiny_family(family) if family == "falcon_h1" else build(family, vocab_size=48).to(torch.bfloat16)
     assert_equal_bits(train(tmp_path, "ngram", policy=policy, exact_logprobs=True, max_steps=1, **options), 1)
 
 
@@ -208,6 +219,15 @@ def test_other_refusals(tmp_path: Path) -> None:
     moe = build("gpt_oss", vocab_size=48).to(torch.bfloat16)
     with pytest.raises(ValueError, match="the routers' loss.*router_aux_loss_coef=0"):
         make_run(tmp_path, policy=moe, exact_logprobs=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("gptj", "a GPTJBlock returns more than hidden"), ("gemma4_text", "a Gemma4TextDecoderLayer is fed more than")],
+)
+def test_families_whose_layers_do_more_are_refused_at_once(tmp_path: Path, family: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^exact_logprobs=True is not served: {reason}.*exact_logprobs=False"):
+        make_run(tmp_path, "ngram", policy=tiny_family(family), exact_logprobs=True)
 
 
 @pytest.mark.parametrize("hook", [lambda _, __, output: output * 2, lambda _, __, ___: None])

@@ -1,5 +1,6 @@
 """Single rollouts of a trainer: when it speculates, what it measures once, and TRL's other ways into a rollout."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,22 @@ def test_strategies(tmp_path: Path, level_ladder: Asked) -> None:
     ):
         drafters = roll_out(tmp_path, **options).calls[0].drafters
         assert [type(drafter) for drafter in drafters] == expected
+
+
+def test_modules_among_the_settings(tmp_path: Path, level_ladder: Asked) -> None:
+    """The log, and what loggers are given, name them."""
+    small = tiny_policy(seed=1, num_hidden_layers=1)
+    small.name_or_path = "small"
+    best_of_n = {"strategy": "best_of_n", "best_of_n_drafters": ["model", "ngram"]}
+    for name, given, named, options in (
+        ("assistant_model", small, "LlamaForCausalLM small", {"strategy": "model"}),
+        ("assistant_model", torch.compile(small, backend="eager"), "OptimizedModule small", {"strategy": "model"}),
+        ("best_of_n_assistants", {"model": small}, {"model": "LlamaForCausalLM small"}, best_of_n),
+    ):
+        run = roll_out(tmp_path / str(named), **options | {name: given})
+        log = read_run(run.folder)
+        assert log.rollouts[0].drafter and sum(depth.drafted for depth in log.rollouts[0].per_depth.values())
+        assert log.header.settings[name] == named == json.loads(run.trainer.args.to_json_string())[name]
 
 
 def test_options_of_adaptation_and_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level_ladder: Asked) -> None:

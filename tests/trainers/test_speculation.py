@@ -5,21 +5,27 @@ import gc
 import json
 import pickle
 import types
+import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DataParallel
 from transformers import DynamicCache, LlamaForCausalLM, TrainerCallback
 from transformers.generation import BaseStreamer
+from trl import GRPOTrainer
 
 import spec_trl
+from spec_trl import SpecGRPOTrainer
 from spec_trl.cli.main import main
+from spec_trl.generation.engine import neutral_settings
+from spec_trl.generation.engine.requirements import policy_in
 from spec_trl.trainers.run_log import read_run
 from spec_trl.trainers.run_verdict import verdict_of
 from tests.trainers.conftest import ignore_round_times
@@ -261,6 +267,44 @@ def test_a_model_with_a_generate_of_its_own() -> None:
     assert speculation.verdict.rollouts == 1 and speculation.verdict.drafted_rounds and cache.get_seq_length() > 8
 
 
+compiled = partial(torch.compile, backend="eager")
+LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian")
+
+
+class WithoutTruth(LlamaForCausalLM):
+    def __bool__(self) -> bool:
+        raise TypeError("has no truth")
+
+
+def without_truth(policy: LlamaForCausalLM) -> LlamaForCausalLM:
+    policy.__class__ = WithoutTruth
+    return policy
+
+
+@pytest.mark.parametrize(
+    "wrappers",
+    [
+        [without_truth], [compiled], [compiled, DataParallel], [DataParallel, compiled],
+        [lambda policy: get_peft_model(policy, LORA), compiled],
+    ],
+    ids=["a class without truth", "compiled", "compiled, parallel", "parallel, compiled", "LoRA, compiled"],
+)  # fmt: skip
+def test_wrapped_models(wrappers: list[Callable[[Any], Any]]) -> None:
+    """As the model, and as the assistant."""
+    for wrapped, options in ((True, {"strategy": "self"}), (False, {"strategy": "model"})):
+        policy, outer = tiny_policy(), tiny_policy()
+        for wrap in wrappers:
+            outer = wrap(outer)
+        if wrapped:
+            policy = policy_in(outer)
+        else:
+            options["assistant_model"] = outer
+        plain = policy.generate(**PROMPT, max_new_tokens=8, do_sample=False).tolist()
+        with spec_trl.speculate(outer if wrapped else policy, **options, sd_toggle="always") as speculation:
+            assert policy.generate(**PROMPT, max_new_tokens=8, do_sample=False).tolist() == plain
+        assert speculation.verdict.rollouts == 1 and speculation.verdict.drafted_rounds
+
+
 @pytest.mark.parametrize(("strategy", "toggle"), [("tts", "always"), ("best_of_n", "measured")])
 def test_other_strategies(strategy: str, toggle: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ignore_round_times(monkeypatch)
@@ -317,12 +361,46 @@ def test_a_trainer_and_its_policy_are_freed(stops: bool, tmp_path: Path) -> None
     [
         (dict(use_transformers_continuous_batching=True), "use_transformers_continuous_batching=True"),
         (dict(generation_kwargs={"num_beams": 2}), "num_beams"),
-        (dict(cache_implementation="static"), "cache_implementation"),
     ],
 )
 def test_what_a_trainer_asks_for_is_refused_at_once(option: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=named):
         spec_trl.speculate(make_trainer("rloo", tmp_path, **option))
+
+
+def test_a_trainer_of_trl_with_our_config(tmp_path: Path) -> None:
+    """Decodes plainly, says so, and then drafts as `speculate` says."""
+    message = "args is a SpecGRPOConfig, and a GRPOTrainer reads none of .*Use SpecGRPOTrainer, or call"
+    with pytest.warns(UserWarning, match=message) as warned:
+        run = make_run(tmp_path, kind=GRPOTrainer, max_steps=1)
+        run.trainer.args.get_process_log_level()  # as some scripts do
+    assert len([one for one in warned if "reads none" in str(one.message)]) == 1
+    with spec_trl.speculate(run.trainer, "self", sd_toggle="always") as speculation:
+        run.train()
+    assert speculation.verdict.rollouts == 1 and speculation.verdict.drafted_rounds
+
+
+@pytest.mark.parametrize("kind", ["ours", "speculate"])
+def test_settings_that_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under each door; the model's are said too, and all of them once."""
+    monkeypatch.setattr(neutral_settings, "_said", set())
+    policy = tiny_policy(use_cache=False)
+    assert policy.generation_config.use_cache is False, "a model without a generation config takes it from its config"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = make_run(
+            tmp_path, policy=policy, kind=SpecGRPOTrainer if kind == "ours" else GRPOTrainer, max_steps=2,
+            cache_implementation="static", generation_kwargs={"num_assistant_tokens": 3},
+        )  # fmt: skip
+        if kind == "speculate":
+            spec_trl.speculate(run.trainer, "self", sd_toggle="always")
+        run.train()
+    parts = [str(each.message).partition(" is overridden, which changes no token") for each in caught]
+    place = "(trainer.generation_config, as of generation_kwargs or cache_implementation)"
+    assert sorted(said for said, holds, _ in parts if holds) == [
+        f"cache_implementation='static' {place}", f"num_assistant_tokens=3 {place}", "use_cache=False (model.config)",
+    ]  # fmt: skip
+    assert [bool(record.block_efficiency) for record in rollouts(tmp_path)] == [True, True]
 
 
 def test_a_trainer_that_samples_on_a_server_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ import torch
 import transformers
 from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.fsdp import is_fsdp_managed_module
@@ -50,26 +51,18 @@ _REFUSED_TYPES = {
 # Keywords that generate passes to a decoding method, and that the engine reads or may ignore.
 _KNOWN_KEYWORDS = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", "mm_encoder_outputs"}
 
-# Settings of transformers' assistants and compiler, which the engine does not read, and what does the same here. A
-# model's generation config may have them: its caller did not ask for them.
-_OF_ASSISTANTS = {
-    "num_assistant_tokens": "speculative_config={'draft_length': ...} says how many tokens are drafted",
-    "num_assistant_tokens_schedule": "speculative_config={'sd_toggle': 'measured'} adapts their number",
-    "assistant_confidence_threshold": "speculative_config={'sd_toggle': 'measured'} drafts where it pays",
-    "max_matching_ngram_size": "speculative_config={'ngram_size': ...} says how long a suffix is looked up",
-    "assistant_lookbehind": "it is for an assistant of another tokenizer, which is not served",
-    "target_lookbehind": "it is for an assistant of another tokenizer, which is not served",
-    "assistant_ensemble_weight": "",
-    "speculation_type": "assistant_strategy names the kind of drafter",
-    "prefill_chunk_size": "the engine reads prompts in pieces of at most 8192 tokens",
-    "compile_config": "speculative_config={'runner': ...} says how forwards run",
-}
-_WAYS_OUT = _OF_ASSISTANTS | {
+_WAYS_OUT = {
+    "assistant_ensemble_weight": "drafts change no token here",
+    "cache_implementation": "rounded K/V change tokens, and the engine's are not rounded",
     "assistant_tokenizer": "assistants have the target's own tokenizer",
     "token_healing": "heal the prompts first: pass input_ids=model.heal_tokens(input_ids, tokenizer) and an "
     "attention_mask that is 0 at their padding",
+    **dict.fromkeys(
+        ("use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit"), "assistant_strategy says what drafts"
+    ),
 }
-# Settings of generate with their values in sampling and greedy search.
+# Settings of generate with their values in sampling and greedy search; of others `neutral_settings.py` says why they
+# need not be served.
 _SERVED: dict[str, tuple[object, ...]] = {
     "num_beams": (0, 1),
     "num_beam_groups": (0, 1),
@@ -82,8 +75,7 @@ _SERVED: dict[str, tuple[object, ...]] = {
     "assistant_early_exit": (),
     "prompt_lookup_num_tokens": (),
     "guidance_scale": (1,),
-    "use_cache": (True,),
-    "cache_implementation": ("dynamic", "dynamic_full"),
+    "assistant_ensemble_weight": (),
     "output_scores": (False,),
     "output_logits": (False,),
     "output_attentions": (False,),
@@ -211,17 +203,31 @@ def _check_prompt_learning(model: "PeftModel") -> None:
 
 
 def policy_in(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside the wrappers of torch.compile and PEFT; raises ValueError for a soft prompt of
-    PEFT, which the inner model lacks."""
+    """The transformers model inside the wrappers of torch.compile, PEFT and data parallelism; raises ValueError for a
+    soft prompt of PEFT, which the inner model lacks."""
+    policy: PreTrainedModel
+    *_, policy = with_wrappers(model)
+    return policy
+
+
+def with_wrappers(model: nn.Module) -> Iterator[Any]:
+    """`model`, then what it wraps, down to the result of :func:`policy_in`."""
     peft = sys.modules.get("peft")  # not imported: no PeftModel
-    model = unwrapped(model)
-    while peft is not None and isinstance(model, peft.PeftModel):
-        _check_prompt_learning(model)
-        model = unwrapped(model.get_base_model())
-    return model
+    inside: nn.Module | None = model
+    while inside is not None:
+        yield (model := inside)
+        inside = None
+        if isinstance(model, DataParallel | DistributedDataParallel):
+            inside = model.module
+        elif peft is not None and isinstance(model, peft.PeftModel):
+            _check_prompt_learning(model)
+            inside = model.get_base_model()
+        elif (compiled := unwrapped(model)) is not model:
+            inside = compiled
 
 
-def _refusal(name: str, value: Any) -> ValueError:
+def refusal(name: str, value: Any) -> ValueError:
+    """Of a setting of `generate` that cannot be served."""
     way_out = _WAYS_OUT.get(name)
     if name.startswith("output_"):
         way_out = "the output's .logprobs holds those of the sampled tokens"
@@ -233,28 +239,21 @@ def _refusal(name: str, value: Any) -> ValueError:
 
 def check_not_diverted(heals: bool | None, keywords: Mapping[str, Any]) -> None:
     """Raises ValueError for what `generate`, with `keywords` and with `token_healing` where it `heals`, does before it
-    comes to a decoding method: it hands over to `generate_batch`, rewrites the prompts with a tokenizer, or keeps the
-    tokenizer of an assistant from a custom method."""
-    if keywords.get("cache_implementation") == "paged":
-        raise _refusal("cache_implementation", "paged")
+    comes to a decoding method: it rewrites the prompts with a tokenizer, or keeps the tokenizer of an assistant from a
+    custom method."""
     if heals:
-        raise _refusal("token_healing", True)
+        raise refusal("token_healing", True)
     if keywords.get("assistant_tokenizer") is not None:
-        raise _refusal("assistant_tokenizer", type(keywords["assistant_tokenizer"]).__name__)
+        raise refusal("assistant_tokenizer", type(keywords["assistant_tokenizer"]).__name__)
 
 
-def check_generation_config(config: GenerationConfig, of_model: GenerationConfig) -> None:
+def check_generation_config(config: GenerationConfig) -> None:
     """Raises ValueError for modes of generate that are not sampling or greedy search. `config` is the one that
-    `generate` has completed, with the settings of the model's config `of_model`."""
-    settings, defaults = vars(config), of_model._get_default_generation_params()
+    `generate` has completed."""
     for name, values in _SERVED.items():
-        value = settings.get(name)
+        value = vars(config).get(name)
         if value is not None and value not in values:
-            raise _refusal(name, value)
-    for name in _OF_ASSISTANTS:
-        value = settings.get(name)
-        if value not in (None, vars(of_model).get(name), defaults.get(name)):
-            raise _refusal(name, value)
+            raise refusal(name, value)
 
 
 def check_keywords(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:

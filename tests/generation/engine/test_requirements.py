@@ -1,6 +1,7 @@
 """What cannot be served is refused before any work, in one sentence that says what to do."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import (
     CompileConfig,
     DynamicCache,
     GenerationConfig,
+    GenerationMixin,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedModel,
@@ -29,7 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from spec_trl import speculative_decoding
 from spec_trl.generation import strategies
-from spec_trl.generation.engine import cache, memory
+from spec_trl.generation.engine import cache, memory, neutral_settings
 from spec_trl.generation.engine.family_hooks import cache_argument
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows
@@ -56,8 +58,8 @@ def refuses(tiny: PreTrainedModel) -> Iterator[Callable[..., None]]:
 IDS = torch.randint(3, 64, (2, 5))
 MODES = dict(
     num_beams=4, penalty_alpha=0.6, dola_layers="low", guidance_scale=1.5, prompt_lookup_num_tokens=3,
-    force_words_ids=[[5, 6]], use_mtp=True, assistant_early_exit=1, cache_implementation="static", use_cache=False,
-    output_logits=True, output_attentions=True, output_hidden_states=True,
+    force_words_ids=[[5, 6]], use_mtp=True, assistant_early_exit=1,
+    assistant_ensemble_weight=0.5, output_logits=True, output_attentions=True, output_hidden_states=True,
 )  # fmt: skip
 
 
@@ -118,21 +120,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
             ("best_of_n_race", False, "auto", "best_of_n"),
         )
     ),
-    # options of other assistants
-    *(
-        (rf"{name}={re.escape(repr(value))} cannot be combined.*{way_out}", {name: value})
-        for name, value, way_out in (
-            ("num_assistant_tokens_schedule", "heuristic", "'sd_toggle'"),
-            ("assistant_confidence_threshold", 0.9, "'sd_toggle'"),
-            ("max_matching_ngram_size", 2, "'ngram_size'"),
-            ("assistant_lookbehind", 7, "another tokenizer"),
-            ("target_lookbehind", 7, "another tokenizer"),
-            ("assistant_ensemble_weight", 0.5, ""),
-            ("speculation_type", "mtp", "names the kind of drafter"),
-            ("prefill_chunk_size", 4, "pieces"),
-            ("compile_config", CompileConfig(), "'runner'"),
-        )
-    ),
     (r"assistant_tokenizer='object' cannot be .*the target's own tokenizer", dict(assistant_tokenizer=object())),
     # other modes of generate
     (r"num_beams=2 cannot be combined with assistant_strategy", dict(num_beams=2)),
@@ -140,14 +127,13 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         (rf"{name}={re.escape(repr(value))} cannot", {name: value, "do_sample": False, "top_k": 4})
         for name, value in MODES.items()
     ),
-    (r"num_assistant_tokens=7.*'draft_length'.* says how many tokens are drafted", dict(num_assistant_tokens=7)),
     (r"token_healing=True.*pass input_ids=model.heal_tokens\(input_ids, tokenizer\)", dict(token_healing=True)),
-    (r"cache_implementation='paged' cannot", dict(cache_implementation="paged")),
+    (r"cache_implementation='quantized' .*rounded K/V change tokens", dict(cache_implementation="quantized")),
     (r"output_scores=True.*\.logprobs", dict(output_scores=True)),
     # in a config too, and with a tokenizer, which generate keeps from a custom method
     *(
         (f"{name}=.*cannot be combined", dict(generation_config=GenerationConfig(**{name: value}), tokenizer=object()))
-        for name, value in (("token_healing", True), ("cache_implementation", "paged"), ("num_beams", 3))
+        for name, value in (("token_healing", True), ("cache_implementation", "quantized"), ("num_beams", 3))
     ),
     # captured forwards
     (r'runner="graph" captures CUDA graphs, and the model is on cpu', dict(config={"runner": "graph"})),
@@ -246,16 +232,63 @@ def test_what_looks_like_it_and_is_served() -> None:
     ids = PROMPTS["input_ids"].where(PROMPTS["attention_mask"].bool(), 99).int()
     same = model.generate(ids, attention_mask=PROMPTS["attention_mask"], assistant_strategy="none", max_new_tokens=2)
     assert torch.equal(same[:, -2:], generate(model, PROMPTS, max_new_tokens=2, do_sample=False).sequences[:, -2:])
-    # A number of assistant tokens that the model's own config brings: transformers' own loop writes it there.
-    model.generation_config.num_assistant_tokens = 7
-    assert torch.equal(generate(model, PROMPTS, max_new_tokens=2).sequences, expected)
-    with pytest.raises(ValueError, match="num_assistant_tokens=8"):
-        generate(model, PROMPTS, num_assistant_tokens=8)
     cache = DynamicCache()
     model(PROMPTS["input_ids"][:, :3], **{name: cache})
     with pytest.raises(ValueError, match=f"{name} already holds tokens"):
         generate(model, PROMPTS, **{name: cache})
     generate(model, PROMPTS, "ngram", {"verification": "rejection"}, do_sample=False, max_new_tokens=2)
+
+
+NEUTRAL_VALUES: dict[str, Any] = dict(
+    use_cache=False, cache_implementation="static", cache_config={"nbits": 4}, max_cache_len=99, prefill_chunk_size=4,
+    compile_config=CompileConfig(), num_assistant_tokens=7, num_assistant_tokens_schedule="heuristic",
+    assistant_confidence_threshold=0.9, max_matching_ngram_size=2, assistant_lookbehind=7, target_lookbehind=7,
+    speculation_type="dflash",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["this call", "generation_config", "model.generation_config", "model.config"])
+def test_settings_that_change_no_token(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are overridden, wherever they stand, and a warning says so once."""
+    assert NEUTRAL_VALUES.keys() == neutral_settings.NEUTRAL.keys()
+    monkeypatch.setattr(neutral_settings, "_said", set())
+    model = tiny_llama()
+    options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True)
+    expected = model.generate(**PROMPTS, **options).sequences
+    speculative = dict(assistant_strategy="self", speculative_config={"sd_toggle": "always"})
+    settings = NEUTRAL_VALUES
+    if place == "this call":
+        options |= settings
+    elif place == "generation_config":
+        options = dict(generation_config=GenerationConfig(**options | settings))
+    elif place == "model.generation_config":
+        model.generation_config.update(**settings)
+    else:
+        model.config.use_cache, settings = False, {"use_cache": False}
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+    for times in (1, 0):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = model.generate(**PROMPTS, **options, **speculative)
+        assert torch.equal(found.sequences, expected) and found.statistics.total.drafted > 0
+        said = [str(each.message) for each in caught if "changes no token" in str(each.message)]
+        assert sorted(said) == sorted(
+            f"{name}={value!r} ({place}) is overridden, which changes no token: {neutral_settings.NEUTRAL[name]}."
+            for name, value in settings.items()
+        ) * times
+
+
+def test_generate_makes_no_cache_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the call handed to continuous batching."""
+    monkeypatch.setattr(GenerationMixin, "_prepare_static_cache", lambda *_, **__: pytest.fail("a second cache"))
+    for kind in ("paged", "offloaded", "static"):
+        model = tiny_llama()
+        assert generate(model, PROMPTS, cache_implementation=kind).statistics.rounds
+        config = GenerationConfig(cache_implementation=kind, max_new_tokens=2)
+        assert generate(model, PROMPTS, generation_config=config).statistics.rounds
+        assert config.cache_implementation == kind
+        model.generation_config.cache_implementation = kind
+        assert generate(model, PROMPTS).statistics.rounds
 
 
 @pytest.mark.parametrize("how", ["disk", "meta", "cpu_offload"])
