@@ -13,7 +13,7 @@ from .source_weight import FLOAT_DTYPES, SourceSpec, is_adapter, merge_copy, und
 def is_experts(module: nn.Module) -> bool:
     """Whether `module` holds stacked experts with transformers' experts interface, adapters included."""
     experts = under_adapters(module)
-    return "is_transposed" in vars(experts) and "down_proj" in experts._parameters
+    return "is_transposed" in vars(experts) and isinstance(getattr(experts, "down_proj", None), Tensor)
 
 
 def holds_stacked_weights(module: nn.Module) -> bool:
@@ -30,7 +30,7 @@ def matrix_names(module: nn.Module) -> tuple[str, str]:
 def inspect_experts(module: nn.Module, name: str) -> SourceSpec | str:
     """Shape, dtype and device of one expert's matrix called `name`, or why the experts cannot be packed."""
     experts = under_adapters(module)
-    stacked = experts._parameters[name]
+    stacked = getattr(experts, name)  # which a parametrization may compute
     if stacked.device.type != "cpu":
         return "packed experts run one by one, which is slower than the dense ones on a GPU"
     if vars(experts).get("has_post_expert_norm"):
@@ -44,7 +44,7 @@ def inspect_experts(module: nn.Module, name: str) -> SourceSpec | str:
 def matrices_of(module: nn.Module, name: str) -> list[Tensor]:
     """Views of the experts' matrices called `name`, [out, in] each; adapters are not merged in."""
     experts = under_adapters(module)
-    stacked = experts._parameters[name].detach()  # [experts, out, in], or [experts, in, out]
+    stacked = getattr(experts, name).detach()  # [experts, out, in], or [experts, in, out]
     return list(stacked.transpose(1, 2) if experts.is_transposed else stacked)
 
 
