@@ -55,6 +55,7 @@ class QuantizedExperts(PackedLayer):
     def __init__(self, dense: nn.Module, first: list[PackedWeight], second: list[PackedWeight]) -> None:
         super().__init__(dense)
         self.first, self.second = first, second
+        self._merged_biases: dict[str, Tensor] = {}  # [experts, out] each; of adapted experts, copied by a refresh
         self.packed = nn.ModuleList(self.packed_weights)  # registers their buffers
 
     @property
@@ -66,6 +67,8 @@ class QuantizedExperts(PackedLayer):
         observed."""
         source = merge_copy(self.dense) if is_adapter(self.dense) else self.dense
         for name, packed_matrices in zip(matrix_names(source), (self.first, self.second), strict=True):
+            if source.has_bias and source is not self.dense:
+                self._merged_biases[name] = getattr(source, f"{name}_bias").detach()
             for weight, packed in zip(matrices_of(source, name), packed_matrices, strict=True):
                 quantizer.quantize_(weight, packed)
         self.called = False
@@ -89,9 +92,10 @@ class QuantizedExperts(PackedLayer):
             return y
 
     def _multiply(self, packed: PackedWeight, name: str, expert: int, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [m, in] through one packed matrix and its live bias → [m, out]."""
+        """x [m, in] through one packed matrix and its bias → [m, out]."""
         y = packed.linear(x.to(packed.activation_dtype)).to(dtype)  # [m, out]
         experts = under_adapters(self.dense)
         if experts.has_bias:
-            y += experts._parameters[f"{name}_bias"][expert]  # [out]
+            biases = self._merged_biases.get(name)
+            y += (getattr(experts, f"{name}_bias") if biases is None else biases)[expert]  # [out]
         return y
