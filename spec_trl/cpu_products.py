@@ -185,8 +185,9 @@ class _DenseExperts(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """x [tokens, hidden], chosen and shares [tokens, top_k] → [tokens, hidden]"""
         experts: Any = self
-        # Read once, by attribute: peft's adapters on them are parametrizations, which compute them when they are read.
-        first, second = _stack(experts, "gate_up_proj" if experts.has_gate else "up_proj"), _stack(experts, "down_proj")
+        # By attribute: peft's adapters on them are parametrizations during its forward. Once, since reading computes them.
+        first = _stack(experts, "gate_up_proj" if experts.has_gate else "up_proj")
+        second = _stack(experts, "down_proj")
         is_like_first = is_readable(second.weights) and second.weights.dtype == first.weights.dtype
         if not is_like_first or not is_plain(x, *first, experts.is_transposed):
             y: Tensor = super().forward(x, chosen, shares)
