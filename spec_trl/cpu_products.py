@@ -185,7 +185,7 @@ class _DenseExperts(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """x [tokens, hidden], chosen and shares [tokens, top_k] → [tokens, hidden]"""
         experts: Any = self
-        # By attribute: peft's adapters on them are parametrizations during its forward. Once, since reading computes them.
+        # By attribute, for adapters of peft are parametrizations in its forward. Once, since reading computes them.
         first = _stack(experts, "gate_up_proj" if experts.has_gate else "up_proj")
         second = _stack(experts, "down_proj")
         is_like_first = is_readable(second.weights) and second.weights.dtype == first.weights.dtype
