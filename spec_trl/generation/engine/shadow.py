@@ -21,6 +21,7 @@ from ...cpu_products import activation_class, dense_class
 from ...quantization.source_weight import WRAPPED
 from .attention import EXACT_ATTENTION, RAGGED_ATTENTION, attends_exactly, attention_class, calls_attention
 from .family_hooks import adapt
+from .foreign_layers import is_foreign
 from .fused_layers import has_fused_sums, launches, with_fused_kernels
 from .kernels import run_on
 from .linear_layers import ExactConv1D, ExactLinear, NarrowProduct, exact_kind
@@ -29,7 +30,8 @@ from .training_marks import lasting_attributes, patched_forward, rebind
 
 
 def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel:
-    """Returns an eval-mode twin of `policy` with separate modules and config and the same Parameters.
+    """Returns an eval-mode twin of `policy` with separate modules and config and the same Parameters; layers of
+    :mod:`~spec_trl.generation.engine.foreign_layers` keep the policy's mode.
 
     Its attention is :func:`~spec_trl.generation.engine.attention.ragged_attention` if the family supports attention
     backends, else the family's eager code.
@@ -84,6 +86,7 @@ def share_weights(network: nn.Module) -> Any:
     """A second module tree over the Parameters and buffers of `network`, in eval mode, with separate hooks."""
     twin = _cloned(network, {})
     for module in twin.modules():
+        module.training = is_foreign(module)  # in train mode they do not pack weights: the twin may outlive a change
         if isinstance(module, NarrowProduct):
             module.copies = None  # the twin may be trained, and outlive a generation
     return twin
@@ -132,7 +135,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
         name: None if child is None else _clone(child, clones, config_memo, exact)
         for name, child in module._modules.items()
     }
-    state["training"] = False
+    state["training"] = module.training and is_foreign(module)
     state["_compiled_call_impl"] = None  # of `module.compile()`: it would run the policy's forward
     state.pop("_is_fsdp_managed_module", None)
     for name, value in list(state.items()):
