@@ -16,14 +16,14 @@ from tests.quantization.conftest import logits, never_dense, quantized
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 
-def to_bitsandbytes(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    """Replaces the projections as transformers does on load."""
+def to_bitsandbytes(model: PreTrainedModel, bits: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Replaces the projections as transformers does on load; `dtype`: in which 4 bits are multiplied."""
     for name, module in list(model.named_modules()):
         if not name.endswith("_proj"):
             continue
         sizes = (module.in_features, module.out_features, module.bias is not None)
         if bits == 4:
-            layer = bnb.nn.Linear4bit(*sizes, compute_dtype=torch.float32, quant_type="nf4")
+            layer = bnb.nn.Linear4bit(*sizes, compute_dtype=dtype, quant_type="nf4")
         else:
             layer = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0)
         layer.load_state_dict(copy.deepcopy(module.state_dict()))

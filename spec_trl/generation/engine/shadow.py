@@ -86,7 +86,6 @@ def share_weights(network: nn.Module) -> Any:
     """A second module tree over the Parameters and buffers of `network`, in eval mode, with separate hooks."""
     twin = _cloned(network, {})
     for module in twin.modules():
-        module.training = is_foreign(module)  # in train mode they do not pack weights: the twin may outlive a change
         if isinstance(module, NarrowProduct):
             module.copies = None  # the twin may be trained, and outlive a generation
     return twin
