@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
-from spec_trl.generation.engine.foreign_layers import _alike, _stored, is_foreign
+from spec_trl.generation.engine.foreign_layers import alike, is_foreign, stored
 from tests.quantization.test_bitsandbytes import to_bitsandbytes
 from tests.trainers.harness import tiny_dataset, tiny_policy
 
@@ -34,10 +34,10 @@ def train(folder: Path, ours: bool, bits: int, dtype: torch.dtype, **options: An
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "up_proj"]),
     )  # fmt: skip
     trainer.train()
-    stored = [value for module in trainer.model.modules() if is_foreign(module) for value in _stored(module)]
-    assert stored and trainer.model.training
+    frozen = [value for module in trainer.model.modules() if is_foreign(module) for value in stored(module)]
+    assert frozen and trainer.model.training
     with torch.no_grad():
-        return stored, trainer.model(input_ids=torch.arange(8)[None] + 3).logits, trainer
+        return frozen, trainer.model(input_ids=torch.arange(8)[None] + 3).logits, trainer
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,11 @@ def test_frozen_weights_and_forward_are_those_of_a_run_of_trl(
     bits: int, dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
-    stored, logits, _ = train(tmp_path, False, bits, dtype, max_steps=1, learning_rate=0.0)
+    expected, logits, _ = train(tmp_path, False, bits, dtype, max_steps=1, learning_rate=0.0)
     for steps, rate in ((1, 0.0), (10, 1e-2)):
         options = dict(max_steps=steps, learning_rate=rate, assistant_strategy="self", sd_toggle="always")
         found, policy_logits, trainer = train(tmp_path, True, bits, dtype, **options)
-        assert _alike(found, stored)
+        assert alike(found, expected)
         assert torch.equal(policy_logits, logits) is (rate == 0)
         accepted = [entry["rollout/acceptance_rate"] for entry in trainer.state.log_history if "reward" in entry]
         assert len(accepted) == steps and min(accepted) > 0

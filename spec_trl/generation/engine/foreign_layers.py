@@ -32,6 +32,15 @@ def is_foreign(module: Any) -> bool:
     )
 
 
+def finish_loading(model: nn.Module) -> None:
+    """Runs what compressed-tensors leaves to the first forward of a loaded model: a hook that decompresses the weights
+    and removes itself. In a shadow it would remove the weights of the policy."""
+    for hook in list(model._forward_pre_hooks.values()):
+        if getattr(hook, "__name__", "") == "ct_decompress_hook":
+            with torch.inference_mode(False), torch.no_grad():  # a later training needs plain tensors
+                hook(model, ())
+
+
 def check_foreign_layers(model: PreTrainedModel) -> None:
     """Raises ValueError if each forward of a foreign layer, in its present mode, changes what it stores: the number of
     forwards depends on drafts. One layer of each class is tried, once per process, on a copy.
@@ -67,17 +76,17 @@ def _rewrites(module: Any, dtype: torch.dtype) -> bool:
     x = torch.ones(1, module.in_features, dtype=dtype, device=tensors[0].device if tensors else None)
     states = []
     with torch.inference_mode(False), torch.no_grad():
-        copied = copy.deepcopy(module)
-        for _ in range(2):
-            try:
+        try:
+            copied = copy.deepcopy(module)
+            for _ in range(2):
                 type(copied).forward(copied, x)  # without hooks and patches, which may lead to the policy
-            except Exception:  # it takes other inputs, or has its weights in a rollout alone, which raises the error
-                return False
-            states.append(list(_stored(copied)))
-    return not _alike(*states)
+                states.append(list(stored(copied)))
+        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):
+            return False  # Quanto's weights cannot be copied; and a layer that cannot run shows it in a rollout
+    return not alike(*states)
 
 
-def _stored(module: nn.Module) -> Iterator[Any]:
+def stored(module: nn.Module) -> Iterator[Any]:
     """Copies of all numbers that a layer shares with the layer of a shadow: of its tensors, and of objects that its
     attributes lead to, such as the `quant_state` of a Parameter. Plain attributes are not shared."""
     left = [value for value in vars(module).values() if not isinstance(value, _PLAIN)]
@@ -101,7 +110,7 @@ def _stored(module: nn.Module) -> Iterator[Any]:
             left += getattr(value, "__dict__", {}).values()
 
 
-def _alike(one: list[Any], other: list[Any]) -> bool:
+def alike(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(
         torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else type(a) is type(b) and a == b
         for a, b in zip(one, other, strict=True)

@@ -21,7 +21,7 @@ from ...cpu_products import activation_class, dense_class
 from ...quantization.source_weight import WRAPPED
 from .attention import EXACT_ATTENTION, RAGGED_ATTENTION, attends_exactly, attention_class, calls_attention
 from .family_hooks import adapt
-from .foreign_layers import is_foreign
+from .foreign_layers import finish_loading, is_foreign
 from .fused_layers import has_fused_sums, launches, with_fused_kernels
 from .kernels import run_on
 from .linear_layers import ExactConv1D, ExactLinear, NarrowProduct, exact_kind
@@ -41,6 +41,7 @@ def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel
         exact: on CUDA a row gets the same bits whatever rows run beside it: dense layers and attention sum in one
             order. :func:`not_exact` names the rest. Without CUDA or Triton it has no effect.
     """
+    finish_loading(policy)
     exact = policy.config._attn_implementation == EXACT_ATTENTION or (
         exact and run_on(policy.device) and launches(policy.device)
     )

@@ -56,7 +56,7 @@ def with_layers(model: LlamaForCausalLM, kind: type[nn.Linear], **options: Any) 
 
 
 def state_of(model: nn.Module) -> list[Any]:
-    return [value for module in model.modules() for value in foreign_layers._stored(module)]
+    return [value for module in model.modules() for value in foreign_layers.stored(module)]
 
 
 PLACES = ["buffer", "new tensor", "attribute of a Parameter", "object"]
@@ -68,11 +68,11 @@ def test_a_policy_in_train_mode_stays_as_it_is(
 ) -> None:
     model = with_layers(fresh, kind, **({} if place is None else {"place": place})).train()
     before, expected = state_of(model), reference_outputs(model, PROMPTS)
-    assert foreign_layers._alike(before, state_of(model)), "generate stores nothing either"
+    assert foreign_layers.alike(before, state_of(model)), "generate stores nothing either"
     for strategy in ("none", "self"):
         result = generate(model, PROMPTS, strategy, do_sample=False)
         assert outputs(result) == expected and (result.statistics.total.accepted > 0) is (strategy == "self")
-        assert foreign_layers._alike(before, state_of(model)), strategy
+        assert foreign_layers.alike(before, state_of(model)), strategy
     assert not any(m.training for m in make_shadow(model).modules() if not isinstance(m, Packs))
 
 
@@ -82,8 +82,8 @@ def test_a_policy_in_eval_mode_is_changed_as_by_generate(fresh: LlamaForCausalLM
     expected = reference_outputs(stock, PROMPTS)
     result = generate(model, PROMPTS, "self", do_sample=False)
     assert outputs(result) == expected and result.statistics.total.accepted > 0
-    assert foreign_layers._alike(state_of(model), state_of(stock))
-    assert not foreign_layers._alike(state_of(model), before)
+    assert foreign_layers.alike(state_of(model), state_of(stock))
+    assert not foreign_layers.alike(state_of(model), before)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -95,4 +95,4 @@ def test_what_each_forward_changes_is_refused_by_name(
     before = state_of(model)
     with pytest.raises(ValueError, match=r"'model.layers.0.mlp.up_proj' \(Counts\) changes .* eval .*model.train\(\)"):
         generate(model, PROMPTS)
-    assert foreign_layers._alike(before, state_of(model))
+    assert foreign_layers.alike(before, state_of(model))
