@@ -96,3 +96,25 @@ def test_what_each_forward_changes_is_refused_by_name(
     with pytest.raises(ValueError, match=r"'model.layers.0.mlp.up_proj' \(Counts\) changes .* eval .*model.train\(\)"):
         generate(model, PROMPTS)
     assert foreign_layers.alike(before, state_of(model))
+
+
+def test_weights_that_the_first_forward_decompresses_are_decompressed_in_the_policy(fresh: LlamaForCausalLM) -> None:
+    """By a hook that removes itself, as compressed-tensors has it."""
+    expected = reference_outputs(fresh, PROMPTS)
+    layers = [layer.mlp.up_proj for layer in fresh.model.layers]
+    for layer in layers:
+        layer.register_parameter("weight_packed", nn.Parameter(layer.weight.data.clone(), requires_grad=False))
+        del layer.weight
+
+    def ct_decompress_hook(model: nn.Module, args: Any) -> None:
+        handle.remove()
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight_packed.data)
+            del layer.mlp.up_proj.weight_packed
+
+    handle = fresh.register_forward_pre_hook(ct_decompress_hook)
+    with torch.inference_mode():
+        for strategy in ("none", "self"):
+            result = generate(fresh, PROMPTS, strategy, do_sample=False)
+            assert outputs(result) == expected and (result.statistics.total.accepted > 0) is (strategy == "self")
+    assert not fresh._forward_pre_hooks and not any(layer.weight.is_inference() for layer in layers)
