@@ -8,8 +8,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
+from spec_trl import release
 from spec_trl.quantization import QuantizedLinear
 from spec_trl.quantization.source_weight import read_projection
+from tests.generation.calls import generate, pad_left, random_rows
 from tests.quantization.conftest import logits, never_dense, quantized
 
 
@@ -85,3 +87,12 @@ def test_dora_on_four_bits_stays_dense(llama: PreTrainedModel) -> None:
     with pytest.warns(UserWarning, match="DoRA on Params4bit weights cannot be merged without rounding"):
         _, network = quantized(peft_model.get_base_model(), lm_head="dense")
     assert network.dense_layers == [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_8_bits_in_eval_mode_are_said_to_depend_on_other_rows(llama: PreTrainedModel, training: bool) -> None:
+    policy = to_bitsandbytes(llama, 8).train(training)
+    for _ in range(2):  # the second verdict is read from the first one's file, where there is one
+        found = generate(policy, pad_left(random_rows([4, 6])), max_new_tokens=2).statistics.exact
+        assert ("outliers of other rows in Linear8bitLt" in str(found)) is not training
+        release(policy)
