@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -185,27 +185,39 @@ class _DenseExperts(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """x [tokens, hidden], chosen and shares [tokens, top_k] → [tokens, hidden]"""
         experts: Any = self
-        first_name, second_name = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
-        bias = experts._parameters.get(f"{first_name}_bias") if experts.has_bias else None
-        stacked = experts._parameters[first_name]  # [experts, out, in], or [experts, in, out]
-        if not is_plain(x, stacked, bias, experts.is_transposed):
+        # By attribute, for adapters of peft are parametrizations in its forward. Once, since reading computes them.
+        first = _stack(experts, "gate_up_proj" if experts.has_gate else "up_proj")
+        second = _stack(experts, "down_proj")
+        is_like_first = is_readable(second.weights) and second.weights.dtype == first.weights.dtype
+        if not is_like_first or not is_plain(x, *first, experts.is_transposed):
             y: Tensor = super().forward(x, chosen, shares)
             return y
         y = torch.zeros_like(x)  # [tokens, hidden]
         for expert in chosen.unique().tolist():
             token, slot = torch.where(chosen == expert)  # [m], [m]
-            h = self._multiply(first_name, expert, x[token])  # [m, 2 * inner]
+            h = self._multiply(first, expert, x[token])  # [m, 2 * inner]
             with _Products():
                 h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)  # [m, inner]
-            h = self._multiply(second_name, expert, h)  # [m, hidden]
+            h = self._multiply(second, expert, h)  # [m, hidden]
             y.index_add_(0, token, (h * shares[token, slot, None]).to(y.dtype))
         return y
 
-    def _multiply(self, name: str, expert: int, x: Tensor) -> Tensor:
+    def _multiply(self, stack: "_Stack", expert: int, x: Tensor) -> Tensor:
         experts: Any = self
-        weight = experts._parameters[name][expert]  # [out, in], or [in, out]
-        bias = experts._parameters[f"{name}_bias"][expert] if experts.has_bias else None  # [out]
+        weight = stack.weights[expert]  # [out, in], or [in, out]
+        bias = None if stack.biases is None else stack.biases[expert]  # [out]
         return multiply(x, weight.T if experts.is_transposed else weight, bias)
+
+
+class _Stack(NamedTuple):
+    """Matrices of all experts, [experts, out, in] or [experts, in, out], and their biases [experts, out]."""
+
+    weights: Tensor
+    biases: Tensor | None
+
+
+def _stack(experts: Any, name: str) -> _Stack:
+    return _Stack(getattr(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None)
 
 
 _MATMULS = torch.matmul, Tensor.matmul, Tensor.__matmul__

@@ -13,7 +13,7 @@ from .source_weight import FLOAT_DTYPES, SourceSpec, is_adapter, merge_copy, und
 def is_experts(module: nn.Module) -> bool:
     """Whether `module` holds stacked experts with transformers' experts interface, adapters included."""
     experts = under_adapters(module)
-    return "is_transposed" in vars(experts) and "down_proj" in experts._parameters
+    return "is_transposed" in vars(experts) and isinstance(getattr(experts, "down_proj", None), Tensor)
 
 
 def holds_stacked_weights(module: nn.Module) -> bool:
@@ -30,7 +30,7 @@ def matrix_names(module: nn.Module) -> tuple[str, str]:
 def inspect_experts(module: nn.Module, name: str) -> SourceSpec | str:
     """Shape, dtype and device of one expert's matrix called `name`, or why the experts cannot be packed."""
     experts = under_adapters(module)
-    stacked = experts._parameters[name]
+    stacked = getattr(experts, name)  # which a parametrization may compute
     if stacked.device.type != "cpu":
         return "packed experts run one by one, which is slower than the dense ones on a GPU"
     if vars(experts).get("has_post_expert_norm"):
@@ -44,7 +44,7 @@ def inspect_experts(module: nn.Module, name: str) -> SourceSpec | str:
 def matrices_of(module: nn.Module, name: str) -> list[Tensor]:
     """Views of the experts' matrices called `name`, [out, in] each; adapters are not merged in."""
     experts = under_adapters(module)
-    stacked = experts._parameters[name].detach()  # [experts, out, in], or [experts, in, out]
+    stacked = getattr(experts, name).detach()  # [experts, out, in], or [experts, in, out]
     return list(stacked.transpose(1, 2) if experts.is_transposed else stacked)
 
 
@@ -55,6 +55,7 @@ class QuantizedExperts(PackedLayer):
     def __init__(self, dense: nn.Module, first: list[PackedWeight], second: list[PackedWeight]) -> None:
         super().__init__(dense)
         self.first, self.second = first, second
+        self._merged_biases: dict[str, Tensor] = {}  # [experts, out] each; of adapted experts, copied by a refresh
         self.packed = nn.ModuleList(self.packed_weights)  # registers their buffers
 
     @property
@@ -66,6 +67,8 @@ class QuantizedExperts(PackedLayer):
         observed."""
         source = merge_copy(self.dense) if is_adapter(self.dense) else self.dense
         for name, packed_matrices in zip(matrix_names(source), (self.first, self.second), strict=True):
+            if source.has_bias and source is not self.dense:
+                self._merged_biases[name] = getattr(source, f"{name}_bias").detach()
             for weight, packed in zip(matrices_of(source, name), packed_matrices, strict=True):
                 quantizer.quantize_(weight, packed)
         self.called = False
@@ -89,9 +92,10 @@ class QuantizedExperts(PackedLayer):
             return y
 
     def _multiply(self, packed: PackedWeight, name: str, expert: int, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [m, in] through one packed matrix and its live bias → [m, out]."""
+        """x [m, in] through one packed matrix and its bias → [m, out]."""
         y = packed.linear(x.to(packed.activation_dtype)).to(dtype)  # [m, out]
         experts = under_adapters(self.dense)
         if experts.has_bias:
-            y += experts._parameters[f"{name}_bias"][expert]  # [out]
+            biases = self._merged_biases.get(name)
+            y += (getattr(experts, f"{name}_bias") if biases is None else biases)[expert]  # [out]
         return y

@@ -79,6 +79,8 @@ def inspect_projection(module: Any) -> SourceSpec | str:
         return SourceSpec(base.out_features, base.in_features, dtype, weight.device)
     if weight.device.type == "meta":
         return "its weight is offloaded"
+    if "weight" in vars(base):
+        return "hooks compute its weight in every forward (pruning, torch.nn.utils.weight_norm)"
     if type(weight.data) is not Tensor or weight.dim() != 2:
         return f"its weight is a {type(weight.data).__name__} of shape {tuple(weight.shape)}, not a plain matrix"
     if weight.dtype not in FLOAT_DTYPES:

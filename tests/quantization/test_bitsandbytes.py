@@ -8,22 +8,24 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
+from spec_trl import release
 from spec_trl.quantization import QuantizedLinear
 from spec_trl.quantization.source_weight import read_projection
+from tests.generation.calls import generate, pad_left, random_rows
 from tests.quantization.conftest import logits, never_dense, quantized
 
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 
-def to_bitsandbytes(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    """Replaces the projections as transformers does on load."""
+def to_bitsandbytes(model: PreTrainedModel, bits: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Replaces the projections as transformers does on load; `dtype`: in which 4 bits are multiplied."""
     for name, module in list(model.named_modules()):
         if not name.endswith("_proj"):
             continue
         sizes = (module.in_features, module.out_features, module.bias is not None)
         if bits == 4:
-            layer = bnb.nn.Linear4bit(*sizes, compute_dtype=torch.float32, quant_type="nf4")
+            layer = bnb.nn.Linear4bit(*sizes, compute_dtype=dtype, quant_type="nf4")
         else:
             layer = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0)
         layer.load_state_dict(copy.deepcopy(module.state_dict()))
@@ -85,3 +87,12 @@ def test_dora_on_four_bits_stays_dense(llama: PreTrainedModel) -> None:
     with pytest.warns(UserWarning, match="DoRA on Params4bit weights cannot be merged without rounding"):
         _, network = quantized(peft_model.get_base_model(), lm_head="dense")
     assert network.dense_layers == [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_8_bits_in_eval_mode_are_said_to_depend_on_other_rows(llama: PreTrainedModel, training: bool) -> None:
+    policy = to_bitsandbytes(llama, 8).train(training)
+    for _ in range(2):  # the second verdict is read from the first one's file, where there is one
+        found = generate(policy, pad_left(random_rows([4, 6])), max_new_tokens=2).statistics.exact
+        assert ("outliers of other rows in Linear8bitLt" in str(found)) is not training
+        release(policy)

@@ -55,10 +55,11 @@ def test_fast_experts_agree_with_the_reference_and_many_tokens_run_the_dense_one
         assert not packed or (y - expected).std() < 0.05 * expected.std()
 
 
-def test_refresh_follows_experts_and_adapters_in_place() -> None:
-    model = make("mixtral", std=0.1).float()
+@pytest.mark.parametrize("family, suffixes", [("mixtral", [""]), ("gpt_oss", ["", "_bias"])])
+def test_refresh_follows_experts_and_adapters_in_place(family: str, suffixes: list[str]) -> None:
+    model = make(family, std=0.1).float()
     before = copy.deepcopy(model.state_dict())
-    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    parameters = [f"experts.{name}{suffix}" for name in ("gate_up_proj", "down_proj") for suffix in suffixes]
     peft_model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters)).eval()
     drafter, network = quantized(peft_model.get_base_model(), lm_head="dense")
     pointers, stale = addresses(network), logits(drafter)

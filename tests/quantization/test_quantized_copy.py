@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 from transformers import PreTrainedModel
 
 from spec_trl.cpu_products import library
@@ -336,3 +337,13 @@ def test_auto_takes_a_quarter_of_the_policys_bytes(llama: PreTrainedModel, monke
     assert choose_scheme("auto", "auto", llama.bfloat16()).name == "rtn-w4-g128"
     monkeypatch.setattr(quantized_copy, "library", lambda: None)
     assert choose_scheme("auto", "auto", llama.float()).name == "rtn-w4-g128"
+
+
+def test_weights_that_hooks_compute_stay_dense(llama: PreTrainedModel) -> None:
+    """They are attributes, which a refresh would read as the last forward left them."""
+    prune.l1_unstructured(llama.model.layers[0].mlp.up_proj, "weight", 0.5)
+    nn.utils.weight_norm(llama.model.layers[1].mlp.up_proj)
+    parametrizations.weight_norm(llama.model.layers[1].mlp.down_proj)  # is computed when it is read
+    with pytest.warns(UserWarning, match="hooks compute its weight"):
+        _, network = quantized(llama)
+    assert network.dense_layers == [f"model.layers.{i}.mlp.up_proj" for i in range(2)]

@@ -17,6 +17,7 @@ from ...quantization.kernels import PackedWeight
 from ...quantization.source_weight import modules_by_name
 from ..configuration import SpeculativeConfig
 from ..engine.accept import Proposal
+from ..engine.foreign_layers import is_foreign
 from ..engine.noise import RoundNoise
 from ..engine.shadow import make_shadow
 from ..engine.states import state_bytes
@@ -47,6 +48,8 @@ class SelfDrafter(NetworkDrafter):
         packs_later: bool = False,
     ) -> None:  # fmt: skip
         twin = make_shadow(policy)
+        for module in filter(is_foreign, twin.modules()):
+            module.training = True  # it packs no weights of the policy, whose mode may change
         self.quantized = quantize_projections(twin, quantization, kernel, lm_head, pack=not packs_later)
         self.max_rows = self.quantized.max_rows
         super().__init__(twin, shares_target_cache=True)

@@ -22,6 +22,7 @@ from ...json_files import write_atomically
 from ...native_code import cache_directory
 from .accept import ChainLayout
 from .cache import RaggedCache, autocast_dtype
+from .foreign_layers import is_foreign, mixing_layers
 from .linear_layers import make_copies
 from .runner import EagerRunner
 from .shadow import decoder_layers, make_shadow
@@ -52,7 +53,7 @@ def inexact_parts(
     text = _describe(model, settings)
     path = cache_directory() / f"exact_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     try:
-        found: list[str] = json.loads(path.read_bytes())
+        found: list[str] = mixing_layers(model) or json.loads(path.read_bytes())
     except (OSError, ValueError):
         try:
             found = _try_out(make(_first_layers(model), cache_for(model, ROWS, COLUMNS)))
@@ -78,6 +79,7 @@ def _describe(model: PreTrainedModel, settings: str) -> str:
     ours = hashlib.sha256(b"".join(map(Path.read_bytes, sources))).hexdigest()
     layers = [
         f"{type(module).__name__} {[(tuple(tensor.shape), str(tensor.dtype)) for tensor in module.parameters(False)]}"
+        f" {module.training and is_foreign(module)}"  # in its mode, in which it may compute otherwise
         for module in model.modules()
     ]
     machine = torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), ours

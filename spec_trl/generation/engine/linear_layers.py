@@ -87,6 +87,8 @@ class NarrowProduct(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → y [..., out]"""
         copies = self.copies
+        if copies is not None and "weight" not in self._parameters:
+            copies = None  # peft's ParamWrapper parametrizes the weight during its forward
         if copies is None or torch.is_grad_enabled() or autocast_dtype(x.device) != copies.weight.dtype:
             product: Tensor = super().forward(x)
             return product

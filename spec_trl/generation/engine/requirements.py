@@ -19,6 +19,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from ..session import Snapshot, snapshot_of
 from .attention import STATELESS, MaskPlan, keeps_states
 from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
+from .foreign_layers import check_foreign_layers
 from .scans import follows_states
 from .shadow import unwrapped
 from .training_marks import unfollowed_patch
@@ -111,6 +112,7 @@ def _check_model(model: PreTrainedModel) -> None:
             "the model in a roundabout way (a global variable, a container, an object), and the engine runs a second "
             "module tree. Use register_forward_hook, or let the new forward hold the old one in its closure."
         )
+    check_foreign_layers(model)
     if is_fsdp_managed_module(model):
         raise ValueError(
             "the model is wrapped by FSDP, whose ranks would have to run their forwards in step. Use DDP, or gather "

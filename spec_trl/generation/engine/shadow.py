@@ -21,6 +21,7 @@ from ...cpu_products import activation_class, dense_class
 from ...quantization.source_weight import WRAPPED
 from .attention import EXACT_ATTENTION, RAGGED_ATTENTION, attends_exactly, attention_class, calls_attention
 from .family_hooks import adapt
+from .foreign_layers import finish_loading, is_foreign
 from .fused_layers import has_fused_sums, launches, with_fused_kernels
 from .kernels import run_on
 from .linear_layers import ExactConv1D, ExactLinear, NarrowProduct, exact_kind
@@ -29,7 +30,8 @@ from .training_marks import lasting_attributes, patched_forward, rebind
 
 
 def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel:
-    """Returns an eval-mode twin of `policy` with separate modules and config and the same Parameters.
+    """Returns an eval-mode twin of `policy` with separate modules and config and the same Parameters; layers of
+    :mod:`~spec_trl.generation.engine.foreign_layers` keep the policy's mode.
 
     Its attention is :func:`~spec_trl.generation.engine.attention.ragged_attention` if the family supports attention
     backends, else the family's eager code.
@@ -39,6 +41,7 @@ def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel
         exact: on CUDA a row gets the same bits whatever rows run beside it: dense layers and attention sum in one
             order. :func:`not_exact` names the rest. Without CUDA or Triton it has no effect.
     """
+    finish_loading(policy)
     exact = policy.config._attn_implementation == EXACT_ATTENTION or (
         exact and run_on(policy.device) and launches(policy.device)
     )
@@ -132,7 +135,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
         name: None if child is None else _clone(child, clones, config_memo, exact)
         for name, child in module._modules.items()
     }
-    state["training"] = False
+    state["training"] = module.training and is_foreign(module)
     state["_compiled_call_impl"] = None  # of `module.compile()`: it would run the policy's forward
     state.pop("_is_fsdp_managed_module", None)
     for name, value in list(state.items()):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import spec_trl
@@ -133,6 +134,25 @@ def test_weights_of_any_kind_are_compared(fresh: LlamaForCausalLM) -> None:
     assert before_ == WeightState(odd)
     odd.packed.data[0] = 1
     assert before_ != WeightState(odd)
+
+
+def test_changes_inside_wrapped_weights_are_seen() -> None:
+    """As torchao's quantized weights are, some of which refuse to be sliced."""
+    layer, inner = torch.nn.Linear(64, 32, bias=False), [torch.randn(32, 64) for _ in range(2)]
+    layer.weight = torch.nn.Parameter(NoSlices(*inner))
+    before_ = WeightState(layer)
+    assert before_ == WeightState(layer)
+    inner[1].data.mul_(2)
+    assert before_ != WeightState(layer)
+
+
+class NoSlices(TwoTensor):
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.slice.Tensor:
+            raise NotImplementedError("Slicing with step != 1 is not supported")
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
 
 
 def test_a_change_that_nobody_sees_costs_acceptance_alone(fresh: LlamaForCausalLM, prompts: Prompts) -> None:

@@ -50,7 +50,7 @@ def model_of(family: str, **options: Any) -> PreTrainedModel:
 
 
 def with_adapters(**options: Any) -> PreTrainedModel:
-    config = LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear", **options)
+    config = LoraConfig(**dict(r=4, init_lora_weights=False, target_modules="all-linear") | options)
     model: PreTrainedModel = get_peft_model(one_layer(), config).base_model.model
     return model
 
@@ -83,8 +83,14 @@ def graph(model: nn.Module, strategy: str = "none", config: dict[str, Any] | Non
         (lambda: with_adapters(), torch.float16),
         (lambda: with_adapters(use_dora=True), torch.bfloat16),
         (lambda: with_adapters(modules_to_save=["lm_head"]), torch.bfloat16),
+        (
+            lambda: with_adapters(
+                target_modules=["k_proj", "v_proj"], target_parameters=["q_proj.weight", "lm_head.weight"]
+            ),
+            torch.bfloat16,
+        ),
     ],
-    ids=["tied", "biases", "Conv1D", "Conv1D in float16", "gemma2", "LoRA", "DoRA", "trained head"],
+    ids=["tied", "biases", "Conv1D", "Conv1D in float16", "gemma2", "LoRA", "DoRA", "trained head", "LoRA on weights"],
 )
 @torch.no_grad()
 def test_they_are_what_autocast_casts_bit_for_bit(

@@ -138,7 +138,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     # captured forwards
     (r'runner="graph" captures CUDA graphs, and the model is on cpu', dict(config={"runner": "graph"})),
     # inputs that would be dropped
-    (r"pixel_values", dict(pixel_values=torch.zeros(2, 3))),
+    (r"images of model type 'llama' are not served", dict(pixel_values=torch.zeros(2, 3))),
     (r"token_type_ids", dict(token_type_ids=torch.zeros(2, 3))),
     (r"the tokens of 2 rows x 10{10}11 columns would not fit in memory.*GiB", dict(max_new_tokens=10**12)),
 ]  # fmt: skip
