@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from spec_trl.json_files import read_json, write_json
-from spec_trl.measuring.machine import processor_name
+from spec_trl.hardware import processor_name
 
 
 RESULTS = Path(__file__).parent / "results"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .engine.training_marks import HOOK_DICTS, held, lasting_attributes
+from .engine.training_marks import HOOK_DICTS, class_forward, held, lasting_attributes
 
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ class WeightState:
 def _structure(model: Any) -> tuple[object, ...]:
     marks: list[object] = [repr(_settings(model.config.to_dict()))]
     for module in model.modules():
-        marks += [id(module), type(module), type(module).forward]
+        marks += [id(module), type(module), class_forward(module)]
         for name, value in lasting_attributes(module).items():
             if "_hooks_" in name or name in _OF_TRAINING:  # the former name hooks that take keywords
                 continue
@@ -276,7 +276,7 @@ class Snapshot:
         if not self.is_complete:
             return
         self._below = modules[1:]
-        self._kinds = [(type(module), type(module).forward) for module in modules]  # a forward may be replaced
+        self._kinds = [(type(module), class_forward(module)) for module in modules]  # a forward may be replaced
         self._states = states
         self._owners = [state[name] for state in states for name in _TENSORS]
         self._kinds_of_tensors = self._read_tensors()
@@ -295,7 +295,7 @@ class Snapshot:
         try:
             for module, kind, state in zip([network, *self._below], self._kinds, self._states, strict=True):
                 # Comparing identities is cheap; few modules have marks of training.
-                if kind != (type(module), type(module).forward) or (
+                if kind != (type(module), class_forward(module)) or (
                     vars(module) != state and _state_of(module) != state
                 ):
                     return False
