@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ from .json_files import replacing
 from .user_cache import cache_directory, read_cached, save_cached
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger(__name__)
 
 # -ffast-math, which allows sums in vectors, is only for compiling: with it the linker adds code that makes the whole
@@ -48,10 +48,10 @@ failed: list[Library] = []
 """Libraries for which :func:`load` returned None."""
 
 
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
+def untraced(function: F) -> F:
     """`function`, which hands addresses to C++, as torch.compile must run it: a trace keeps neither the addresses of
     tensors nor what is written to them."""
-    wrapped: Callable[P, R] = torch.compiler.disable(function)
+    wrapped: F = torch.compiler.disable(function)
     return wrapped
 
 

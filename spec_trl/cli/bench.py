@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.requirements import check_lengths, check_model, position_limit
 from ..generation.generate import install
-from ..measuring.known_rounds import find_profile
 from ..hardware import hardware_name
+from ..measuring.known_rounds import find_profile
 from .arguments import MARGIN, table
 from .gains import ENOUGH_TOKENS, ENOUGH_VISITS, GENERATE, MOST_VISITS, Gain, Way, Work, make_ways, measure, summarise
 from .loading import (

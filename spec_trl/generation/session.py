@@ -278,7 +278,7 @@ class Snapshot:
         self._below = modules[1:]
         self._kinds = [(type(module), class_forward(module)) for module in modules]  # a forward may be replaced
         self._states = states
-        self._owners = [state[name] for state in states for name in _TENSORS]
+        self._owners = [state.get(name) for state in states for name in _TENSORS]
         self._kinds_of_tensors = self._read_tensors()
         configs = {id(value): value for value in values if isinstance(value, PreTrainedConfig)}
         self._configs = [(config, copy.deepcopy(vars(config))) for config in configs.values()]

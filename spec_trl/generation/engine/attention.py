@@ -19,7 +19,6 @@ from transformers.masking_utils import eager_mask
 
 from .cpu_layers import attend
 from .kernels import run_on
-from .training_marks import class_forward
 
 
 RAGGED_ATTENTION = "spec_trl_ragged"
@@ -87,8 +86,8 @@ class MaskPlan:
         """Makes the plan of a network. A window counts only if one of its masks has it (Moshi's masks are full)."""
         plan = cls.from_config(network.config.get_text_config(decoder=True))
         if plan.layer_types == (SLIDING,):
-            forwards = filter(inspect.isfunction, map(class_forward, network.modules()))
-            made = {name for forward in forwards for name in inspect.unwrap(forward).__code__.co_names}
+            forwards = [inspect.unwrap(type(module).forward) for module in network.modules()]
+            made = {name for forward in forwards if inspect.isfunction(forward) for name in forward.__code__.co_names}
             if "create_causal_mask" in made and "create_sliding_window_causal_mask" not in made:
                 return replace(plan, layer_types=(FULL,))
         return plan

@@ -60,9 +60,10 @@ def inexact_parts(
     # What the libraries compute, torch computes otherwise.
     if verdict is None or not native_code.loads(verdict.libraries):
         try:
-            verdict = Verdict(_try_out(make(_first_layers(model), cache_for(model, ROWS, COLUMNS))), native_code.loaded)
+            parts = _try_out(make(_first_layers(model), cache_for(model, ROWS, COLUMNS)))
         except Exception as error:  # the generation will raise the error, or succeed where the test cannot
             return [f"it could not be tried: {type(error).__name__}: {error}"]
+        verdict = Verdict(parts, native_code.loaded)
         if not native_code.failed:  # the next process may load them
             save_cached(partial(write_json, value=verdict), path)
     if found := verdict.parts:

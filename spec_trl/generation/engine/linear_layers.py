@@ -22,7 +22,7 @@ from ...cpu_products import DenseConv1D, DenseLinear, is_plain, multiply
 from ...quantization.linear import PackedLayer
 from .attention import takes_spans
 from .cache import autocast_dtype
-from .training_marks import class_forward, patched_forward
+from .training_marks import patched_forward
 
 
 class ExactLinear(nn.Linear):
@@ -215,7 +215,7 @@ def _below(module: nn.Module) -> Iterator[nn.Module]:
         module = module.dense
     if isinstance(module, PreTrainedModel) and "text" not in module.input_modalities:
         return  # a vision tower, which does not run
-    is_known = isinstance(module, NarrowProduct) or class_forward(module) in _LAYERS
+    is_known = isinstance(module, NarrowProduct) or type(module).forward in _LAYERS
     # Pruning and parametrizations compute the weight in every forward.
     is_known = is_known and {"weight", "bias"} <= module._parameters.keys()
     if is_known and patched_forward(module) is None:

@@ -119,8 +119,6 @@ def _cloned(network: nn.Module, config_memo: dict[int, Any], exact: bool = False
 
 def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[int, Any], exact: bool) -> Any:
     module = unwrapped(module)
-    if isinstance(module, torch.jit.ScriptModule):
-        return module  # its attributes lie in C++
     if id(module) in clones:  # a module registered twice stays one module
         return clones[id(module)]
     kind: Any = mixer_class(plain_class(module))

@@ -38,8 +38,8 @@ calls take turns with copies of the weight that are together too large for the L
 
 @dataclass(frozen=True)
 class TableKey:
-    """Key of a table: the hardware's name; versions of torch and of the timed kernels' packages; shape, bits, group and
-    dtypes of the layer; names of the timed kernels."""
+    """Key of a table: the hardware's name; versions of torch and of the timed kernels' packages; shape, bits, group
+    and dtypes of the layer; names of the timed kernels."""
 
     device: str
     software: str

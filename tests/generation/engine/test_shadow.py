@@ -1,10 +1,14 @@
 """The shadow: own modules over the same Parameters, in eval mode, free of what training left on the policy."""
 
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import MethodType
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -93,18 +97,68 @@ def test_autocast_runs(fresh: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch)
     assert result.statistics.cache_bytes < 0.6 * generate(model, PROMPTS, temperature=0.3).statistics.cache_bytes
 
 
-@pytest.mark.parametrize("what", ["layers", "in place", "assistant"])
+compiled = partial(torch.compile, backend="eager")
+
+
+def _compile_in_a_closure(model: LlamaForCausalLM) -> None:
+    inside = compiled(model.model.layers[0].mlp.forward)
+    model.model.layers[0].mlp.forward = lambda x: inside(x)
+
+
+def _compile_a_patch(model: LlamaForCausalLM) -> None:
+    inside = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = compiled(lambda x: inside(x))
+
+
+def _compile_under_accelerate(model: LlamaForCausalLM) -> None:
+    add_hook_to_module(model, ModelHook())
+    model.forward = compiled(model.forward)
+
+
+COMPILE: dict[str, Callable[[LlamaForCausalLM], object]] = {
+    "layers": lambda model: setattr(model.model, "layers", nn.ModuleList(map(compiled, model.model.layers))),
+    "in place": lambda model: model.compile(backend="eager"),
+    "the forward": lambda model: setattr(model, "forward", compiled(model.forward)),
+    "a layer's forward": lambda model: setattr(model.lm_head, "forward", compiled(model.lm_head.forward)),
+    "bound": lambda model: setattr(model, "forward", partial(compiled(model.forward), return_dict=True)),
+    "in a closure": _compile_in_a_closure,
+    "a patch": _compile_a_patch,
+    "under accelerate": _compile_under_accelerate,
+    "traced": lambda model: setattr(model.model.layers[0], "mlp", torch.fx.symbolic_trace(model.model.layers[0].mlp)),
+    "assistant": lambda _: None,
+}
+
+
+@pytest.mark.parametrize("what", COMPILE)
 def test_what_is_compiled_generates_and_drafts_uncompiled(what: str, fresh: LlamaForCausalLM, tiny_assistant) -> None:
     torch._dynamo.utils.counters.clear()
+    fresh = fresh.float()
     expected = outputs(generate(fresh, PROMPTS))
-    options = dict(assistant_model=torch.compile(tiny_assistant, backend="eager")) if what == "assistant" else {}
-    if what == "layers":
-        fresh.model.layers = nn.ModuleList(torch.compile(layer, backend="eager") for layer in fresh.model.layers)
-    elif what == "in place":
-        fresh.compile(backend="eager")
+    options = dict(assistant_model=compiled(deepcopy(tiny_assistant).float())) if what == "assistant" else {}
+    COMPILE[what](fresh)
     result = generate(fresh, PROMPTS, "model" if what == "assistant" else "self", **options)
-    assert outputs(result) == expected and result.statistics.total.accepted > 0
+    assert outputs(result) == expected and result.statistics.total.accepted > 0 and result.statistics.exact is True
     assert torch._dynamo.utils.counters["frames"]["total"] == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "falcon_h1"])
+def test_a_compiler_runs_cpp_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class's compiled forward stays compiled; around the C++ and around a whole call."""
+    model = make(name).float()
+    expected = outputs(generate(model, PROMPTS))
+    kind = type(model.model.layers[0])
+    monkeypatch.setattr(kind, "forward", compiled(kind.forward))
+    torch._dynamo.utils.counters.clear()
+    result = compiled(lambda: generate(model, PROMPTS, "ngram", {"draft_length": 2}))()
+    assert outputs(result) == expected and result.statistics.total.drafted > 0
+    assert torch._dynamo.utils.counters["frames"]["total"] > 0
+
+
+def test_a_module_of_torch_jit_is_refused(fresh: LlamaForCausalLM) -> None:
+    mlp = fresh.model.layers[0].mlp
+    fresh.model.layers[0].mlp = torch.jit.trace(mlp, torch.zeros(1, 3, 64).double())
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp', a module of torch.jit: put back the module that it"):
+        generate(fresh, PROMPTS)
 
 
 @pytest.mark.parametrize("family", ["bart", "gpt_neo"])
