@@ -60,9 +60,11 @@ def class_forward(module: nn.Module) -> Any:
 
 
 def patched_forward(module: nn.Module) -> Any:
-    """Returns the forward that was set on `module` and differs from that of its class, or None."""
-    forward: Any = vars(module).get("forward")
-    owner: Any = None
+    """Returns the forward that was set on `module` and differs from that of its class, or None; without what
+    torch.compile made of it, or of that of the class."""
+    forward, owner = vars(module).get("forward"), None
+    if forward is None and (inside := _uncompiled(class_forward(module))) is not None:
+        return MethodType(inside, module)
     while forward is not None:
         if (inside := _uncompiled(forward)) is not None:
             forward = inside
@@ -96,9 +98,10 @@ def rebind(clones: Mapping[int, nn.Module]) -> None:
 
 def _uncompiled(function: Any) -> Any:
     """What a function made by torch.compile or torch.compiler.disable runs; None for others. `functools.wraps` copies
-    the attribute to others, too."""
-    is_made = isinstance(function, FunctionType) and _home(function).startswith("torch._dynamo")
-    return getattr(function, "_torchdynamo_orig_callable", None) if is_made else None
+    the attributes to others, too."""
+    if not (isinstance(function, FunctionType) and _home(function).startswith("torch._dynamo")):
+        return None
+    return getattr(function, "_torchdynamo_orig_callable", getattr(function, "__wrapped__", None))
 
 
 def _home(function: Any) -> str:

@@ -11,6 +11,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from spec_trl.generation.engine import memory
 from spec_trl.generation.engine.shadow import make_shadow, share_weights
@@ -125,33 +126,37 @@ COMPILE: dict[str, Callable[[LlamaForCausalLM], object]] = {
     "a patch": _compile_a_patch,
     "under accelerate": _compile_under_accelerate,
     "traced": lambda model: setattr(model.model.layers[0], "mlp", torch.fx.symbolic_trace(model.model.layers[0].mlp)),
-    "assistant": lambda _: None,
 }
 
 
-@pytest.mark.parametrize("what", COMPILE)
-def test_what_is_compiled_generates_and_drafts_uncompiled(what: str, fresh: LlamaForCausalLM, tiny_assistant) -> None:
+@pytest.mark.parametrize("what", [*COMPILE, "a class's forward", "assistant"])
+def test_what_is_compiled_generates_and_drafts_uncompiled(
+    what: str, fresh: LlamaForCausalLM, tiny_assistant, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.utils.counters.clear()
     fresh = fresh.float()
     expected = outputs(generate(fresh, PROMPTS))
     options = dict(assistant_model=compiled(deepcopy(tiny_assistant).float())) if what == "assistant" else {}
-    COMPILE[what](fresh)
+    if what in COMPILE:
+        COMPILE[what](fresh)
+    elif what == "a class's forward":
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", compiled(LlamaDecoderLayer.forward))
     result = generate(fresh, PROMPTS, "model" if what == "assistant" else "self", **options)
     assert outputs(result) == expected and result.statistics.total.accepted > 0 and result.statistics.exact is True
     assert torch._dynamo.utils.counters["frames"]["total"] == 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "falcon_h1"])
-def test_a_compiler_runs_cpp_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class's compiled forward stays compiled; around the C++ and around a whole call."""
-    model = make(name).float()
+def test_a_compiler_does_not_trace_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled behind a class's forward, which nobody unwraps, calls the C++ as it is."""
+    model, graphs = make("llama").float(), []
     expected = outputs(generate(model, PROMPTS))
-    kind = type(model.model.layers[0])
-    monkeypatch.setattr(kind, "forward", compiled(kind.forward))
-    torch._dynamo.utils.counters.clear()
-    result = compiled(lambda: generate(model, PROMPTS, "ngram", {"draft_length": 2}))()
+    kind = type(model.model.layers[0].mlp)
+    inside = torch.compile(kind.forward, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    monkeypatch.setattr(kind, "forward", lambda mlp, x: inside(mlp, x))
+    result = generate(model, PROMPTS, "ngram", {"draft_length": 2})
     assert outputs(result) == expected and result.statistics.total.drafted > 0
-    assert torch._dynamo.utils.counters["frames"]["total"] > 0
+    traced = "".join(node.stack_trace or "" for graph in graphs for node in graph.graph.nodes)
+    assert "in by_registers" in traced and "in multiply" not in traced
 
 
 def test_a_module_of_torch_jit_is_refused(fresh: LlamaForCausalLM) -> None:
