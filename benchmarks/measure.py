@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import transformers
 
-from spec_trl.json_files import read_json, write_json
 from spec_trl.hardware import processor_name
+from spec_trl.json_files import read_json, write_json
 
 
 RESULTS = Path(__file__).parent / "results"

@@ -37,7 +37,7 @@ def read_cached(path: Path, load: Callable[[Path], T], then: str = "") -> T | No
     what happens `then`."""
     try:
         return load(path) if path.exists() and not is_foreign(path) else None
-    except (ValueError, LookupError, TypeError, OSError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
         warnings.warn(f"{path} is left aside{then}: {error}", stacklevel=3)
         return None
 

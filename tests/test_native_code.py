@@ -1,5 +1,5 @@
-"""Compiling C++: once per machine, by several processes at once, and where nothing compiles. What is kept of it, and of
-trials of exactness, is checked before it is used."""
+"""Compiling C++: once per machine, by several processes at once, and where nothing compiles. What is kept of it, and
+of trials of exactness, is checked before it is used."""
 
 import os
 import shutil
@@ -199,7 +199,8 @@ def test_a_verdict_that_is_none_is_tried_anew(trials: list[Any]) -> None:
     exact()
     (path,) = user_cache.cache_directory().glob("exact_*.json")
     kept = path.read_bytes()
-    for number, text in enumerate(["true", "[1]", "{}", '{"parts": [], "libraries": [["a"]]}', "", "\xff"], start=2):
+    wrong = '{"parts": "a", "libraries": []}', '{"parts": [], "libraries": [["a"]]}', '{"parts": []}'
+    for number, text in enumerate(["true", "[1]", *wrong, "", "\xff"], start=2):
         path.write_text(text, encoding="latin-1")
         with pytest.warns(UserWarning, match="is left aside, and exactness is tried anew"):
             assert exact() is True

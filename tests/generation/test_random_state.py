@@ -60,7 +60,7 @@ def assistants(tmp_path_factory: pytest.TempPathFactory, checkpoints) -> dict[st
         ("best_of_n", "dict", {"best_of_n_drafters": ("model", "ngram"), "best_of_n_race": False}),
     ],
 )  # fmt: skip
-def test_drafting_draws_nothing(strategy: str, assistant: str | None, config: dict[str, Any], tiny, assistants) -> None:
+def test_drafting_draws_nothing(strategy: str, assistant: str | None, config: dict, tiny, assistants) -> None:
     config = config | ({"best_of_n_assistants": {"model": assistants["folder"]}} if assistant == "dict" else {})
     options = {} if assistant in (None, "dict") else {"assistant_model": assistants[assistant]}
     assert seeded(tiny, strategy, config, **options) == seeded(tiny, "none", {})

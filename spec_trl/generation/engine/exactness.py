@@ -5,11 +5,12 @@ guarantee it, so it is tested on the first layers of the network, once per machi
 """
 
 import hashlib
+import json
 import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType, MethodType
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 from ... import native_code
 from ...cpu_products import DenseConv1D, DenseLinear, reading_prompts
 from ...hardware import kernel_switches, processor_name
-from ...json_files import read_json, write_json
+from ...json_files import write_atomically
 from ...user_cache import cache_directory, read_cached, save_cached
 from .accept import ChainLayout
 from .cache import RaggedCache, autocast_dtype
@@ -65,7 +66,7 @@ def inexact_parts(
             return [f"it could not be tried: {type(error).__name__}: {error}"]
         verdict = Verdict(parts, native_code.loaded)
         if not native_code.failed:  # the next process may load them
-            save_cached(partial(write_json, value=verdict), path)
+            save_cached(partial(_save, verdict=verdict), path)
     if found := verdict.parts:
         warnings.warn(
             f"{type(model).__name__} is not exact on this machine: drafts, or other rows, may change a token where "
@@ -84,7 +85,18 @@ class Verdict:
 
 
 def _read(path: Path) -> Verdict:
-    return read_json(path, Verdict, "verdict on exactness", "it is tried anew")
+    """Reads what :func:`_save` wrote, without pydantic, which takes a quarter of a second to import."""
+    found = json.loads(path.read_bytes())
+    parts, libraries = found["parts"], found["libraries"]
+    verdict = Verdict(parts, [native_code.Library(*each) for each in libraries])
+    texts = [*parts, *(text for each in verdict.libraries for text in (each.source, *each.macros.values()))]
+    if not isinstance(parts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("it holds no verdict on exactness")
+    return verdict
+
+
+def _save(path: Path, verdict: Verdict) -> None:
+    write_atomically(path, json.dumps(asdict(verdict)))
 
 
 def _describe(model: PreTrainedModel, settings: str) -> str:

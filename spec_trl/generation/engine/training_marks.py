@@ -62,7 +62,8 @@ def class_forward(module: nn.Module) -> Any:
 def patched_forward(module: nn.Module) -> Any:
     """Returns the forward that was set on `module` and differs from that of its class, or None; without what
     torch.compile made of it, or of that of the class."""
-    forward, owner = vars(module).get("forward"), None
+    forward: Any = vars(module).get("forward")
+    owner: Any = None
     if forward is None and (inside := _uncompiled(class_forward(module))) is not None:
         return MethodType(inside, module)
     while forward is not None:
