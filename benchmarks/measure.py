@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import transformers
 
+from spec_trl.hardware import instruction_set, processor_name
 from spec_trl.json_files import read_json, write_json
-from spec_trl.measuring.machine import instruction_set, processor_name
 
 
 RESULTS = Path(__file__).parent / "results"

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
-from .native_code import load
+from .native_code import load, untraced
 
 
 CODE_BLOCK = 64
@@ -90,6 +90,7 @@ def serves(dtype: torch.dtype) -> bool:
     )
 
 
+@untraced
 def multiply_matrix(matrix: Matrix, x: Tensor) -> Tensor:
     """x [..., in] on the CPU, float32, or of the dtype of a dense matrix → [..., out] of its dtype."""
     out, size = int(matrix.out), int(matrix.in_)
@@ -267,6 +268,7 @@ def dense_class(kind: type, module: nn.Module) -> type:
     return _mixed(_WithProducts, kind) if is_ours else kind
 
 
+@untraced
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in] times `weight` [out, in] → [..., out] in its dtype, for which :func:`is_plain` holds: generated
     tokens in C++, prompts by oneDNN on the weights as they lie.

@@ -25,7 +25,8 @@ _adapters: "dict[Any, TypeAdapter[Any]]" = {}  # one per dataclass: making one t
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary file next to `path`, which replaces `path` at the end unless an exception is raised.
 
-    A reader sees the old file or the new one, never a part, even if ranks write `path` at once. The folder is created.
+    A reader sees the old file or the new one, never a part, even if ranks write `path` at once or the machine stops.
+    The folder is created.
 
     Raises:
         OSError: the file cannot be written.
@@ -34,6 +35,8 @@ def replacing(path: Path) -> Iterator[Path]:
     fresh = path.with_name(f".{path.name}.{uuid4().hex}.new")  # ranks on several hosts may share a process id
     try:
         yield fresh
+        with fresh.open("rb+") as written:  # a renamed file can else be empty after the machine stops
+            os.fsync(written.fileno())
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)

@@ -6,19 +6,25 @@ import logging
 import shutil
 import subprocess
 import tempfile
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from .json_files import replacing
-from .user_cache import cache_directory
+from .user_cache import cache_directory, read_cached, save_cached
 
 
+F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger(__name__)
 
 # -ffast-math, which allows sums in vectors, is only for compiling: with it the linker adds code that makes the whole
 # process round tiny numbers to zero.
 _COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
 _LINK = ("-shared", "-fopenmp")
+_PACKAGE = Path(__file__).parent
 _SECONDS = 60  # after which a compiler is stopped
 
 
@@ -28,39 +34,106 @@ def compiler() -> str | None:
     return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
+class Library(NamedTuple):
+    """What a library is compiled from."""
+
+    source: str  # path, from the package's folder if it lies there
+    reorders_sums: bool
+    macros: dict[str, str]
+
+
+loaded: list[Library] = []
+"""Libraries that this process has loaded."""
+failed: list[Library] = []
+"""Libraries for which :func:`load` returned None."""
+
+
+def untraced(function: F) -> F:
+    """`function`, which hands addresses to C++, as torch.compile must run it: a trace keeps neither the addresses of
+    tensors nor what is written to them."""
+    wrapped: F = torch.compiler.disable(function)
+    return wrapped
+
+
+@untraced
 def load(source: Path, reorders_sums: bool = True, **defined: object) -> ctypes.CDLL | None:
     """Returns the library of `source`, compiled now or by an earlier process, with macros `defined`, or None.
 
     Args:
         reorders_sums: whether the compiler may add numbers in another order than the source has.
     """
-    program = compiler()
-    if program is None:
-        return None
-    math = ("-ffast-math",) if reorders_sums else ()
-    options = (*_COMPILE, *math, *(f"-D{name}={value}" for name, value in defined.items()))
-
-    def call(*arguments: str) -> bytes:
-        return subprocess.run([program, *arguments], check=True, capture_output=True, timeout=_SECONDS).stdout
-
+    macros = {name: str(value) for name, value in defined.items()}
+    short = source.relative_to(_PACKAGE) if source.is_relative_to(_PACKAGE) else source
+    library, functions = Library(str(short), reorders_sums, macros), None
     try:
-        # The predefined macros name the compiler's version and this CPU's instructions: machines may share a home.
-        headers = {*Path(__file__).parent.glob("*.h"), *source.parent.glob("*.h")}
-        included = b"".join(path.read_bytes() for path in sorted(headers))
-        facts = call(*options, "-dM", "-E", "-x", "c++", "/dev/null") + source.read_bytes() + included
-        path = cache_directory() / f"{source.stem}_{hashlib.sha256(facts).hexdigest()[:16]}.so"
-        with tempfile.TemporaryDirectory() as folder:  # a loaded library stays when its file is removed
-            if not path.exists():
-                compiled, linked = Path(folder, "code.o"), Path(folder, path.name)
-                call(*options, "-c", str(source), "-o", str(compiled))
-                call(*_LINK, str(compiled), "-o", str(linked))
-                try:  # several processes may do so at once
-                    with replacing(path) as fresh:
-                        shutil.copy(linked, fresh)
-                except OSError:  # a read-only home, a full disk: the next process compiles again
-                    path = linked
-            return ctypes.CDLL(str(path))
+        if compiler() is not None:
+            functions = _load(source, _options(reorders_sums, macros))
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or b""
         logger.info("torch does the work of %s, which is slower on a CPU: %s %s", source.stem, error, output.decode())
-        return None
+    known = failed if functions is None else loaded
+    if library not in known:
+        known.append(library)
+    return functions
+
+
+def loads(libraries: list[Library]) -> bool:
+    """Whether all of `libraries` load in this process."""
+    return all(
+        each in loaded or load(_PACKAGE / each.source, each.reorders_sums, **each.macros) is not None
+        for each in libraries
+    )
+
+
+@cache
+def target(options: tuple[str, ...] = _COMPILE) -> bytes:
+    """The predefined macros under `options`, which name the compiler's version and this CPU's instructions: machines
+    may share a home. Raises OSError or SubprocessError where the compiler fails."""
+    return _call(*options, "-dM", "-E", "-x", "c++", "/dev/null")
+
+
+def _options(reorders_sums: bool, macros: dict[str, str]) -> tuple[str, ...]:
+    math = ("-ffast-math",) if reorders_sums else ()
+    return (*_COMPILE, *math, *(f"-D{name}={value}" for name, value in macros.items()))
+
+
+def _call(*arguments: str) -> bytes:
+    program = compiler()
+    assert program is not None
+    return subprocess.run([program, *arguments], check=True, capture_output=True, timeout=_SECONDS).stdout
+
+
+def _load(source: Path, options: tuple[str, ...]) -> ctypes.CDLL:
+    """Loads what `source` was compiled to under `options`, or compiles it. A library's name ends in the hash of its
+    content: to load a part of one, as a full disk leaves it, would end the process."""
+    headers = {*_PACKAGE.glob("*.h"), *source.parent.glob("*.h")}
+    included = b"".join(path.read_bytes() for path in sorted(headers))
+    facts = target(options) + source.read_bytes() + included
+    stem = f"{source.stem}_{_hash(facts)}_"
+    for path in sorted(cache_directory().glob(f"{stem}*.so")):
+        library = read_cached(path, partial(_open_checked, start=stem), ", and compiled again")
+        if library is not None:
+            return library
+    with tempfile.TemporaryDirectory() as folder:  # a loaded library stays when its file is removed
+        compiled, linked = Path(folder, "code.o"), Path(folder, "code.so")
+        _call(*options, "-c", str(source), "-o", str(compiled))
+        _call(*_LINK, str(compiled), "-o", str(linked))
+        path = cache_directory() / f"{stem}{_hash(linked.read_bytes())}.so"
+        is_kept = save_cached(partial(_copy, linked), path)  # in a read-only home the next process compiles again
+        return ctypes.CDLL(str(path if is_kept else linked))
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _open_checked(path: Path, start: str) -> ctypes.CDLL:
+    """Loads the library at `path`; raises ValueError unless its content is that of its name."""
+    if path.stem != start + _hash(path.read_bytes()):
+        raise ValueError("the file is damaged")
+    return ctypes.CDLL(str(path))
+
+
+def _copy(linked: Path, path: Path) -> None:
+    with replacing(path) as fresh:  # several processes may do so at once
+        shutil.copy(linked, fresh)

@@ -1,6 +1,8 @@
 """Files in the user's cache: under SPEC_TRL_CACHE, or the user's cache directory. The user did not name them, so a
-file that cannot be read or written ends no run."""
+file that cannot be read or written ends no run. A file that another user can have written is not read: it may be code.
+"""
 
+import functools
 import hashlib
 import os
 import re
@@ -11,12 +13,17 @@ from typing import TypeVar
 
 
 T = TypeVar("T")
+_ROOT = 0  # who may read and write everything anyway
 
 
 def cache_directory(kind: str = "kernels") -> Path:
-    """The folder of "kernels" (compiled code, tables of kernel times) or of "profiles" (times of rounds)."""
-    home = os.environ.get("SPEC_TRL_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "spec_trl" / kind
+    """The folder of "kernels" (compiled code, tables of kernel times, verdicts on exactness) or of "profiles" (times
+    of rounds)."""
+    return _home() / "spec_trl" / kind
+
+
+def _home() -> Path:
+    return Path(os.environ.get("SPEC_TRL_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def file_name(readable: str, text: str) -> str:
@@ -26,18 +33,50 @@ def file_name(readable: str, text: str) -> str:
 
 
 def read_cached(path: Path, load: Callable[[Path], T], then: str = "") -> T | None:
-    """Returns `load(path)`; None if there is no file, or if it is damaged, with a warning that says what happens
-    `then`."""
+    """Returns `load(path)`; None if there is no file, or if it is damaged or another user's, with a warning that says
+    what happens `then`."""
     try:
-        return load(path) if path.exists() else None
-    except (ValueError, LookupError, TypeError, OSError) as error:
+        return load(path) if path.exists() and not is_foreign(path) else None
+    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
         warnings.warn(f"{path} is left aside{then}: {error}", stacklevel=3)
         return None
 
 
-def save_cached(save: Callable[[Path], object], path: Path, what: str) -> None:
-    """Saves `what` to `path`; warns if that cannot be written, as in a read-only home."""
+def save_cached(save: Callable[[Path], object], path: Path, what: str = "") -> bool:
+    """Saves to `path`, in a folder of this user alone, and returns whether that succeeded. Warns if `what` could not
+    be written, as in a read-only home."""
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if is_foreign(path.parent):
+            return False
         save(path)
     except OSError as error:
-        warnings.warn(f"the {what} could not be kept in {path}: {error}", stacklevel=3)
+        if what:
+            warnings.warn(f"the {what} could not be kept in {path}: {error}", stacklevel=3)
+        return False
+    return True
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether another user can have written `path`, a file or folder in the user's cache, which one warning per folder
+    says. A folder of this user that others may write is closed to them. Files elsewhere are named by the user."""
+    if not hasattr(os, "geteuid") or not path.is_relative_to(_home() / "spec_trl"):  # Windows has no such owners
+        return False
+    folder = path if path.is_dir() else path.parent
+    ours = {os.geteuid(), _ROOT}
+    about = folder.stat()
+    if about.st_uid == os.geteuid() and about.st_mode & 0o022:
+        folder.chmod(0o700)
+    if {about.st_uid, path.stat().st_uid} <= ours:
+        return False
+    _warn_of_foreign(folder)
+    return True
+
+
+@functools.cache
+def _warn_of_foreign(folder: Path) -> None:
+    warnings.warn(
+        f"files in {folder} that another user owns are left aside, and made anew in this process. Set SPEC_TRL_CACHE "
+        "to a folder of your own.",
+        stacklevel=4,
+    )

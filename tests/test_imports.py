@@ -19,7 +19,7 @@ SOURCES = sorted((ROOT / "spec_trl").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Each imports from its own room and from those before it.
 FLOORS: list[tuple[str, ...]] = [
-    ("json_files", "papers", "user_cache", "value_checks"),
+    ("hardware", "json_files", "papers", "random_state", "user_cache", "value_checks"),
     ("native_code",),
     ("cpu_products",),
     ("scheduling", "quantization"),

@@ -1,8 +1,10 @@
-"""Compiling C++: once per machine, by several processes at once, and where nothing compiles."""
+"""Compiling C++: once per machine, by several processes at once, and where nothing compiles. What is kept of it, and
+of trials of exactness, is checked before it is used."""
 
+import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from spec_trl import native_code
-from spec_trl.generation.engine import cpu_layers
+from spec_trl import native_code, user_cache
+from spec_trl.generation.engine import cpu_layers, exactness
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
@@ -32,7 +34,10 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[li
 
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
     monkeypatch.setattr(native_code.subprocess, "run", noted)
+    monkeypatch.setattr(native_code, "loaded", [])
+    monkeypatch.setattr(native_code, "failed", [])
     cpu_layers.attention_function.cache_clear()
+    native_code.target.cache_clear()
     yield compiled
     cpu_layers.attention_function.cache_clear()
 
@@ -96,3 +101,107 @@ def test_without_a_compiler_attention_stays_torchs(
         assert outputs(generate(model, PROMPTS, "self", {"runner": runner})) == expected
     assert len(compilations) == (trouble == "it fails")  # tried once
     assert not [warning for warning in recwarn if "attention" in str(warning.message)]
+
+
+@pytest.fixture
+def answer(compilations: list[str], tmp_path: Path) -> Callable[[], Any]:
+    """Loads a small library, as another process does."""
+    source = tmp_path / "answer.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+
+    def load() -> Any:
+        native_code.loaded.clear()
+        library = native_code.load(source)
+        return None if library is None else library.answer()
+
+    return load
+
+
+def cut(path: Path, size: int) -> None:
+    """Leaves a part of a library, in a file of its own: this process uses the first one."""
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content[:size])
+
+
+def make_foreign(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives `path` to another user."""
+    user_cache._warn_of_foreign.cache_clear()
+    if os.geteuid() == 0:
+        os.chown(path, 1, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+
+
+@pytest.mark.parametrize("damage", ["emptied", "cut", "another user's", "in another user's folder"])
+def test_a_library_that_cannot_be_trusted_is_compiled_again(
+    answer: Callable[[], Any], compilations: list[str], monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """To load a part of one ends the process by SIGBUS."""
+    assert answer() == 42
+    folder = user_cache.cache_directory()
+    (path,) = folder.glob("*.so")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    if damage in ("emptied", "cut"):
+        cut(path, 0 if damage == "emptied" else 9000)
+        said = rf"{path.name} is left aside, and compiled again: the file is damaged"
+    else:
+        make_foreign(path if damage == "another user's" else folder, monkeypatch)
+        said = "that another user owns are left aside"
+    with pytest.warns(UserWarning, match=said) as warned:
+        assert answer() == 42 and len(compilations) == 2
+        assert answer() == 42
+    assert len(warned) == 1 and len(compilations) == (3 if damage.startswith("in ") else 2)
+
+
+def test_a_folder_that_others_may_write_is_closed(answer: Callable[[], Any]) -> None:
+    folder = user_cache.cache_directory()
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert answer() == 42 and folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.fixture
+def trials(answer: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Runners of trials of exactness, each of which needs a library and succeeds."""
+    tried: list[Any] = []
+    monkeypatch.setattr(exactness, "_try_out", lambda runner: [] if tried.append(runner) or answer() else [])
+    return tried
+
+
+def exact() -> Any:
+    """What a call says of a model that this process has not seen."""
+    native_code.loaded.clear()
+    model = tiny_llama(num_hidden_layers=1).float()
+    return generate(model, PROMPTS, "none", {"runner": "eager"}, max_new_tokens=2).statistics.exact
+
+
+def test_a_verdict_is_used_only_where_it_holds(
+    compilations: list[str], monkeypatch: pytest.MonkeyPatch, trials: list[Any]
+) -> None:
+    """It depends on what limits kernels, and on the libraries that load."""
+    assert exact() is True and exact() is True and len(trials) == 1
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert exact() is True and len(trials) == 2
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    (path,) = user_cache.cache_directory().glob("answer*.so")
+    cut(path, 0)
+    with pytest.warns(UserWarning, match="is left aside, and compiled again"):
+        assert exact() is True
+    assert len(trials) == 2 and len([name for name in compilations if "answer" in name]) == 2
+    path.unlink()
+    monkeypatch.setattr(native_code, "_LINK", ("-no-such-option",))
+    for tried in (3, 4):  # a verdict without the library is not kept
+        assert exact() is True and len(trials) == tried
+
+
+def test_a_verdict_that_is_none_is_tried_anew(trials: list[Any]) -> None:
+    exact()
+    (path,) = user_cache.cache_directory().glob("exact_*.json")
+    kept = path.read_bytes()
+    wrong = '{"parts": "a", "libraries": []}', '{"parts": [], "libraries": [["a"]]}', '{"parts": []}'
+    for number, text in enumerate(["true", "[1]", *wrong, "", "\xff"], start=2):
+        path.write_text(text, encoding="latin-1")
+        with pytest.warns(UserWarning, match="is left aside, and exactness is tried anew"):
+            assert exact() is True
+        assert len(trials) == number and path.read_bytes() == kept

@@ -25,6 +25,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..cpu_products import warn_of_slow_dtype
+from ..native_code import untraced
+from ..random_state import draw_seed, keeping_generators
 from ..scheduling.control import Control, NeverSpeculate
 from .configuration import SpeculativeConfig, check_combination, check_strategy
 from .engine import requirements
@@ -89,6 +91,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     statistics: SpeculationStatistics | None = None
 
 
+@untraced
 @torch.inference_mode(False)  # the session's tensors must not be inference tensors
 @torch.no_grad()
 def speculative_decoding(
@@ -139,7 +142,8 @@ def speculative_decoding(
     new_tokens = min([each.max_length for each in stopping_criteria if type(each) is MaxLengthCriteria]) - width
     do_sample = bool(generation_config.do_sample)
     rejects = do_sample and config.verification == "rejection"
-    with Session.lend(model) as session, ExitStack() as claims:
+    with Session.lend(model) as session, ExitStack() as claims, ExitStack() as preparation:
+        preparation.enter_context(keeping_generators())
         snapshot = session.snapshot
         assert snapshot is not None
         # ---- checks before any work
@@ -245,7 +249,8 @@ def speculative_decoding(
         exact = None if image_inputs else exactness(snapshot, model, config, runner.network)  # which tries no images
 
         # ---- the rollout
-        seed = config.seed if config.seed is not None else int(torch.randint(2**62, ()))
+        preparation.close()
+        seed = config.seed if config.seed is not None else draw_seed()
         keys = torch.tensor(list(range(batch) if request_ids is None else request_ids), dtype=torch.int64)
         streams = stream_keys(seed, keys).tolist()
         requests = [

@@ -2,11 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
@@ -14,7 +15,7 @@ from ..generation.engine.drafter import Drafter
 from ..json_files import read_json, write_json
 from ..papers import load
 from ..scheduling.ledger import ForwardSeconds, ProbedRounds, Times
-from ..user_cache import cache_directory, read_cached
+from ..user_cache import cache_directory, read_cached, save_cached
 from .machine import profile_key
 from .probe import probe
 
@@ -41,10 +42,8 @@ class KnownRounds:
         if self.times.rounds < max(2 * self.saved, FEWEST_ROUNDS):
             return
         self.saved = self.times.rounds
-        with suppress(OSError):
-            write_json(
-                self.path, _File(VERSION, self.seconds.target, dict(self.seconds.drafters), self.times.state_dict())
-            )
+        file = _File(VERSION, self.seconds.target, dict(self.seconds.drafters), self.times.state_dict())
+        save_cached(partial(write_json, value=file), self.path)
 
 
 def find_known_rounds(
@@ -54,9 +53,9 @@ def find_known_rounds(
     `config.sd_toggle` or a lack of drafters leaves nothing to predict."""
     if not drafters or config.sd_toggle in ("always", "never"):
         return None
-    # One file per hardware, shape, dtype, kernel, set of drafters, and their devices.
+    # One file per hardware, shape, dtype, kernel, version of torch, set of drafters, and their devices.
     members = [(each.strategy, type(each).__name__, each.cost) for each in drafters]
-    text = f"{members} {config.decoupled_execution} {draft_ranks}"
+    text = f"{members} {config.decoupled_execution} {draft_ranks} {torch.__version__}"
     stem = profile_key(model, config).file_name.removesuffix(".json")
     path = cache_directory("profiles") / f"{stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.rounds.json"
     found = read_cached(path, _read, ", and rounds are measured anew")

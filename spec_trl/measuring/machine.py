@@ -1,7 +1,4 @@
-"""Names this machine, and makes the key under which times of a model are valid here."""
-
-import platform
-from pathlib import Path
+"""Makes the key under which times of a model are valid on this machine."""
 
 import torch
 from transformers import PreTrainedModel
@@ -9,6 +6,7 @@ from transformers import PreTrainedModel
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.cache import autocast_dtype
 from ..generation.engine.runner_choice import runner_mode
+from ..hardware import hardware_name
 from ..quantization.kernels import find_kernel
 from ..quantization.quantized_copy import choose_scheme, layer_specs
 from ..quantization.rtn import Scheme
@@ -16,7 +14,6 @@ from ..scheduling.model_constants import ProfileKey
 
 
 NO_KERNEL = "none"
-_BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16")
 """Instructions that make bfloat16 fast on a CPU, by name in /proc/cpuinfo."""
 
 
@@ -51,28 +48,3 @@ def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
     found = [find_kernel(config.draft_kernel, layer) for layer in layers if not isinstance(layer, str)]
     names = {kernel.name for kernel in found if not isinstance(kernel, str)}
     return "+".join(sorted(names)) or NO_KERNEL
-
-
-def hardware_name(device: torch.device) -> str:
-    """The device's name; of a CPU with the number of threads that torch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{processor_name()}, {torch.get_num_threads()} threads"
-
-
-def processor_name() -> str:
-    """The CPU's name, as the system gives it."""
-    lines = _cpuinfo().splitlines()
-    name = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")
-    return name or platform.processor() or platform.machine()
-
-
-def instruction_set() -> str:
-    """What the CPU computes with, such as "AVX512 avx512_bf16": torch's level, and instructions for bfloat16."""
-    flags = _cpuinfo().split()
-    return " ".join([torch.backends.cpu.get_cpu_capability(), *(flag for flag in _BFLOAT16_FLAGS if flag in flags)])
-
-
-def _cpuinfo() -> str:
-    path = Path("/proc/cpuinfo")
-    return path.read_text() if path.exists() else ""

@@ -23,6 +23,7 @@ from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder
 from ..measuring.machine import profile_key
 from ..papers import load
 from ..quantization.awq import ActivationStatistics
+from ..random_state import keeping_generators
 from ..scheduling.control import Control
 from ..scheduling.planner import Planner
 from .checkpoint import DraftLengthState, RankState, RolloutState, only_for_speed
@@ -67,6 +68,7 @@ class RunDrafting:
         self._saved = RankState({}, None)
         self._resumed_from: Path | None = None
 
+    @keeping_generators()
     def prepare(
         self, policy: PreTrainedModel, step: int, rows: int, width: int, durations: Durations
     ) -> tuple[list[Drafter], Control]:

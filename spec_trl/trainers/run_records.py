@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..measuring.machine import hardware_name
+from ..hardware import hardware_name
 from .run_log import LOG_FILE, Record, RunHeader, RunLog
 from .run_verdict import Verdict
 

@@ -22,7 +22,7 @@ from torch.nn.modules import module as module_hooks
 
 from ... import cpu_products
 from ...cpu_products import DenseLinear, Matrix
-from ...native_code import load
+from ...native_code import load, untraced
 from ...quantization.kernels.native import Native
 from ...quantization.linear import QuantizedLinear
 from .cache import RaggedLayer
@@ -33,6 +33,7 @@ _SOURCE = Path(__file__).with_name("cpu_attention.cpp")
 _Numbers = ctypes.c_int64 * 12  # struct Sizes
 
 
+@untraced
 def attend(
     query: Tensor,
     key: Tensor,
@@ -105,6 +106,7 @@ def serves(x: Tensor) -> bool:
     return fits and torch.is_inference_mode_enabled() and library() is not None
 
 
+@untraced
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`[..., hidden]` contiguous, normed over its last dimension and times `weight` `[hidden]`."""
     out, size = torch.empty_like(x), x.shape[-1]
@@ -113,6 +115,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+@untraced
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + residual, both `[..., hidden]` contiguous, and :func:`rms_norm` of that."""
     total, out, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
@@ -121,6 +124,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return total, out
 
 
+@untraced
 def silu_multiply(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, both `[..., n]` with any stride of rows, as `[..., n]` contiguous."""
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -132,6 +136,7 @@ def silu_multiply(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+@untraced
 def rotate_and_write(
     query: Tensor,
     key: Tensor,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...native_code import load
+from ...native_code import load, untraced
 from .cpu_layers import SCALARS
 
 
@@ -39,6 +39,7 @@ def _library(dtype: torch.dtype) -> Any:
     return functions
 
 
+@untraced
 def convolve(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, writes: bool
 ) -> tuple[Tensor, Replay]:
@@ -66,6 +67,7 @@ def convolve(
     return out.transpose(1, 2), _run("convolve", numbers, out, [tokens, weight, bias, state], writes)
 
 
+@untraced
 def delta_rule(given: Mapping[str, Any], state: Tensor, writes: bool) -> tuple[Tensor, Replay]:
     """The gated delta rule (Yang et al. 2024, arXiv 2412.06464, equation 10), or Kimi's, whose decay is by channel.
 
@@ -90,6 +92,7 @@ def delta_rule(given: Mapping[str, Any], state: Tensor, writes: bool) -> tuple[T
     return out.to(given["query"].dtype), replay
 
 
+@untraced
 def mamba_1(given: Mapping[str, Any], state: Tensor, writes: bool) -> tuple[Tensor, Replay]:
     """Mamba's selective scan (Gu and Dao 2023, arXiv 2312.00752, algorithm 2), with a gate.
 
@@ -110,6 +113,7 @@ def mamba_1(given: Mapping[str, Any], state: Tensor, writes: bool) -> tuple[Tens
     return out[..., 0].transpose(1, 2).to(x.dtype), replay
 
 
+@untraced
 def mamba_2(given: Mapping[str, Any], state: Tensor, writes: bool) -> tuple[Tensor, Replay]:
     """Mamba 2's scan (Dao and Gu 2024, arXiv 2405.21060), with time steps as families' functions for one token take
     them: not bounded.

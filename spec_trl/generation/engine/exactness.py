@@ -6,20 +6,25 @@ guarantee it, so it is tested on the first layers of the network, once per machi
 
 import hashlib
 import json
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ... import native_code
 from ...cpu_products import DenseConv1D, DenseLinear, reading_prompts
+from ...hardware import kernel_switches, processor_name
 from ...json_files import write_atomically
-from ...native_code import cache_directory
+from ...user_cache import cache_directory, read_cached, save_cached
 from .accept import ChainLayout
 from .cache import RaggedCache, autocast_dtype
 from .foreign_layers import is_foreign, mixing_layers
@@ -27,6 +32,7 @@ from .linear_layers import make_copies
 from .runner import EagerRunner
 from .shadow import decoder_layers, make_shadow
 from .states import cache_for
+from .training_marks import HOOK_DICTS, patched_forward
 
 
 ROWS = 12
@@ -52,18 +58,20 @@ def inexact_parts(
     """
     text = _describe(model, settings)
     path = cache_directory() / f"exact_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    try:
-        found: list[str] = mixing_layers(model) or json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    if found := mixing_layers(model):
+        verdict: Verdict | None = Verdict(found, [])
+    else:
+        verdict = read_cached(path, _read, ", and exactness is tried anew")
+    # What the libraries compute, torch computes otherwise.
+    if verdict is None or not native_code.loads(verdict.libraries):
         try:
-            found = _try_out(make(_first_layers(model), cache_for(model, ROWS, COLUMNS)))
+            parts = _try_out(make(_first_layers(model), cache_for(model, ROWS, COLUMNS)))
         except Exception as error:  # the generation will raise the error, or succeed where the test cannot
             return [f"it could not be tried: {type(error).__name__}: {error}"]
-        try:
-            write_atomically(path, json.dumps(found))
-        except OSError:  # a read-only home: the next process tests again
-            pass
-    if found:
+        verdict = Verdict(parts, native_code.loaded)
+        if not native_code.failed:  # the next process may load them
+            save_cached(partial(_save, verdict=verdict), path)
+    if found := verdict.parts:
         warnings.warn(
             f"{type(model).__name__} is not exact on this machine: drafts, or other rows, may change a token where "
             f"two scores are nearly equal ({'; '.join(found)}).",
@@ -72,18 +80,65 @@ def inexact_parts(
     return found
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a trial, as it is kept."""
+
+    parts: list[str]  # that are not exact
+    libraries: list[native_code.Library]  # that were loaded
+
+
+def _read(path: Path) -> Verdict:
+    """Reads what :func:`_save` wrote, without pydantic, which takes a quarter of a second to import."""
+    found = json.loads(path.read_bytes())
+    parts, libraries = found["parts"], found["libraries"]
+    verdict = Verdict(parts, [native_code.Library(*each) for each in libraries])
+    texts = [*parts, *(text for each in verdict.libraries for text in (each.source, *each.macros.values()))]
+    if not isinstance(parts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("it holds no verdict on exactness")
+    return verdict
+
+
+def _save(path: Path, verdict: Verdict) -> None:
+    write_atomically(path, json.dumps(asdict(verdict)))
+
+
 def _describe(model: PreTrainedModel, settings: str) -> str:
-    """Everything that determines the kernels."""
+    """Everything that determines the kernels, but whether our libraries load."""
     package = Path(__file__).parents[2]
     sources = sorted(path for suffix in ("py", "cpp", "h") for path in package.rglob(f"*.{suffix}"))
     ours = hashlib.sha256(b"".join(map(Path.read_bytes, sources))).hexdigest()
-    layers = [
-        f"{type(module).__name__} {[(tuple(tensor.shape), str(tensor.dtype)) for tensor in module.parameters(False)]}"
-        f" {module.training and is_foreign(module)}"  # in its mode, in which it may compute otherwise
-        for module in model.modules()
-    ]
-    machine = torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), ours
-    return "\n".join([*machine, settings, repr(model.config.to_dict()), *dict.fromkeys(layers)])
+    target = native_code.target() if native_code.compiler() is not None else b""
+    switches = *kernel_switches(), torch.get_float32_matmul_precision(), str(torch.backends.mkldnn.enabled)
+    packages = sorted({type(module).__module__.partition(".")[0] for module in model.modules()} | {"transformers"})
+    versions = [f"{name} {getattr(sys.modules.get(name), '__version__', '')}" for name in packages]
+    machine = processor_name(), torch.__config__.show(), hashlib.sha256(target).hexdigest(), ours
+    layers = map(_describe_module, model.modules())
+    return "\n".join(
+        [*machine, *switches, *versions, settings, repr(model.config.to_dict()), *dict.fromkeys(layers)]
+    )
+
+
+def _describe_module(module: Any) -> str:
+    """Class, weights, hooks, and a forward that was set on it."""
+    weights = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in module.parameters(False)]
+    hooks = [hook for name in sorted(HOOK_DICTS) for hook in vars(module).get(name, {}).values()]
+    code = [_describe_code(function) for function in (patched_forward(module), *hooks) if function is not None]
+    mode = module.training and is_foreign(module)  # in which it may compute otherwise
+    return f"{type(module).__name__} {weights} {code} {mode}"
+
+
+def _describe_code(function: Any) -> str:
+    """Tells functions apart by what they do, in every process alike."""
+    while isinstance(function, MethodType | partial):
+        function = function.__func__ if isinstance(function, MethodType) else function.func
+    code = getattr(function, "__code__", None)
+    return f"{type(function).__name__} {_hash_of(code) if isinstance(code, CodeType) else ''}"
+
+
+def _hash_of(code: CodeType) -> str:
+    inside = [_hash_of(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return hashlib.sha256(repr((code.co_code, code.co_names, inside)).encode()).hexdigest()
 
 
 def _first_layers(model: PreTrainedModel) -> PreTrainedModel:

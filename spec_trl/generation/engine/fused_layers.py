@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...cpu_products import ByRegisters
-from ...native_code import compiler
+from ...native_code import compiler, untraced
 from ...quantization.linear import QuantizedLinear, project
 from ...quantization.quantized_copy import SIBLINGS
 from . import cpu_layers
@@ -165,6 +165,7 @@ class _DecoderLayer(_Fused):
         )
         return residual + self.mlp(normed)
 
+    @untraced
     def _in_one_call(
         self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> Tensor | None:

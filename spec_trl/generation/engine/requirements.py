@@ -126,6 +126,9 @@ def _check_model(model: PreTrainedModel) -> None:
 def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     """Returns the reason why `model`, with the text config `config`, is not served, to follow its name, or None."""
     settings, decoder = vars(config), model.get_decoder()
+    scripted = (name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule))
+    if name := next(scripted, None):
+        return f"is not served with '{name}', a module of torch.jit: put back the module that it was made from"
     if settings.get("alibi"):
         return "with alibi=True is not served: ALiBi needs a two-dimensional mask"
     types = set(getattr(config, "layer_types", None) or ())

@@ -127,7 +127,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     kind: Any = mixer_class(plain_class(module))
     kind = exact_kind(kind) if exact else dense_class(kind, module)
     kind = with_fused_kernels(attention_class(kind), module)
-    clone = kind.__new__(kind)
+    clone = object.__new__(kind)  # torch.fx's modules make a class without the traced forward in `__new__`
     clones[id(module)] = clone
     state = lasting_attributes(module)  # hooks are not cleared: `cast_lm_head_to_fp32` of TRL is one
     # `_parameters` and `_buffers` stay the same dicts: `.to(device)` and weight swaps reach the shadow.

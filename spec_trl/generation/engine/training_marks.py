@@ -54,14 +54,25 @@ _WRAPPERS = ("torch.amp", "accelerate.utils.operations")
 _LOSSES = ("trl.", "liger_kernel.")
 
 
+def class_forward(module: nn.Module) -> Any:
+    """The forward of the class of `module`; None for modules of torch.jit, whose classes have none."""
+    return getattr(type(module), "forward", None)
+
+
 def patched_forward(module: nn.Module) -> Any:
-    """Returns the forward that was set on `module` and differs from that of its class, or None."""
+    """Returns the forward that was set on `module` and differs from that of its class, or None; without what
+    torch.compile made of it, or of that of the class."""
     forward: Any = vars(module).get("forward")
     owner: Any = None
+    if forward is None and (inside := _uncompiled(class_forward(module))) is not None:
+        return MethodType(inside, module)
     while forward is not None:
+        if (inside := _uncompiled(forward)) is not None:
+            forward = inside
+            continue
         if isinstance(forward, MethodType):
             forward, owner = forward.__func__, forward.__self__
-        if forward is type(module).forward and owner in (None, module):
+        if forward is class_forward(module) and owner in (None, module):
             return None
         home = _home(forward)
         if not home.startswith(_WRAPPERS) and not (home == "accelerate.hooks" and _only_moves_inputs(module)):
@@ -86,11 +97,20 @@ def rebind(clones: Mapping[int, nn.Module]) -> None:
                 setattr(clone, name, _rebound(vars(clone)[name], clones, {}))
 
 
+def _uncompiled(function: Any) -> Any:
+    """What a function made by torch.compile or torch.compiler.disable runs; None for others. `functools.wraps` copies
+    the attributes to others, too."""
+    if not (isinstance(function, FunctionType) and _home(function).startswith("torch._dynamo")):
+        return None
+    return getattr(function, "_torchdynamo_orig_callable", getattr(function, "__wrapped__", None))
+
+
 def _home(function: Any) -> str:
     """Name of the Python module whose code a callable runs; `functools.wraps` copies `__module__`."""
     while isinstance(function, partial):
         function = function.func
-    return function.__globals__["__name__"] if isinstance(function, FunctionType) else type(function).__module__
+    is_function = isinstance(function, FunctionType)  # torch.export's have no module
+    return str(function.__globals__.get("__name__", "")) if is_function else type(function).__module__
 
 
 def _only_moves_inputs(module: Any) -> bool:
@@ -108,7 +128,9 @@ def _rebound(value: Any, clones: Mapping[int, nn.Module], seen: dict[int, Any]) 
         return seen[id(value)]
     seen[id(value)] = value  # ends the recursion if a function references itself
     again = partial(_rebound, clones=clones, seen=seen)
-    if isinstance(value, MethodType):
+    if (inside := _uncompiled(value)) is not None:
+        seen[id(value)] = again(inside)
+    elif isinstance(value, MethodType):
         seen[id(value)] = MethodType(again(value.__func__), again(value.__self__))
     elif isinstance(value, partial):
         keywords = {name: again(inner) for name, inner in value.keywords.items()}
@@ -150,7 +172,9 @@ def _hides(value: Any, modules: Container[int], seen: set[int]) -> bool:
         return False
     seen.add(id(value))
     inner: list[Any] = []
-    if isinstance(value, MethodType):
+    if (inside := _uncompiled(value)) is not None:
+        inner = [inside]
+    elif isinstance(value, MethodType):
         inner = [value.__func__, value.__self__]
     elif isinstance(value, partial):
         inner = [value.func, *value.args, *value.keywords.values()]

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...hardware import hardware_name
 from ...json_files import read_json, write_json
-from ...user_cache import cache_directory, file_name, save_cached
+from ...user_cache import cache_directory, file_name, read_cached, save_cached
 from .base import LayerSpec, PackedWeight, QuantizedRows, join_rows, normal_floats
 
 
@@ -37,8 +38,8 @@ calls take turns with copies of the weight that are together too large for the L
 
 @dataclass(frozen=True)
 class TableKey:
-    """Key of a table: the GPU's name; versions of torch and of the timed kernels' packages; shape, bits, group and
-    dtypes of the layer; names of the timed kernels."""
+    """Key of a table: the hardware's name; versions of torch and of the timed kernels' packages; shape, bits, group
+    and dtypes of the layer; names of the timed kernels."""
 
     device: str
     software: str
@@ -172,14 +173,12 @@ def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer:
     """
     key = _key(layer, kernels)
     if key not in tables:
-        try:
-            tables[key] = KernelTable.load(key)
-        except (ValueError, OSError) as error:
-            if not isinstance(error, FileNotFoundError):  # a cache file that the user did not name: no reason to stop
-                warnings.warn(f"the kernels are measured again: {error}", stacklevel=2)
-            table = tables[key] = measure(layer, kernels, timer)
+        table = read_cached(key.path, lambda _: KernelTable.load(key), ", and the kernels are measured again")
+        if table is None:
+            table = measure(layer, kernels, timer)
             if len(table.kernels) == len(kernels):
                 save_cached(lambda _: table.save(), key.path, "times of the kernels")
+        tables[key] = table
     return tables[key]
 
 
@@ -292,10 +291,9 @@ def _dense_dtype(layer: LayerSpec) -> torch.dtype:
 
 
 def _key(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> TableKey:
-    on_gpu = layer.device.type == "cuda"
     packages = dict.fromkeys(kernel.package.name for kernel in kernels if kernel.package is not None)
     return TableKey(
-        device=torch.cuda.get_device_name(layer.device) if on_gpu else layer.device.type,
+        device=hardware_name(layer.device),
         software=", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in packages)]),
         layer=f"{layer.shape}, {layer.bits} bits, group {layer.group}, "
         f"{_dense_dtype(layer)}, {layer.activation_dtype}",

@@ -31,7 +31,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...user_cache import cache_directory
+from ...user_cache import cache_directory, is_foreign
 from .base import LayerSpec, Package, PackedWeight, QuantizedRows, gpu_unsupported, join_nibbles, pad_rows
 
 
@@ -215,10 +215,13 @@ def load_marlin() -> None:
 
 def copy_sources(installed: Path, to: Path) -> Path:
     """Copies the folder `installed` to `to`, unless it exists (newer files would be compiled again), and completes the
-    copy; returns `to`. Raises RuntimeError if the generator of the missing files fails."""
+    copy; returns `to`. Raises RuntimeError if the generator of the missing files fails, or another user owns a folder
+    above `to`."""
+    to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if any(map(is_foreign, (to.parent.parent, to.parent))):
+        raise RuntimeError(f"another user owns {to.parent}: what is compiled there is code")
     if to.exists():
         return to
-    to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent) as folder:
         copied = Path(folder) / "source"
         shutil.copytree(installed, copied)

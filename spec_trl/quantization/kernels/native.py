@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ...cpu_products import CODE_BLOCK, MOST_ROWS, Matrix, library, multiply_matrix
+from ...native_code import untraced
 from .base import LayerSpec, PackedWeight, QuantizedRows
 from .reference import ReferenceInt8
 
@@ -29,6 +30,7 @@ class Native(PackedWeight):
         pointers = (None if each is None else each.data_ptr() for each in tensors)
         return Matrix(*pointers, self.layer.out_features, self.layer.in_features, self.bits, self.layer.group, 0)
 
+    @untraced
     def linear(self, x: Tensor) -> Tensor:
         return multiply_matrix(self.matrix(None), x)  # [m, out]
 

@@ -1,12 +1,17 @@
 """The shadow: own modules over the same Parameters, in eval mode, free of what training left on the policy."""
 
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import MethodType
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from spec_trl.generation.engine import memory
 from spec_trl.generation.engine.shadow import make_shadow, share_weights
@@ -93,18 +98,72 @@ def test_autocast_runs(fresh: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch)
     assert result.statistics.cache_bytes < 0.6 * generate(model, PROMPTS, temperature=0.3).statistics.cache_bytes
 
 
-@pytest.mark.parametrize("what", ["layers", "in place", "assistant"])
-def test_what_is_compiled_generates_and_drafts_uncompiled(what: str, fresh: LlamaForCausalLM, tiny_assistant) -> None:
+compiled = partial(torch.compile, backend="eager")
+
+
+def _compile_in_a_closure(model: LlamaForCausalLM) -> None:
+    inside = compiled(model.model.layers[0].mlp.forward)
+    model.model.layers[0].mlp.forward = lambda x: inside(x)
+
+
+def _compile_a_patch(model: LlamaForCausalLM) -> None:
+    inside = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = compiled(lambda x: inside(x))
+
+
+def _compile_under_accelerate(model: LlamaForCausalLM) -> None:
+    add_hook_to_module(model, ModelHook())
+    model.forward = compiled(model.forward)
+
+
+COMPILE: dict[str, Callable[[LlamaForCausalLM], object]] = {
+    "layers": lambda model: setattr(model.model, "layers", nn.ModuleList(map(compiled, model.model.layers))),
+    "in place": lambda model: model.compile(backend="eager"),
+    "the forward": lambda model: setattr(model, "forward", compiled(model.forward)),
+    "a layer's forward": lambda model: setattr(model.lm_head, "forward", compiled(model.lm_head.forward)),
+    "bound": lambda model: setattr(model, "forward", partial(compiled(model.forward), return_dict=True)),
+    "in a closure": _compile_in_a_closure,
+    "a patch": _compile_a_patch,
+    "under accelerate": _compile_under_accelerate,
+    "traced": lambda model: setattr(model.model.layers[0], "mlp", torch.fx.symbolic_trace(model.model.layers[0].mlp)),
+}
+
+
+@pytest.mark.parametrize("what", [*COMPILE, "a class's forward", "assistant"])
+def test_what_is_compiled_generates_and_drafts_uncompiled(
+    what: str, fresh: LlamaForCausalLM, tiny_assistant, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.utils.counters.clear()
+    fresh = fresh.float()
     expected = outputs(generate(fresh, PROMPTS))
-    options = dict(assistant_model=torch.compile(tiny_assistant, backend="eager")) if what == "assistant" else {}
-    if what == "layers":
-        fresh.model.layers = nn.ModuleList(torch.compile(layer, backend="eager") for layer in fresh.model.layers)
-    elif what == "in place":
-        fresh.compile(backend="eager")
+    options = dict(assistant_model=compiled(deepcopy(tiny_assistant).float())) if what == "assistant" else {}
+    if what in COMPILE:
+        COMPILE[what](fresh)
+    elif what == "a class's forward":
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", compiled(LlamaDecoderLayer.forward))
     result = generate(fresh, PROMPTS, "model" if what == "assistant" else "self", **options)
-    assert outputs(result) == expected and result.statistics.total.accepted > 0
+    assert outputs(result) == expected and result.statistics.total.accepted > 0 and result.statistics.exact is True
     assert torch._dynamo.utils.counters["frames"]["total"] == 0
+
+
+def test_a_compiler_does_not_trace_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled behind a class's forward, which nobody unwraps, calls the C++ as it is."""
+    model, graphs = make("llama").float(), []
+    expected = outputs(generate(model, PROMPTS))
+    kind = type(model.model.layers[0].mlp)
+    inside = torch.compile(kind.forward, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    monkeypatch.setattr(kind, "forward", lambda mlp, x: inside(mlp, x))
+    result = generate(model, PROMPTS, "ngram", {"draft_length": 2})
+    assert outputs(result) == expected and result.statistics.total.drafted > 0
+    traced = "".join(node.stack_trace or "" for graph in graphs for node in graph.graph.nodes)
+    assert "in by_registers" in traced and "in multiply" not in traced
+
+
+def test_a_module_of_torch_jit_is_refused(fresh: LlamaForCausalLM) -> None:
+    mlp = fresh.model.layers[0].mlp
+    fresh.model.layers[0].mlp = torch.jit.trace(mlp, torch.zeros(1, 3, 64).double())
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp', a module of torch.jit: put back the module that it"):
+        generate(fresh, PROMPTS)
 
 
 @pytest.mark.parametrize("family", ["bart", "gpt_neo"])

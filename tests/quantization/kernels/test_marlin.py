@@ -56,7 +56,7 @@ def test_the_operator_has_a_shape_without_a_gpu():
     assert y.shape == (3, 128) and y.dtype == torch.bfloat16
 
 
-def test_sources_are_copied_and_completed_once(tmp_path):
+def test_sources_are_copied_and_completed_once(tmp_path, monkeypatch):
     installed = tmp_path / "installed"
     installed.mkdir()
     (installed / "kernel.h").write_text("// a header")
@@ -70,3 +70,6 @@ def test_sources_are_copied_and_completed_once(tmp_path):
     with pytest.raises(RuntimeError, match="the generator of .* failed: broken"):
         marlin_humming.copy_sources(installed, tmp_path / "other" / "source")
     assert not list((tmp_path / "other").iterdir())
+    monkeypatch.setattr(marlin_humming, "is_foreign", lambda folder: folder == tmp_path)
+    with pytest.raises(RuntimeError, match="another user owns .*cache"):
+        marlin_humming.copy_sources(installed, copied)
