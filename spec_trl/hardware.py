@@ -13,6 +13,7 @@ _SWITCHES = (
     "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA",
 )  # fmt: skip
 _BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16")
+"""Instructions that make bfloat16 fast on a CPU, by name in /proc/cpuinfo."""
 
 
 def hardware_name(device: torch.device) -> str:

@@ -14,7 +14,6 @@ from ..scheduling.model_constants import ProfileKey
 
 
 NO_KERNEL = "none"
-"""Instructions that make bfloat16 fast on a CPU, by name in /proc/cpuinfo."""
 
 
 def profile_key(model: PreTrainedModel, config: SpeculativeConfig) -> ProfileKey:
