@@ -79,12 +79,17 @@ class CurrentPlan:
     verdicts: list[tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]] = field(default_factory=list)
 
     @property
+    def going(self) -> int:
+        """Number of rows that have not ended."""
+        return len(self.requests) - self.requests.count(-1)
+
+    @property
     def loses(self) -> bool:
         """Whether drafts so far took longer than autoregressive rounds for the same tokens."""
         if not self.chains or not self.measured:
             return False
         seconds, tokens = map(sum, zip(*self.measured, strict=True))
-        return seconds * len(self.requests) > tokens * self.plain
+        return seconds * self.going > tokens * self.plain
 
 
 class Planner(Control):
@@ -204,12 +209,15 @@ class Planner(Control):
         self._batch = len(requests)
         if not 0.8 < length / self._planned_length < 1.25:  # predictions change little within that
             self._predicted, self._tables, self._planned_length = {}, {}, length
-        survivals = self.drafts.survivals(np.array(requests), self.compared_length)  # [B, M, most γ]
+        going = [request for request in requests if request >= 0]
+        survivals = self.drafts.survivals(np.array(going), self.compared_length)  # [B, M, most γ]
+        if self.in_step:  # a row may commit what all accept
+            survivals = np.broadcast_to(survivals.prod(0), (self._batch, *survivals.shape[1:]))
         efficiencies = (1 + survivals.cumsum(-1)[..., self._lengths - 1]).transpose(1, 2, 0)  # [M, Γ, B]
         taus = efficiencies.reshape(len(self._singles), -1)  # [A, B]
         table = self._table(())
         gains = self._log_gains(table, taus, waiting)  # [A]
-        if pairs := self._pairs(gains, taus, survivals, waiting):
+        if not self.in_step and (pairs := self._pairs(gains, taus, survivals, waiting)):
             table = self._table(tuple(pairs))
             taus = np.concatenate([taus, [*pairs.values()]])
             gains = self._log_gains(table, taus, waiting)
@@ -377,11 +385,11 @@ class Planner(Control):
                 terms = self.times.terms([kind], self._kind(PLAIN, batch), [current.shares])
                 doubt = math.sqrt(max(self.times.offsets(terms)[1].item() - CERTAIN, 0.0))
                 seconds, tokens = measured[counts].sum(0)
-                gained = tokens / batch - seconds / plain * math.exp(CAUTION * doubt)
+                gained = tokens / current.going - seconds / plain * math.exp(CAUTION * doubt)
                 seconds, tokens = measured.sum(0).tolist()
                 for which, _ in current.arm.chains:  # a race or a mixture counts for both
                     self.tallies[which] += Tally(
-                        rounds, rounds * batch, int(tokens), seconds, plain * tokens / batch,
+                        rounds, rounds * current.going, int(tokens), seconds, plain * tokens / current.going,
                         rounds * current.gain, rounds,
                     )  # fmt: skip
             self.budget = min(max(self.budget + ROUND_BUDGET * rounds + gained, -MAX_BUDGET), MAX_BUDGET)
@@ -390,10 +398,13 @@ class Planner(Control):
             verdicts = [(right[which], tried[which]) for right, tried in current.verdicts if which in right]
             if not verdicts:
                 continue
-            right, tried = np.array(verdicts).swapaxes(0, 1)  # [R, B] each; -1: no draft
+            going = np.array(current.requests) >= 0  # [B]
+            right, tried = np.array(verdicts).swapaxes(0, 1)[..., going]  # [R, n] each; -1: no draft
             if not candidate.is_network:  # a lookup drafts less than γ if it finds no more: not a full acceptance
                 tried = np.full_like(tried, dict(current.arm.chains).get(which, 0))
-            self.drafts.record(which, np.array(current.requests), right, np.minimum(right + 1, tried))
+            if self.in_step:  # no draft is judged after the first that some row rejects
+                tried = np.minimum(tried, right.min(1, keepdims=True) + 1)
+            self.drafts.record(which, np.array(current.requests)[going], right, np.minimum(right + 1, tried))
         current.verdicts.clear()
 
     def spend(self, seconds: float) -> bool:

@@ -179,6 +179,13 @@ class LogitsPipeline:
         self._looks_at_prefixes = not set(map(type, processors)) <= {*_SCORES_ONLY}
         self.may_refuse = not set(map(type, processors)) <= _KNOWN - {hf.PrefixConstrainedLogitsProcessor}
 
+    def for_drafts(self) -> "LogitsPipeline":
+        """The same without processors that must not be shown drafts; itself if there are none."""
+        kept = [processor for processor in self._processors if not needs_batch(processor)]
+        if len(kept) == len(self._processors):
+            return self
+        return LogitsPipeline(LogitsProcessorList(kept), self._prefixes, self._batch_size)
+
     def over(self, rows: Rows) -> "LogitsPipeline":
         """The same over other `rows` of the same requests, for another thread: copies of transformers' processors,
         without those that run a user's function or draw random numbers."""
@@ -321,8 +328,8 @@ class LogitsPipeline:
             elif type(processor) in _SCORES_ONLY:
                 scores = processor(None, scores)
             elif needs_batch(processor):
-                order = self._prefixes.order  # [B]
-                scores = processor(self._prefixes.batch(step[0]), scores[order])[self._prefixes.rows.requests]
+                shown = scores[self._prefixes.order].float()  # [B, V], as generate has it
+                scores = processor(self._prefixes.batch(step[0]), shown)[self._prefixes.rows.requests]
             elif type(processor) in _ACTS_ON:
                 scores = self._process_by_length(processor, scores, widths)
             elif type(processor) is hf.ExponentialDecayLengthPenalty:
