@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers.generation.utils
 from torch import Tensor
 
 from ...scheduling.control import Chain
@@ -22,6 +23,9 @@ from .memory import sent
 from .noise import Draw, RoundNoise
 from .rollout import Rollout
 from .rows import Admission
+
+
+_STREAMS_LAST = hasattr(transformers.generation.utils, "StopCheck")  # `generate`'s streamer, after the criteria
 
 
 class RolloutInStep(Rollout):
@@ -68,7 +72,7 @@ class RolloutInStep(Rollout):
         return self._judge(super()._lanes({}, {}), logits, noise)
 
     def _judge(self, lanes: Lanes, logits: Tensor, noise: RoundNoise | None) -> Outcome:
-        """The walk. Each step is one of `generate`: processors, token, streamer, criteria. The next step follows if
+        """The walk. Each step is one of `generate`: processors, token, criteria, streamer. The next step follows if
         every row has drafted the token that it drew, and none has ended with it."""
         rows, (proposal,) = self.rows, lanes.proposals
         padded, ended = self._padded(), sent(torch.from_numpy(self._ended), logits.device)  # [B] each
@@ -81,9 +85,11 @@ class RolloutInStep(Rollout):
             if not ((drawn.scores[:, 0] > -torch.inf) | ended).all():
                 break  # no text: the commit raises
             rows.write(step, drawn.tokens)
-            if self._stream is not None:
+            if self._stream is not None and not _STREAMS_LAST:
                 self._stream(drawn.tokens[0])
             ends = self._stopping.in_step(step + 1) & ~ended
+            if self._stream is not None and _STREAMS_LAST:
+                self._stream(drawn.tokens[0])
             if step < lanes.width:
                 agrees.append((proposal.tokens[:, step] == drawn.tokens[:, 0]) & (step < lengths))
             if step == lanes.width or ends.any() or not agrees[step].all():
