@@ -154,13 +154,18 @@ def test_smolagents(streams: bool, folder: str, tokenizer: Any, same: Callable[.
     assert same(call, agent.model)
 
 
-@pytest.mark.parametrize("stop", [None, ["."]])
-def test_langchain(stop: Any, model: PreTrainedModel, tokenizer: Any, same: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("stops", [False, True])
+def test_langchain(stops: bool, model: PreTrainedModel, tokenizer: Any, same: Callable[..., Any]) -> None:
     langchain = pytest.importorskip("langchain_huggingface")
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
     chain = langchain.HuggingFacePipeline(pipeline=pipe)
+    inputs = tokenizer(STORY, return_tensors="pt")
+    written = model.generate(**inputs, max_new_tokens=48)[0, inputs["input_ids"].shape[1] :].tolist()
+    newest = max(written, key=written.index)  # of all tokens the one that first comes latest
+    stop = tokenizer.convert_ids_to_tokens([newest]) if stops else None
     options = dict(pipeline_kwargs=dict(max_new_tokens=48), stop=stop)
-    assert "".join(same(lambda: list(chain.stream(STORY, **options))))
+    text = "".join(same(lambda: list(chain.stream(STORY, **options))))
+    assert tokenizer.decode(written, skip_special_tokens=True).strip().startswith(text.strip()) and text
 
 
 @pytest.mark.parametrize("batch", [1, 4])

@@ -1,6 +1,7 @@
 """Processors and criteria that may look at other rows or keep state meet what `generate` shows them: all rows of the
 caller's batch, in the caller's order, once per step, whatever drafts."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,14 @@ from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria, Syn
 from transformers.generation import EosTokenCriteria, TopKLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
+from spec_trl import release
 from spec_trl.scheduling.control import Chain
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 from tests.generation.conftest import KINDS as DRAFTERS
 from tests.generation.conftest import Make
+from tests.generation.engine.tape import Tape
 from tests.generation.races import Knowing, Planned, Plans, random_plans
+from tests.generation.test_token_identity import Fault
 from tests.tiny_families import make
 
 
@@ -282,15 +286,44 @@ def test_a_grammar_sees_no_token_that_it_forbids(tiny: PreTrainedModel, prompts:
         generate(tiny, prompts, "ngram", **options, logits_processor=[automaton(9)])
 
 
+@pytest.mark.parametrize("trouble", ["throws", "NaN lengths", "ragged lengths", "negative ids", "logits of NaN"])
+def test_bad_drafts_change_nothing(trouble: str, tiny: PreTrainedModel, batches: dict[str, Batch]) -> None:
+    prompts, options, theirs, expected = batches["rows"]
+    ours, drafter = Shown(streams=False), Knowing(answers_of(expected), seed=4)
+    fault = Fault(0, "propose", 2, trouble)
+    assert not fault.put_into(drafter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = generate(tiny, prompts, "self", drafter=drafter, **options, **ours.options)
+    ours.check(theirs)
+    assert bool(result.statistics.drafter_failure) == fault.is_fatal
+
+
+@pytest.mark.parametrize(
+    ("who", "config"),
+    [("self", {"decoupled_execution": "always"}), ("self", {"runner": "graph"}), ("mtp", {"runner": "graph"})],
+)
+def test_who_drafts_ahead_or_in_captured_forwards(
+    who: str, config: dict[str, Any], tiny: PreTrainedModel, batches: dict[str, Batch], drafters: Make, tape: Tape
+) -> None:
+    prompts, options, theirs, _ = batches["rows"]
+    for _ in range(2 if "runner" in config else 1):  # captured, then kept
+        ours, (drafter,) = Shown(streams=False), drafters(who)
+        result = generate(tiny, prompts, "self", config, drafter=drafter, **options, **ours.options)
+        ours.check(theirs)
+        assert result.statistics.drafter_failure is None and result.statistics.total.drafted > 0
+    release(tiny)
+
+
 def test_a_draft_counts_as_far_as_it_was_looked_at(tiny: PreTrainedModel, prompts: Prompts) -> None:
     """Rows commit what the row with least agreement does; its mismatch is no other row's. Ended rows draft nothing."""
-    options = EOS | dict(do_sample=False, max_new_tokens=NEW, stopping_criteria=[Criterion(patience)])
+    options = EOS | dict(do_sample=False, max_new_tokens=NEW, pad_token_id=9, stopping_criteria=[Criterion(patience)])
     answers = outputs(generate(tiny, prompts, **options))
     options["stopping_criteria"] = [Criterion(patience)]
     drafter, control = Knowing(answers, seed=5), Plans(1, [[Chain(0, 3)]])
     result = generate(tiny, prompts, "self", drafter=drafter, control=control, **options)
     assert outputs(result) == answers
-    done, total, in_rounds = 1, [0, 0], 0
+    done, total, in_rounds = 1, [0, 0, 0], 0
     for round_, right in zip(control.rounds, drafter.right, strict=False):
         going = {n for n, answer in enumerate(answers) if len(answer) > done}
         assert {request for request in round_["requests"] if request >= 0} == going
@@ -304,10 +337,10 @@ def test_a_draft_counts_as_far_as_it_was_looked_at(tiny: PreTrainedModel, prompt
                 assert accepted == drafted == -1 or accepted == drafted == 0
                 continue
             assert drafted == min(steps, round_["width"]) and accepted == min(right[request], drafted)
-            total = [total[0] + drafted, total[1] + accepted]
+            total = [total[0] + drafted, total[1] + accepted, total[2] + 1]
         done, in_rounds = done + steps, in_rounds + round_["tokens"]
     counts = result.statistics.total
-    assert [counts.drafted, counts.accepted] == total and total[1] > 5
+    assert [counts.drafted, counts.accepted, counts.blocks] == total and total[1] > 5
     assert counts.committed == in_rounds == result.statistics.tokens - 5
 
 
