@@ -169,9 +169,7 @@ def test_langchain(stops: bool, model: PreTrainedModel, tokenizer: Any, same: Ca
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_lm_evaluation_harness(
-    batch: int, model: PreTrainedModel, tokenizer: Any, same: Callable[..., Any]
-) -> None:
+def test_lm_evaluation_harness(batch: int, model: PreTrainedModel, tokenizer: Any, same: Callable[..., Any]) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM

@@ -53,13 +53,11 @@ class RolloutInStep(Rollout):
         lanes = super()._lanes(lengths, drafted)
         if not lanes.width or not self._ended.any():
             return lanes
-        (owners,), (proposal,) = lanes.owners, lanes.proposals
-        owners = np.where(self._ended, -1, owners)  # [B], no chain for ended rows
-        padded, which = self._padded(), sent(torch.from_numpy(owners), proposal.tokens.device)
-        tokens = proposal.tokens.masked_fill(padded[:, None], self._padding or 0)  # [B, γ]
-        return replace(
-            lanes, owners=[owners.tolist()], drafters=which[None], proposals=[replace(proposal, tokens=tokens)]
-        )
+        (proposal,), owners = lanes.proposals, np.where(self._ended, -1, lanes.owners)  # [1, B], -1: no chain
+        tokens = proposal.tokens.masked_fill(self._padded()[:, None], self._padding or 0)  # [B, γ]
+        drafters = sent(torch.from_numpy(owners), tokens.device)
+        proposals = [replace(proposal, tokens=tokens)]
+        return replace(lanes, owners=owners.tolist(), drafters=drafters, proposals=proposals)
 
     def _padded(self) -> Tensor:
         """`[B]` bool, on the device: rows that go on with padding."""
@@ -97,8 +95,8 @@ class RolloutInStep(Rollout):
         return self._outcome(lanes, draws, agrees, ends)
 
     def _outcome(self, lanes: Lanes, draws: list[Draw], agrees: list[Tensor], ends: Tensor) -> Outcome:
-        """The outcome of a walk: tokens by step (`[B, 1]` each), and which rows (`[B]` bool) had drafted the token of a
-        step, and end with the last one. A row's drafts count as far as they were looked at."""
+        """The outcome of a walk: the draw of every step, which rows (`[B]` bool) had drafted its token, and which end with
+        the last one. A row's drafts count as far as they were looked at."""
         (proposal,), steps, batch = lanes.proposals, len(draws), len(ends)
         logprobs = [drawn.logprobs for drawn in draws if drawn.logprobs is not None]
         drawn = Draw(
