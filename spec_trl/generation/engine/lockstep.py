@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers.generation.utils
 from torch import Tensor
 
 from ...scheduling.control import Chain
@@ -23,9 +22,6 @@ from .memory import sent
 from .noise import Draw, RoundNoise
 from .rollout import Rollout
 from .rows import Admission
-
-
-_STREAMS_LAST = hasattr(transformers.generation.utils, "StopCheck")  # `generate`'s streamer, after the criteria
 
 
 class RolloutInStep(Rollout):
@@ -83,10 +79,8 @@ class RolloutInStep(Rollout):
             if not ((drawn.scores[:, 0] > -torch.inf) | ended).all():
                 break  # no text: the commit raises
             rows.write(step, drawn.tokens)
-            if self._stream is not None and not _STREAMS_LAST:
-                self._stream(drawn.tokens[0])
             ends = self._stopping.in_step(step + 1) & ~ended
-            if self._stream is not None and _STREAMS_LAST:
+            if self._stream is not None:
                 self._stream(drawn.tokens[0])
             if step < lanes.width:
                 agrees.append((proposal.tokens[:, step] == drawn.tokens[:, 0]) & (step < lengths))
@@ -95,8 +89,8 @@ class RolloutInStep(Rollout):
         return self._outcome(lanes, draws, agrees, ends)
 
     def _outcome(self, lanes: Lanes, draws: list[Draw], agrees: list[Tensor], ends: Tensor) -> Outcome:
-        """The outcome of a walk: the draw of every step, which rows (`[B]` bool) had drafted its token, and which end with
-        the last one. A row's drafts count as far as they were looked at."""
+        """The outcome of a walk: the draw of each step, which rows (`[B]` bool) had drafted its token, and which end
+        with the last one. A row's drafts count as far as they were looked at."""
         (proposal,), steps, batch = lanes.proposals, len(draws), len(ends)
         logprobs = [drawn.logprobs for drawn in draws if drawn.logprobs is not None]
         drawn = Draw(
