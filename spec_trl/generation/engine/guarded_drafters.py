@@ -97,8 +97,8 @@ class LookupEvaluation:
     a round, and the control learns how far the committed text agrees. No forward runs, and no token depends on it. A
     lookup pauses so that it takes at most :data:`~spec_trl.scheduling.planner.SHARE` of the time."""
 
-    def __init__(self, control: Control, drafters: GuardedDrafters, rows: Rows, vocabulary: int) -> None:
-        self._control, self._drafters, self._rows, self._vocabulary = control, drafters, rows, vocabulary
+    def __init__(self, control: Control, drafters: GuardedDrafters, vocabulary: int) -> None:
+        self._control, self._drafters, self._vocabulary = control, drafters, vocabulary
         self._lookups = {which: _Lookup() for which in control.compared_lookups}
 
     def before_round(self, drafting: Mapping[int, object], requests: Sequence[int]) -> None:

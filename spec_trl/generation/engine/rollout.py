@@ -94,7 +94,7 @@ class Rollout:
         options = self._pipeline.for_drafts(), self._do_sample, self.target, self._rejection
         session = DraftSession(self.rows, *options, control.most_drafted, control.spend)
         self.drafters.ask_all(methodcaller("begin", session))
-        self._lookups = LookupEvaluation(control, self.drafters, self.rows, self._vocabulary)
+        self._lookups = LookupEvaluation(control, self.drafters, self._vocabulary)
 
     def end(self) -> None:
         """Makes drafters drop rows and caches, which would otherwise outlive the generation."""
