@@ -91,7 +91,8 @@ class Rollout:
         with self.record.phase("control"):
             control.in_step = self.in_step
             control.begin(self.rows.capacity, self.record.prompt_keys)
-        options = self._pipeline.for_drafts(), self._do_sample, self.target, self._rejection
+        pipeline = self._pipeline.for_drafts() if self.in_step else self._pipeline
+        options = pipeline, self._do_sample, self.target, self._rejection
         session = DraftSession(self.rows, *options, control.most_drafted, control.spend)
         self.drafters.ask_all(methodcaller("begin", session))
         self._lookups = LookupEvaluation(control, self.drafters, self._vocabulary)
