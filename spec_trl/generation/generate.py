@@ -23,11 +23,12 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from ..cpu_products import warn_of_slow_dtype
 from ..native_code import untraced
 from ..random_state import draw_seed, keeping_generators
-from ..scheduling.control import Control, NeverSpeculate
+from ..scheduling.control import Control
 from .configuration import SpeculativeConfig, check_combination, check_strategy
 from .engine import requirements
 from .engine.attention import keeps_states
@@ -170,13 +171,11 @@ def speculative_decoding(
         lengths = list(map(len, prompts))
         limit = snapshot.find("position limit", partial(requirements.position_limit, model))
         requirements.check_lengths(model, limit, lengths, new_tokens)
-        drafts = bool(drafter) or assistant_strategy != "none"
-        in_step = must_run_in_step([*logits_processor, *stopping_criteria], batch, capacity, drafts)
+        in_step = must_run_in_step([*logits_processor, *stopping_criteria], batch, capacity)
+        rejects = rejects and not in_step  # exact verification serves any draft
 
         # ---- drafters and control
         longest = max(lengths) + new_tokens
-        if in_step:
-            drafter, control = [], NeverSpeculate("a processor or criterion is shown one step at a time")
         if drafter is not None:
             drafters = as_drafters(drafter)
         elif config.sd_toggle == "never":
@@ -274,7 +273,7 @@ def speculative_decoding(
             rejection=rejects,
             want_logprobs=bool(generation_config.return_dict_in_generate),
             strategy=assistant_strategy,
-            on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
+            on_tokens=None if streamer is None else partial(_stream, streamer),
             memory=memory,
         )  # fmt: skip
         try:
@@ -296,6 +295,12 @@ def speculative_decoding(
     if streamer is not None:
         streamer.end()
     return _assemble(input_ids, pad, completions, statistics, bool(generation_config.return_dict_in_generate))
+
+
+def _stream(streamer: BaseStreamer, tokens: Tensor) -> None:
+    """Gives `tokens` `[n]` to the streamer as `generate` does: one by one, `[1]` each."""
+    for token in tokens.cpu().split(1):
+        streamer.put(token)
 
 
 def _assemble(

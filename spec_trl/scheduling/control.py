@@ -116,6 +116,8 @@ class Control(ABC):
     candidates: Sequence[Candidate]
     tallies: list[Tally]
     races = False  # whether a row may get chains of several candidates in one round
+    # Whether every row commits as many tokens as the row that accepts least; the rollout sets it before `begin`.
+    in_step = False
     # Lookup drafters to evaluate on the committed text (`record_unverified`), and their number of tokens.
     compared_lookups: Sequence[int] = ()
     compared_length = 0
@@ -143,7 +145,7 @@ class Control(ABC):
         autoregressively in the same round.
 
         Args:
-            requests: index, in the caller's batch, of the request in each row.
+            requests: index, in the caller's batch, of the request in each row; -1: it has ended, and its row stays.
             length: mean length of the rows.
             waiting: number of requests without a row.
         """

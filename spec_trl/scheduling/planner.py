@@ -7,15 +7,15 @@ plans are tried, and paid for from an exploration budget, so a rollout is never 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..papers import load
 from .admission import PlainRounds
+from .arms import PLAIN, Arm, ArmTable, CurrentPlan
 from .control import FAILED, NO_METHOD, Candidate, Chain, Control, Explanation, RoundSeconds, Tally, decision, promise
-from .ledger import LEAST_SHARE, UNTRIED, Bools, Drafts, Floats, Integers, Kind, Terms, Times
+from .ledger import LEAST_SHARE, UNTRIED, Drafts, Floats, Kind, Times
 
 
 ROUND_BUDGET = 0.015  # autoregressive rounds that a round adds to the exploration budget for trials
@@ -25,66 +25,6 @@ SHARE = 0.005  # most of a rollout's time for planning, and for evaluating a loo
 CERTAIN = 0.05  # variance of log(arm / plain seconds) above which gains are discounted
 YARDSTICK = 5  # γ at which acceptance rates are compared
 CAUTION = 1.5  # sds between the expected and the worst case of a plan
-
-
-class Arm(NamedTuple):
-    """One choice for a round: (candidate, γ) by chain; empty: decode autoregressively."""
-
-    chains: tuple[tuple[int, int], ...]
-    race: bool = False  # rows get all chains; else a row gets the best chain for it
-
-    @property
-    def width(self) -> int:
-        """Most draft tokens of a row."""
-        lengths = [0, *(length for _, length in self.chains)]
-        return sum(lengths) if self.race else max(lengths)
-
-
-PLAIN = Arm(())
-
-
-class ArmTable(NamedTuple):
-    """Quantities of A arms that are constant while the number of rows is."""
-
-    arms: tuple[Arm, ...]
-    seconds: Floats  # [A, B], predicted of rounds of 1 to B rows
-    plain: float  # of an autoregressive round of B rows
-    shares: list[tuple[float, ...]]  # of each arm's round that its chains add, see `Terms`
-    terms: Terms  # by which seconds are corrected
-    untried: Floats  # [A], variance of log seconds beyond the ledger's while a method was never measured
-    waits: Bools  # [A], whether another arm must measure its method first
-    most: Floats  # [A], log of the most tokens that a round may commit for a row: γ + 1
-    drafters: Integers  # [A, 2], the first and the last candidate
-    places: Integers  # [A, 2], of these at their γ in `Drafts.variances`
-
-
-@dataclass
-class CurrentPlan:
-    """The plan of the current rounds, and the rounds that are not in the ledger yet."""
-
-    arm: Arm = PLAIN
-    requests: list[int] = field(default_factory=list)
-    waiting: bool = False  # whether requests wait for a row
-    shares: tuple[float, ...] = ()  # of the round that each chain adds, see `Terms`
-    predicted: float = math.nan  # seconds of a round
-    plain: float = math.nan  # expected seconds of an autoregressive round
-    gain: float = math.nan  # expected, of the tokens per second
-    width: int = 0  # most draft tokens of a row
-    chains: tuple[Chain, ...] = ()
-    lasts: float = 0.0  # seconds of rounds after which a new plan is made
-    passed: float = 0.0  # seconds of its rounds
-    failed: bool = False  # whether a drafter did: the round is of no kind, and has no verdicts
-    measured: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens of each round
-    # Of each round that drafted: accepted and drafted tokens, by candidate, of each row.
-    verdicts: list[tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]] = field(default_factory=list)
-
-    @property
-    def loses(self) -> bool:
-        """Whether drafts so far took longer than autoregressive rounds for the same tokens."""
-        if not self.chains or not self.measured:
-            return False
-        seconds, tokens = map(sum, zip(*self.measured, strict=True))
-        return seconds * len(self.requests) > tokens * self.plain
 
 
 class Planner(Control):
@@ -204,12 +144,15 @@ class Planner(Control):
         self._batch = len(requests)
         if not 0.8 < length / self._planned_length < 1.25:  # predictions change little within that
             self._predicted, self._tables, self._planned_length = {}, {}, length
-        survivals = self.drafts.survivals(np.array(requests), self.compared_length)  # [B, M, most γ]
+        going = [request for request in requests if request >= 0]
+        survivals = self.drafts.survivals(np.array(going), self.compared_length)  # [B, M, most γ]
+        if self.in_step:  # a row may commit what all accept
+            survivals = np.broadcast_to(survivals.prod(0), (self._batch, *survivals.shape[1:]))
         efficiencies = (1 + survivals.cumsum(-1)[..., self._lengths - 1]).transpose(1, 2, 0)  # [M, Γ, B]
         taus = efficiencies.reshape(len(self._singles), -1)  # [A, B]
         table = self._table(())
         gains = self._log_gains(table, taus, waiting)  # [A]
-        if pairs := self._pairs(gains, taus, survivals, waiting):
+        if not self.in_step and (pairs := self._pairs(gains, taus, survivals, waiting)):
             table = self._table(tuple(pairs))
             taus = np.concatenate([taus, [*pairs.values()]])
             gains = self._log_gains(table, taus, waiting)
@@ -377,11 +320,11 @@ class Planner(Control):
                 terms = self.times.terms([kind], self._kind(PLAIN, batch), [current.shares])
                 doubt = math.sqrt(max(self.times.offsets(terms)[1].item() - CERTAIN, 0.0))
                 seconds, tokens = measured[counts].sum(0)
-                gained = tokens / batch - seconds / plain * math.exp(CAUTION * doubt)
+                gained = tokens / current.going - seconds / plain * math.exp(CAUTION * doubt)
                 seconds, tokens = measured.sum(0).tolist()
                 for which, _ in current.arm.chains:  # a race or a mixture counts for both
                     self.tallies[which] += Tally(
-                        rounds, rounds * batch, int(tokens), seconds, plain * tokens / batch,
+                        rounds, rounds * current.going, int(tokens), seconds, plain * tokens / current.going,
                         rounds * current.gain, rounds,
                     )  # fmt: skip
             self.budget = min(max(self.budget + ROUND_BUDGET * rounds + gained, -MAX_BUDGET), MAX_BUDGET)
@@ -390,10 +333,13 @@ class Planner(Control):
             verdicts = [(right[which], tried[which]) for right, tried in current.verdicts if which in right]
             if not verdicts:
                 continue
-            right, tried = np.array(verdicts).swapaxes(0, 1)  # [R, B] each; -1: no draft
+            going = np.array(current.requests) >= 0  # [B]
+            right, tried = np.array(verdicts).swapaxes(0, 1)[..., going]  # [R, n] each; -1: no draft
             if not candidate.is_network:  # a lookup drafts less than γ if it finds no more: not a full acceptance
                 tried = np.full_like(tried, dict(current.arm.chains).get(which, 0))
-            self.drafts.record(which, np.array(current.requests), right, np.minimum(right + 1, tried))
+            if self.in_step:  # no draft is judged after the first that some row rejects
+                tried = np.minimum(tried, right.min(1, keepdims=True) + 1)
+            self.drafts.record(which, np.array(current.requests)[going], right, np.minimum(right + 1, tried))
         current.verdicts.clear()
 
     def spend(self, seconds: float) -> bool:

@@ -94,6 +94,7 @@ class Planned(Plans):
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         super().begin(capacity, prompts)
+        self.planner.in_step = self.in_step
         self.planner.begin(capacity, prompts)
 
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:

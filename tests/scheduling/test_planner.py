@@ -138,6 +138,42 @@ def test_races_keep_to_their_budget(budget: int | None, races: bool) -> None:
     assert (len(control.plan([0], 100.0, 0)) == 2) == races  # 11 tokens of one row; more rows are of no use here
 
 
+@pytest.mark.parametrize("in_step", [False, True])
+def test_in_step_rows_gain_what_all_accept(in_step: bool) -> None:
+    control = planner(2.2)  # τ is 2.7 for a row, and 1.8 for what two accept
+    control.in_step = in_step
+    control.begin(2, ["a", "b"])
+    for _ in range(200):
+        control.times.observe(Kind(("self",), (5, 0), 2), 0.0, shares=[1 - 1 / 2.2])
+        control.times.observe(Kind((), (0,), 2), 0.0)
+        control.drafts.record(0, np.arange(2), np.array([[2, 2]]), np.array([[3, 3]]))
+    assert bool(control.plan([0, 1], 100.0, 0)) != in_step
+    if not in_step:
+        return
+    assert control.plan([0, -1], 100.0, 0), "a row that has ended accepts anything"
+    control.record_rows([0, -1], {0: [5, -1]}, {0: [5, -1]})
+    control.record(5, 2.2, 6)
+    control.plan([0, -1], 100.0, 0)
+    assert control.tallies[0].block_efficiency == 6
+
+
+@pytest.mark.parametrize("name", ["self", "ngram"])
+def test_in_step_a_rejection_is_one_rows_alone(name: str) -> None:
+    """Nothing is known of the drafts after it; a lookup that found no more could have."""
+    control, expected = planner(1.0, names=(name,)), Drafts([name], [name == "ngram"])
+    control.in_step = True
+    prompts = ["a", "b", "c"]
+    control.begin(3, prompts)
+    expected.begin(prompts)
+    may_try(control)
+    assert control.plan([2, 1, 0], 100.0, 0)
+    control.record_rows([2, 1, 0], {0: [2, 1, 2]}, {0: [2, 2, 2]})
+    control.record(5, 1.0, 6)
+    control.plan([2, 1, 0], 100.0, 0)
+    expected.record(0, np.array([2, 1, 0]), np.array([[2, 1, 2]]), np.array([[2, 2, 2]]))
+    assert control.drafts.survivals(np.arange(3), 3) == pytest.approx(expected.survivals(np.arange(3), 3))
+
+
 def test_the_account_carries_little_to_the_next_rollout() -> None:
     control = planner(2.0)
     drive(control, 5, [], 2.0, 150)

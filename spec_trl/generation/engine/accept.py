@@ -180,15 +180,15 @@ def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], remaining: Integ
             drafted = np.minimum(drafted, lengths[:, 0].astype(np.int64)).clip(min=0)
         is_broken = np.isnan(draft_scores).any(1)  # [B]
         if draft_scores.shape[1]:
-            drafted = np.where(is_broken, 0, np.minimum(drafted, _leading(draft_scores > -np.inf)))
-        accepted = np.minimum(drafted, _leading(drafts == tokens[:, :-1]))  # [B]
+            drafted = np.where(is_broken, 0, np.minimum(drafted, leading(draft_scores > -np.inf)))
+        accepted = np.minimum(drafted, leading(drafts == tokens[:, :-1]))  # [B]
         if most.shape[1]:
             accepted = np.minimum(accepted, most[:, 0].astype(np.int64))
-        judged.append(Judged(tokens.astype(np.int64), _leading(scores > -np.inf), drafted, accepted, is_broken))
+        judged.append(Judged(tokens.astype(np.int64), leading(scores > -np.inf), drafted, accepted, is_broken))
     return judged
 
 
-def _leading(holds: Bools) -> Integers:
+def leading(holds: Bools) -> Integers:
     """`[B]`: number of leading True values in every row of `holds` `[B, n]`."""
     return np.logical_and.accumulate(holds, axis=1).sum(1)
 
@@ -208,6 +208,7 @@ class Outcome:
         drafted: `[N, B]` draft tokens by chain; 0 without a chain.
         accepted: `[N, B]`, number of accepted ones; -1: the row takes no token.
         broken: drafters that drew from NaN.
+        ends: `[B]`, whether the row ends with the last of its tokens; known once `counts` is final.
     """
 
     drawn: Draw
@@ -220,6 +221,7 @@ class Outcome:
     drafted: Integers
     accepted: Integers
     broken: set[int]
+    ends: Bools
 
     @classmethod
     def of(
@@ -249,7 +251,8 @@ class Outcome:
         for of_rows, lane in zip(owners, judged, strict=False):  # no owners if nothing was drafted
             broken.update(itertools.compress(of_rows, lane.is_broken))
         counts = accepted.max(0) + 1
-        return cls(drawn, tokens, counts, sound, winner, width, owners, drafted, accepted, broken - {-1})
+        ends = np.zeros(len(counts), np.bool_)
+        return cls(drawn, tokens, counts, sound, winner, width, owners, drafted, accepted, broken - {-1}, ends)
 
     def of_each_drafter(self, values: Integers) -> dict[int, list[int]]:
         """`values` `[N, B]` by drafter: B values each, -1 for rows without a chain of that drafter."""

@@ -97,12 +97,13 @@ class LookupEvaluation:
     a round, and the control learns how far the committed text agrees. No forward runs, and no token depends on it. A
     lookup pauses so that it takes at most :data:`~spec_trl.scheduling.planner.SHARE` of the time."""
 
-    def __init__(self, control: Control, drafters: GuardedDrafters, rows: Rows, vocabulary: int) -> None:
-        self._control, self._drafters, self._rows, self._vocabulary = control, drafters, rows, vocabulary
+    def __init__(self, control: Control, drafters: GuardedDrafters, vocabulary: int) -> None:
+        self._control, self._drafters, self._vocabulary = control, drafters, vocabulary
         self._lookups = {which: _Lookup() for which in control.compared_lookups}
 
-    def before_round(self, drafting: Mapping[int, object]) -> None:
-        """Makes lookups draft that are not `drafting`, if no earlier drafts of them are left to compare."""
+    def before_round(self, drafting: Mapping[int, object], requests: Sequence[int]) -> None:
+        """Makes lookups draft for `requests`, the one in each row (-1: it has ended), that are not `drafting`, if no
+        earlier drafts of them are left to compare."""
         for which, lookup in self._lookups.items():
             if which in drafting:
                 lookup.pending.clear()  # the round shows its acceptance
@@ -110,18 +111,18 @@ class LookupEvaluation:
             lookup.rounds -= 1
             started = time.perf_counter()
             rests = lookup.rounds >= 0 or started - lookup.since < lookup.seconds / SHARE
-            if not rests and lookup.pending.keys().isdisjoint(self._rows.indices):
-                lookup.pending = self._drafters.ask(which, self._drafts) or {}
+            if not rests and lookup.pending.keys().isdisjoint(requests):
+                lookup.pending = self._drafters.ask(which, partial(self._drafts, requests)) or {}
                 lookup.rounds, lookup.since = self._control.compared_length, started
                 lookup.seconds = time.perf_counter() - started
 
-    def _drafts(self, drafter: Drafter) -> dict[int, tuple[Integers, int]]:
-        length, indices = self._control.compared_length, self._rows.indices
-        proposal = drafter.propose(length, None).checked(len(indices), length, self._vocabulary)
+    def _drafts(self, requests: Sequence[int], drafter: Drafter) -> dict[int, tuple[Integers, int]]:
+        length = self._control.compared_length
+        proposal = drafter.propose(length, None).checked(len(requests), length, self._vocabulary)
         steps = torch.arange(length, device=proposal.tokens.device)  # [γ]
         drafts = proposal.tokens.masked_fill(steps >= proposal.drafted()[:, None], _END)  # [B, γ]
         on_host = drafts.to("cpu", non_blocking=True).numpy()  # valid after the round has waited for the device
-        return {request: (draft, 0) for request, draft in zip(indices, on_host, strict=True)}
+        return {request: (draft, 0) for request, draft in zip(requests, on_host, strict=True) if request >= 0}
 
     def after_round(self, requests: Sequence[int], tokens: Integers, counts: Integers) -> None:
         """Compares drafts with the first `counts` `[B]` of `tokens` `[B, γ + 1]`, which the round has committed."""

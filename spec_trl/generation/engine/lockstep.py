@@ -1,41 +1,127 @@
-"""Rollouts in lockstep, for processors and criteria that may read the whole batch or have state between steps."""
+"""Rollouts in step, for processors and criteria that may read the whole batch or keep state between calls.
 
+They are shown what `generate` shows them, in its order and once: at every step the whole batch up to there. Drafts are
+made without them, and verified by one forward for all rows. Then the round walks along the drafts, step by step, as
+far as every row draws its own:
+
+    row 1 drafts   a b c d     the target draws   a b c .
+    row 2 drafts   e f g h                        e f x .     both rows commit three tokens, and the round ends
+"""
+
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from .accept import Outcome
+from ...scheduling.control import Chain
+from .accept import Lanes, Outcome, Proposal, leading
 from .memory import sent
+from .noise import Draw, RoundNoise
 from .rollout import Rollout
+from .rows import Admission
 
 
 class RolloutInStep(Rollout):
-    """A rollout like `generate`: all requests at once, one token per round, no drafts.
+    """A rollout with all requests at once, in which all rows have generated equally many tokens, as in `generate`.
 
     Ended rows stay until the last row ends, so that processors and criteria get all rows at every step: with
     `padding`, or if it is None with tokens of the model, as in `generate` without EOS. The options are those of
-    :class:`Rollout`: no drafters, a control that never drafts, and rows for all requests.
+    :class:`Rollout`, with rows for all requests.
     """
 
-    def __init__(self, *options: Any, padding: int | None, **more: Any) -> None:
+    in_step = True
+
+    def __init__(self, *options: Any, padding: int | None, on_tokens: Any = None, **more: Any) -> None:
         super().__init__(*options, **more)
-        self._padding = padding
+        self._padding, self._stream = padding, on_tokens
+        self._ended = np.zeros(self.rows.capacity, np.bool_)  # [B]
+
+    def _requests(self) -> list[int]:
+        return np.where(self._ended, -1, self.rows.indices).tolist()
+
+    def _plan(self) -> list[Chain]:
+        return [replace(chain, rows=None) for chain in super()._plan()[:1]]  # one chain, of all rows
+
+    def _lanes(self, lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> Lanes:
+        lanes = super()._lanes(lengths, drafted)
+        if not lanes.width or not self._ended.any():
+            return lanes
+        (proposal,), owners = lanes.proposals, np.where(self._ended, -1, lanes.owners)  # [1, B], -1: no chain
+        tokens = proposal.tokens.masked_fill(self._padded()[:, None], self._padding or 0)  # [B, γ]
+        drafters = sent(torch.from_numpy(owners), tokens.device)
+        proposals = [replace(proposal, tokens=tokens)]
+        return replace(lanes, owners=owners.tolist(), drafters=drafters, proposals=proposals)
+
+    def _padded(self) -> Tensor:
+        """`[B]` bool, on the device: rows that go on with padding."""
+        return sent(torch.from_numpy(self._ended & (self._padding is not None)), self.rows.tokens.device)
+
+    def _first_tokens(self, admission: Admission, logits: Tensor) -> Outcome:
+        rows = self.rows
+        logits = logits[[*admission.begun.values()]]  # [B, 1, V], of each row's leader
+        noise = RoundNoise(rows.noise_keys(1), logits.shape[-1]) if self._do_sample else None
+        return self._judge(super()._lanes({}, {}), logits, noise)
+
+    def _judge(self, lanes: Lanes, logits: Tensor, noise: RoundNoise | None) -> Outcome:
+        """The walk. Each step is one of `generate`: processors, token, criteria, streamer. The next step follows if
+        every row has drafted the token that it drew, and none has ended with it."""
+        rows, (proposal,) = self.rows, lanes.proposals
+        padded, ended = self._padded(), sent(torch.from_numpy(self._ended), logits.device)  # [B] each
+        lengths = proposal.drafted().masked_fill(padded, lanes.width)  # [B]
+        draws, agrees, ends = list[Draw](), list[Tensor](), torch.zeros_like(ended)
+        for step in range(lanes.width + 1):
+            drawn = self._pipeline.draw(logits[:, step : step + 1], noise, step, self.want_logprobs)
+            drawn = replace(drawn, tokens=drawn.tokens.masked_fill(padded[:, None], self._padding or 0))
+            draws.append(drawn)
+            if not ((drawn.scores[:, 0] > -torch.inf) | ended).all():
+                break  # no text: the commit raises
+            rows.write(step, drawn.tokens)
+            ends = self._stopping.in_step(step + 1) & ~ended
+            if self._stream is not None:
+                self._stream(drawn.tokens[0])
+            if step < lanes.width:
+                agrees.append((proposal.tokens[:, step] == drawn.tokens[:, 0]) & (step < lengths))
+            if step == lanes.width or ends.any() or not agrees[step].all():
+                break
+        return self._outcome(lanes, draws, agrees, ends)
+
+    def _outcome(self, lanes: Lanes, draws: list[Draw], agrees: list[Tensor], ends: Tensor) -> Outcome:
+        """The outcome of a walk: the draw of each step, which rows (`[B]` bool) had drafted its token, and which end
+        with the last one. A row's drafts count as far as they were looked at."""
+        (proposal,), steps, batch = lanes.proposals, len(draws), len(ends)
+        logprobs = [drawn.logprobs for drawn in draws if drawn.logprobs is not None]
+        drawn = Draw(
+            torch.cat([drawn.tokens for drawn in draws], dim=1),
+            torch.cat([drawn.scores for drawn in draws], dim=1),
+            torch.cat(logprobs, dim=1) if logprobs else None,
+        )
+        drafted = np.where(self._ended, 0, proposal.drafted().cpu().numpy().clip(max=steps))  # [B]
+        right = torch.stack(agrees, dim=1).cpu().numpy() if agrees else np.zeros((batch, 0), np.bool_)  # [B, n]
+        is_broken = proposal.scores is not None and bool(proposal.scores.isnan().any())
+        return Outcome(
+            drawn,
+            tokens=drawn.tokens.cpu().numpy(),
+            counts=np.full(batch, steps),
+            sound=np.where(self._ended, steps, leading(drawn.scores.cpu().numpy() > -np.inf)),
+            winner=np.zeros(batch, np.int64),
+            width=lanes.width,
+            owners=lanes.owners,
+            drafted=drafted[None],
+            accepted=np.minimum(leading(right), drafted)[None],
+            broken={which for owners in lanes.owners for which in owners if is_broken} - {-1},
+            ends=ends.cpu().numpy(),
+        )
 
     def _commit(self, outcome: Outcome) -> tuple[list[int], int]:
-        rows, drawn = self.rows, outcome.drawn
-        ended = [self.record.completions[index] is not None for index in rows.indices]
-        tokens, gone = outcome.tokens, np.array(ended)  # [B, 1], [B]
-        if self._padding is not None:
-            tokens = np.where(gone[:, None], self._padding, tokens)
-            drawn = replace(drawn, tokens=sent(torch.from_numpy(tokens), rows.tokens.device))
-        sound = np.where(gone, 1, outcome.sound)  # [B]: logits after a row's end may be broken
-        finished, _ = super()._commit(replace(outcome, drawn=drawn, tokens=tokens, sound=sound))
-        return [row for row in finished if not ended[row]], ended.count(False)
+        finished, tokens = super()._commit(outcome)
+        self._ended[finished] = True
+        return finished, tokens
 
     def _retire(self, finished: list[int]) -> None:
         if finished:
             self._complete(finished)
-        if all(completion is not None for completion in self.record.completions):
+        if self._ended.all():
             self._free(list(range(self.rows.active)))

@@ -9,8 +9,7 @@ that have generated different numbers of tokens:
   length: some of transformers' classes, and any class with the attribute `prefix_only = True`.
 * A user's class of this kind may raise on a prefix that it forbids: it gets a row's drafts step by step, only as far
   as the target accepts them.
-* All other processors may read other rows or have state. They need rows in lockstep (`lockstep.py`), and are called
-  once per step with all rows in the caller's order, as in `generate`.
+* All others may read other rows or have state: `lockstep.py` shows them what `generate` would.
 """
 
 import copy
@@ -179,6 +178,11 @@ class LogitsPipeline:
         self._looks_at_prefixes = not set(map(type, processors)) <= {*_SCORES_ONLY}
         self.may_refuse = not set(map(type, processors)) <= _KNOWN - {hf.PrefixConstrainedLogitsProcessor}
 
+    def for_drafts(self) -> "LogitsPipeline":
+        """The same without processors that must not be shown drafts."""
+        kept = LogitsProcessorList([each for each in self._processors if not needs_batch(each)])
+        return LogitsPipeline(kept, self._prefixes, self._batch_size)
+
     def over(self, rows: Rows) -> "LogitsPipeline":
         """The same over other `rows` of the same requests, for another thread: copies of transformers' processors,
         without those that run a user's function or draw random numbers."""
@@ -321,8 +325,8 @@ class LogitsPipeline:
             elif type(processor) in _SCORES_ONLY:
                 scores = processor(None, scores)
             elif needs_batch(processor):
-                order = self._prefixes.order  # [B]
-                scores = processor(self._prefixes.batch(step[0]), scores[order])[self._prefixes.rows.requests]
+                view = self._prefixes  # float32: as generate has them
+                scores = processor(view.batch(step[0]), scores[view.order].float())[view.rows.requests]
             elif type(processor) in _ACTS_ON:
                 scores = self._process_by_length(processor, scores, widths)
             elif type(processor) is hf.ExponentialDecayLengthPenalty:

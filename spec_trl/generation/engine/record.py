@@ -331,7 +331,7 @@ def count_drafts(
                 np.concatenate([part[name] for part in parts], axis=-1) for name in parts[0]
             ]
             request = np.concatenate([round_.requests for round_ in some])  # [M]
-            ones = np.ones_like(drafted)
+            ones = np.broadcast_to(committed > 0, drafted.shape)  # a row in step that had ended takes no token
             columns = [drafted, accepted, ones, drafted.clip(max=1), accepted.clip(max=1)]
             counts = np.stack([*columns, np.minimum(accepted + 1, committed)], axis=-1)  # [N, M, 6]
             taken = counts[winner, np.arange(len(winner))]  # [M, 6]

@@ -1,7 +1,7 @@
 """The decoding loop: admit, plan, draft, verify, accept, commit, retire, for rows of different lengths."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import methodcaller
@@ -34,11 +34,14 @@ class Rollout:
     at batch 1 only. If `memory` ends, rows leave and wait; None: there is enough.
 
     Attributes:
+        in_step: whether all rows commit equally many tokens in a round.
         queue, target, rows, want_logprobs: the arguments.
         drafters: failing ones are dropped.
         control: decides which drafters draft.
         record: rounds, phases and completions so far.
     """
+
+    in_step = False
 
     def __init__(
         self,
@@ -86,11 +89,13 @@ class Rollout:
         """Prepares drafters and control."""
         control = self.control
         with self.record.phase("control"):
+            control.in_step = self.in_step
             control.begin(self.rows.capacity, self.record.prompt_keys)
-        options = self._pipeline, self._do_sample, self.target, self._rejection
+        pipeline = self._pipeline.for_drafts() if self.in_step else self._pipeline
+        options = pipeline, self._do_sample, self.target, self._rejection
         session = DraftSession(self.rows, *options, control.most_drafted, control.spend)
         self.drafters.ask_all(methodcaller("begin", session))
-        self._lookups = LookupEvaluation(control, self.drafters, self.rows, self._vocabulary)
+        self._lookups = LookupEvaluation(control, self.drafters, self._vocabulary)
 
     def end(self) -> None:
         """Makes drafters drop rows and caches, which would otherwise outlive the generation."""
@@ -149,16 +154,20 @@ class Rollout:
         noise = RoundNoise(rows.noise_keys(1)[row], logits.shape[-1]) if self._do_sample else None
         drawn = self._pipeline.draw(logits, noise, want_logprobs=self.want_logprobs, rows=[*begun])
         drawn = drawn.spread(row, rows.active)
-        return Outcome.of([Proposal(drawn.tokens[:, :0])], [drawn], [], 0, rows.remaining)
+        return self._until_stop(Outcome.of([Proposal(drawn.tokens[:, :0])], [drawn], [], 0, rows.remaining))
 
     # ---- a round ----------------------------------------------------------------------------------------------------
+
+    def _requests(self) -> list[int]:
+        """The request in each row; -1: it has ended, and its row stays."""
+        return list(self.rows.indices)
 
     def _plan(self) -> list[Chain]:
         """Returns the chains that the control plans, cut to the tokens that a row has left at most."""
         rows = self.rows
         most = int(rows.remaining.max()) - 1
         with self.record.phase("control"):
-            plan = self.control.plan(list(rows.indices), rows.mean_length, self.queue.waiting)
+            plan = self.control.plan(self._requests(), rows.mean_length, self.queue.waiting)
         plan = [chain for chain in plan if chain.draft_length > 0 and chain.which in self.drafters.in_use]
         return [replace(chain, draft_length=min(chain.draft_length, most)) for chain in plan] if most > 0 else []
 
@@ -167,7 +176,7 @@ class Rollout:
         chain with most accepted tokens; without chains the target decodes."""
         rows, target, phase = self.rows, self.target, self.record.phase
         lengths = draft_lengths(plan, rows.active)
-        self._lookups.before_round(lengths)  # its time is not part of the round
+        self._lookups.before_round(lengths, self._requests())  # its time is not part of the round
         started, prepared, stood = time.perf_counter(), target.preparations, self.drafters.stood
         record = self.record.begin_round(plan, rows.indices, rows.mean_length)
         longest = {which: max(of_rows) for which, of_rows in lengths.items()}
@@ -176,7 +185,7 @@ class Rollout:
             noise = self._noise.of_round(1 + max(longest.values(), default=0)) if self._do_sample else None
         with phase("draft"):
             drafted = {which: self._propose(which, length, noise) for which, length in longest.items()}
-            lanes = Lanes.of(rows, lengths, drafted)
+            lanes = self._lanes(lengths, drafted)
         with phase("verify"):
             logits = self._forward(lanes)  # [B, W, V]
         for which, proposal in drafted.items():
@@ -186,20 +195,14 @@ class Rollout:
                     rows.write(0, proposal.tokens)  # where the drafter reads them
                     self.drafters.ask(which, methodcaller("learn", *lanes.verified(which, logits)))
         with phase("accept"):
-            proposals = lanes.proposals
-            draws = [self._draw(lane, lanes.logits(n, logits), noise) for n, lane in enumerate(proposals)]
-            outcome = Outcome.of(proposals, draws, lanes.owners, lanes.width, rows.remaining)
-            if lanes.layout is not None:  # keep K/V and hidden states of the winners
-                winner = sent(torch.from_numpy(outcome.winner), logits.device)  # [B]
-                target.keep_chains(lanes.layout.slots_of(winner))
-            finished, tokens = self._commit(outcome)
+            finished, tokens = self._commit(self._judge(lanes, logits, noise))
         with phase("compact"):
             self._retire(finished)
         # The commit has synchronized, so this includes device time. Learning and packing are subtracted.
         seconds = time.perf_counter() - started - (self.drafters.stood - stood)
-        record.draft_length, record.seconds, record.tokens = outcome.width, seconds, tokens
+        record.draft_length, record.seconds, record.tokens = lanes.width, seconds, tokens
         with phase("control"):
-            self.control.record(outcome.width, seconds, tokens, target.preparations == prepared)
+            self.control.record(lanes.width, seconds, tokens, target.preparations == prepared)
 
     def _propose(self, which: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
         """Returns the proposal of drafter `which`; an empty one if it fails."""
@@ -212,6 +215,9 @@ class Rollout:
         drafts_left = rows.limits - rows.lengths - 1 if self._rejection or self._pipeline.may_refuse else None  # [B]
         return proposal.to(rows.tokens.device).within(self._vocabulary, drafts_left)
 
+    def _lanes(self, lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> Lanes:
+        return Lanes.of(self.rows, lengths, drafted)
+
     def _forward(self, lanes: Lanes) -> Tensor:
         """The verification forward: feeds the last committed token and drafts of rows; returns logits `[B, W, V]`."""
         rows = self.rows
@@ -222,6 +228,15 @@ class Rollout:
         if lanes.width:
             tokens = torch.cat([tokens, lanes.proposals[0].tokens], dim=1)  # [B, γ + 1]
         return self.target.forward(tokens, columns, rows.longest + lanes.width, is_step=lanes.width == 0)
+
+    def _judge(self, lanes: Lanes, logits: Tensor, noise: RoundNoise | None) -> Outcome:
+        """Verifies the chains with the target's logits `[B, W, V]`."""
+        draws = [self._draw(lane, lanes.logits(n, logits), noise) for n, lane in enumerate(lanes.proposals)]
+        outcome = Outcome.of(lanes.proposals, draws, lanes.owners, lanes.width, self.rows.remaining)
+        if lanes.layout is not None:  # keep K/V and hidden states of the winners
+            winner = sent(torch.from_numpy(outcome.winner), logits.device)  # [B]
+            self.target.keep_chains(lanes.layout.slots_of(winner))
+        return self._until_stop(outcome)
 
     def _draw(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Draw:
         """Draws the target's tokens at the drafts of a proposal, and after them, from logits `[B, γ + 1, V]`."""
@@ -237,31 +252,36 @@ class Rollout:
         drawn = verify_rejection(logits, proposal, tested, coins, residual, self.want_logprobs)
         return replace(drawn, most=could if drawn.most is None else drawn.most.minimum(could))
 
+    def _until_stop(self, outcome: Outcome) -> Outcome:
+        """The outcome without tokens after a row's end."""
+        self.rows.write(0, outcome.drawn.tokens)  # where criteria read them
+        counts, ends = self._stopping.first_stop(outcome.tokens, outcome.counts, self.rows.remaining)  # [B] each
+        drafted = np.where(ends, np.minimum(outcome.drafted, counts), outcome.drafted)  # [N, B]
+        accepted = np.minimum(outcome.accepted, counts)  # [N, B]
+        return replace(outcome, counts=counts, ends=ends, drafted=drafted, accepted=accepted)
+
     def _commit(self, outcome: Outcome) -> tuple[list[int], int]:
-        """Commits the verified tokens; returns the rows that ended, and the number of tokens."""
-        rows, drawn = self.rows, outcome.drawn
-        rows.write(0, drawn.tokens)
-        counts, ends = self._stopping.first_stop(outcome.tokens, outcome.counts, rows.remaining)  # [B] each
+        """Commits the tokens that rows take; returns the rows that end, and the number of tokens."""
+        rows, drawn, counts, requests = self.rows, outcome.drawn, outcome.counts, self._requests()
         if (outcome.sound < counts).any():
             done = sum(past.tokens > 0 for past in self.record.rounds)
             raise broken_logits(self.target, rows, outcome.sound, counts, outcome.width, done)
         if self._on_tokens is not None:
             self._on_tokens(drawn.tokens[0, : counts[0]])
-        if outcome.width:  # without tokens after a row's end
-            drafted = np.where(ends, np.minimum(outcome.drafted, counts), outcome.drafted)  # [N, B]
-            accepted = np.minimum(outcome.accepted, counts)  # [N, B]
-            chains = outcome.owners, drafted, accepted, counts, outcome.winner
+        kept = counts * (np.array(requests) >= 0)  # [B], without what follows a row's end
+        if outcome.width:
+            chains = outcome.owners, outcome.drafted, outcome.accepted, kept, outcome.winner
             self.record.rounds[-1].chains = DraftedChains.of(rows.host_generated, *chains)
         rows.commit(rows.host_lengths + counts, drawn.logprobs)
         self.target.cache.commit(counts.tolist())
         if outcome.width:
-            by_drafter = outcome.of_each_drafter(accepted), outcome.of_each_drafter(drafted)
-            self.control.record_rows(list(rows.indices), *by_drafter)
-        self._lookups.after_round(rows.indices, outcome.tokens, counts)
+            by_drafter = outcome.of_each_drafter(outcome.accepted), outcome.of_each_drafter(outcome.drafted)
+            self.control.record_rows(requests, *by_drafter)
+        self._lookups.after_round(requests, outcome.tokens, kept)
         for which in outcome.broken:
             self.drafters.ask(which, report_broken)
-        self.drafters.ask_all(methodcaller("observe", outcome.tokens, counts))
-        return ends.nonzero()[0].tolist(), int(counts.sum())
+        self.drafters.ask_all(methodcaller("observe", outcome.tokens, kept))
+        return outcome.ends.nonzero()[0].tolist(), int(kept.sum())
 
     # ---- rows that leave --------------------------------------------------------------------------------------------
 

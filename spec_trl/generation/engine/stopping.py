@@ -1,11 +1,11 @@
 """When a row ends: `generate`'s stopping criteria, applied to rows of different lengths; and whether criteria and
 processors need all rows at every step."""
 
-import warnings
 from collections.abc import Iterable
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
@@ -18,16 +18,16 @@ class Stopping:
     """When a row ends: any EOS id, its length limit, or a stopping criterion; `criteria` as prepared by `generate`."""
 
     def __init__(self, criteria: StoppingCriteriaList, prefixes: PrefixView) -> None:
-        self._prefixes = prefixes
+        self._prefixes, self._criteria = prefixes, criteria
         eos, self._of_time = list[int](), list[MaxTimeCriteria]()
-        self._of_batch, self._by_prefix = list[StoppingCriteria](), list[StoppingCriteria]()
+        self._by_prefix = list[StoppingCriteria]()
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 eos += criterion.eos_token_id.view(-1).tolist()
             elif type(criterion) is MaxTimeCriteria:  # reads no token
                 self._of_time.append(criterion)
-            elif type(criterion) is not MaxLengthCriteria:
-                (self._of_batch if needs_batch(criterion) else self._by_prefix).append(criterion)
+            elif type(criterion) is not MaxLengthCriteria and not needs_batch(criterion):
+                self._by_prefix.append(criterion)
         self._eos = np.array(eos, np.int64)  # [ids]
         self._may_refuse = not all(map(is_known, self._by_prefix))
 
@@ -56,14 +56,15 @@ class Stopping:
                 first = self._first_by_prefix(keep, start, count)
                 ends |= first <= keep
                 keep = np.minimum(keep, first)
-        rows = self._prefixes.rows
         for clock in self._of_time:
-            if bool(clock(rows.tokens[:1], None)):  # the next token is the last, as in generate
+            if bool(clock(self._prefixes.rows.tokens[:1], None)):  # the next token is the last, as in generate
                 keep, ends = np.minimum(keep, 1), keep > 0
-        for criterion in self._of_batch:
-            stopped = rows.tokens.new_zeros(len(keep), dtype=torch.bool) | criterion(self._prefixes.batch(1), None)
-            ends |= stopped[rows.requests].cpu().numpy()
         return keep, ends
+
+    def in_step(self, step: int) -> Tensor:
+        """`[B]` bool: whether rows end with the token before place `step`. Shows every criterion, in `generate`'s
+        order, all rows once, in the caller's order."""
+        return self._criteria(self._prefixes.batch(step), None)[self._prefixes.rows.requests]
 
     def _first_by_prefix(self, keep: Integers, start: int, count: int) -> Integers:
         """`[B]`: number of tokens after which a row stops, if at one of its tokens `start..start + count`, of `keep`
@@ -77,29 +78,19 @@ class Stopping:
         return np.where(stopped.any(1), start + stopped.argmax(1) + 1, keep + 1)
 
 
-def must_run_in_step(
-    parts: Iterable[LogitsProcessor | StoppingCriteria], batch: int, capacity: int, drafts: bool
-) -> bool:
+def must_run_in_step(parts: Iterable[LogitsProcessor | StoppingCriteria], batch: int, capacity: int) -> bool:
     """Whether some of these processors and criteria need a
-    :class:`~spec_trl.generation.engine.lockstep.RolloutInStep`; warns where that costs `drafts`.
+    :class:`~spec_trl.generation.engine.lockstep.RolloutInStep`.
 
     Raises:
         ValueError: they do, and there are fewer rows (`capacity`) than requests (`batch`).
     """
     names = [getattr(part, "__qualname__", type(part).__qualname__) for part in parts if needs_batch(part)]
-    if not names:
-        return False
-    named = ", ".join(dict.fromkeys(names))
-    remedy = "set prefix_only = True on it if its result for a row depends on that row's tokens and scores alone"
-    if capacity < batch:
+    if names and capacity < batch:
         raise ValueError(
-            f"{named} may look at other rows or keep state, and so has to be shown all rows at each step, but "
-            f"max_batch_size={capacity} is less than the {batch} rows of the batch: raise it to {batch}, or {remedy}."
+            f"{', '.join(dict.fromkeys(names))} may look at other rows or keep state, and so has to be shown all rows "
+            f"at each step, but max_batch_size={capacity} is less than the {batch} rows of the batch: raise it to "
+            f"{batch}, or set prefix_only = True on it if its result for a row depends on that row's tokens and "
+            "scores alone."
         )
-    if drafts:
-        warnings.warn(
-            f"{named} may look at other rows or keep state, and so is shown all rows once per step, as in generate: "
-            f"this generation drafts nothing, and is no faster than generate. To have drafts, {remedy}.",
-            stacklevel=4,
-        )
-    return True
+    return bool(names)

@@ -47,8 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 def heard(lookup: Any) -> tuple[Listener, LookupEvaluation]:
     listener: Any = Listener()
     network: Any = SimpleNamespace(strategy="self")
-    rows: Any = SimpleNamespace(indices=[4, 7], active=2)
-    return listener, LookupEvaluation(listener, GuardedDrafters([network, lookup], lambda index: None), rows, 9)
+    return listener, LookupEvaluation(listener, GuardedDrafters([network, lookup], lambda index: None), 9)
 
 
 def commit(each: LookupEvaluation, *texts: list[int]) -> None:
@@ -59,20 +58,31 @@ def commit(each: LookupEvaluation, *texts: list[int]) -> None:
 
 def test_a_draft_is_compared_with_the_text_that_follows(lookup: Any) -> None:
     listener, each = heard(lookup)
-    each.before_round({})
+    each.before_round({}, [4, 7])
     commit(each, [1], [1, 2])
     assert not listener.told
-    each.before_round({})  # drafts are pending: no new ones
+    each.before_round({}, [4, 7])  # drafts are pending: no new ones
     commit(each, [2], [5])  # of request 7 the lookup knew two tokens, and no third one
     assert listener.told == [(7, 2, 3)]
-    each.before_round({0: [3, 3]})
+    each.before_round({0: [3, 3]}, [4, 7])
     commit(each, [3, 9], [9])  # accepted whole
     assert listener.told == [(7, 2, 3), (4, 3, 3)] and lookup.asked == [3]
-    each.before_round({})  # it rests for as many rounds as a draft has tokens
+    each.before_round({}, [4, 7])  # it rests for as many rounds as a draft has tokens
     assert lookup.asked == [3]
-    each.before_round({})
+    each.before_round({}, [4, 7])
     commit(each, [8], [8])
     assert listener.told[2:] == [(4, 0, 1), (7, 0, 1)] and lookup.asked == [3, 3]
+
+
+def test_rows_that_have_ended_are_not_compared(lookup: Any) -> None:
+    listener, each = heard(lookup)
+    each.before_round({}, [4, 7])
+    commit(each, [5], [1])  # request 4 is told, and 7 ends
+    for _ in range(4):
+        each.before_round({}, [4, -1])
+    assert lookup.asked == [3, 3]
+    each.after_round([4, -1], np.array([[6], [0]]), np.array([1, 0]))
+    assert listener.told == [(4, 0, 1)] * 2
 
 
 def test_lookups_take_a_small_share_of_the_time(lookup: Any, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +100,7 @@ def test_lookups_take_a_small_share_of_the_time(lookup: Any, clock: Any, monkeyp
     lookup.propose, listener.record_unverified = take(1.0, propose), take(0.5, tell)  # type: ignore[method-assign]
     rounds = []
     for number in range(1000):
-        each.before_round({})
+        each.before_round({}, [4, 7])
         if len(lookup.asked) > len(rounds):
             rounds.append(number)
         clock.now += 1.0
@@ -101,8 +111,8 @@ def test_lookups_take_a_small_share_of_the_time(lookup: Any, clock: Any, monkeyp
 
 def test_a_lookup_that_drafts_is_told_by_its_round(lookup: Any) -> None:
     listener, each = heard(lookup)
-    each.before_round({})
-    each.before_round({1: [3, 3]})
+    each.before_round({}, [4, 7])
+    each.before_round({1: [3, 3]}, [4, 7])
     commit(each, [5], [5])
     assert not listener.told and lookup.asked == [3]
 
@@ -111,6 +121,6 @@ def test_a_lookup_that_fails_is_dropped(lookup: Any) -> None:
     listener, each = heard(lookup)
     lookup.propose = lambda *_: 1 / 0
     with pytest.warns(UserWarning, match="failed and is not used"):
-        each.before_round({})
+        each.before_round({}, [4, 7])
     commit(each, [5], [5])
     assert not listener.told
