@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import logging
+import os
 import shutil
 import subprocess
 import tempfile
@@ -15,9 +16,15 @@ from .user_cache import cache_directory
 
 logger = logging.getLogger(__name__)
 
-# -ffast-math, which allows sums in vectors, is only for compiling: with it the linker adds code that makes the whole
-# process round tiny numbers to zero.
-_COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
+# Without -ffp-contract=off a compiler rounds a product in one inlined copy of a function, and fuses it in another.
+_COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
+# Our C++ leaves out the instructions that oneDNN leaves out, by values of ONEDNN_MAX_CPU_ISA.
+_NO_TILES = "-mno-amx-tile", "-mno-amx-bf16"
+_LEFT_OUT = (
+    dict.fromkeys(("AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), ("-mno-avx512f", *_NO_TILES))
+    | dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), ("-mno-avx512bf16", *_NO_TILES))
+    | dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16"), _NO_TILES)
+)
 _LINK = ("-shared", "-fopenmp")
 _SECONDS = 60  # after which a compiler is stopped
 
@@ -28,17 +35,13 @@ def compiler() -> str | None:
     return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
-def load(source: Path, reorders_sums: bool = True, **defined: object) -> ctypes.CDLL | None:
-    """Returns the library of `source`, compiled now or by an earlier process, with macros `defined`, or None.
-
-    Args:
-        reorders_sums: whether the compiler may add numbers in another order than the source has.
-    """
+def load(source: Path, **defined: object) -> ctypes.CDLL | None:
+    """Returns the library of `source`, compiled now or by an earlier process, with macros `defined`, or None."""
     program = compiler()
     if program is None:
         return None
-    math = ("-ffast-math",) if reorders_sums else ()
-    options = (*_COMPILE, *math, *(f"-D{name}={value}" for name, value in defined.items()))
+    left_out = _LEFT_OUT.get(os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper(), ())
+    options = (*_COMPILE, *left_out, *(f"-D{name}={value}" for name, value in defined.items()))
 
     def call(*arguments: str) -> bytes:
         return subprocess.run([program, *arguments], check=True, capture_output=True, timeout=_SECONDS).stdout
