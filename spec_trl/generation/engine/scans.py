@@ -307,9 +307,9 @@ class _Scanner:
     def _over_prompts(self, given: Arguments, state: Tensor | None, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Outputs and states of the first `lengths[b]` tokens of each row; outputs of other tokens are zeros."""
         scan, outputs = self._scan, None
-        tokens = next(given[name].shape[axis] for name, axis in scan.axes.items() if given[name] is not None)
-        is_cpu = next(iter(given.values())).device.type == "cpu"
-        for length, rows in _groups(lengths, alone=is_cpu):
+        first, axis = next((given[name], axis) for name, axis in scan.axes.items() if given[name] is not None)
+        tokens = first.shape[axis]
+        for length, rows in _groups(lengths, alone=first.device.type == "cpu"):
             part = {
                 name: value[rows].narrow(scan.axes[name], 0, length)
                 if name in scan.axes and value is not None

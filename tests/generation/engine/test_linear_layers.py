@@ -72,6 +72,7 @@ def graph(model: nn.Module, strategy: str = "none", config: dict[str, Any] | Non
 # ---- what they compute ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.instructions
 @pytest.mark.parametrize(
     ("make", "dtype"),
     [
