@@ -260,7 +260,8 @@ def stacked_matrices(module: nn.Module) -> list[Tensor]:
     :func:`multiply` gets, of stacked ones the first."""
     if not isinstance(module, _DenseExperts | _WithProducts):
         return []
-    found = [weight[0] if weight.dim() == 3 else weight for weight in module.parameters(False) if weight.dim() in (2, 3)]
+    weights = [weight for weight in module.parameters(recurse=False) if weight.dim() in (2, 3)]
+    found = [weight[0] if weight.dim() == 3 else weight for weight in weights]
     return [weight.T if getattr(module, "is_transposed", False) else weight for weight in found]
 
 

@@ -32,7 +32,8 @@ def test_exact_with(most: str, torchs: str) -> None:
     """Runs the tests marked `instructions`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"ONEDNN_MAX_CPU_ISA": most, "ATEN_CPU_CAPABILITY": torchs}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "instructions", *(str(TESTS / file) for file in FILES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "instructions"]
+    command += [str(TESTS / file) for file in FILES]
     ran = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stdout[-5000:]
     passed = re.search(r"(\d+) passed", ran.stdout)

@@ -34,10 +34,10 @@ ROWS = 12
 NEW = 7
 """Tokens of a row after its prompt."""
 COLUMNS = 64
-# Their lengths: some equal, which a family may read together, and one of a single token; with the last, attention under
-# masks reads more columns.
+# Their lengths: equal ones, which a family may read together, a single token, and with the last, attention under masks
+# reads more columns.
 _PROMPTS = (5, 1, 5, 1, *range(7, 2 + ROWS), 27)
-_EQUAL = 2  # rows from here on have the tokens of the first ones
+_EQUAL = 2  # first rows, whose tokens as many rows after them have too
 # Rows, tokens of a forward, and tokens of a draft beside it, that are compared with all rows and all tokens at once: a
 # row alone, verified alone and with another, the other rows too, whose numbers stand elsewhere in every tensor, and a
 # race, whose keys do.
