@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from ...cpu_products import by_registers
 from . import cpu_states
 from .cpu_states import Replay
 from .kernels import run_on
@@ -256,7 +257,10 @@ class _Convolution:
         cache = _present.cache
         fed = None if cache is None else cache.fed_window()
         if cache is None or fed is None:
-            return self._many(x, weight, bias, activation=activation, **kwargs)
+            # Here the activation's bits would depend on the number of columns (`by_registers`).
+            apart = activation if x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type) else None
+            y = self._many(x, weight, bias, activation=None if apart else activation, **kwargs)
+            return by_registers(ACT2FN[apart], y) if apart else y
         key, state = fed
         is_silu = activation in ("silu", "swish")
         outputs, replay = cpu_states.convolve(x, state, weight, bias, is_silu, cache.is_step)
