@@ -52,14 +52,16 @@ extern "C" void silu_multiply(const float* gate, const float* up, float* out, in
   for (int64_t row = 0; row < rows; ++row) {
     const float *x = gate + row * strides[0], *y = up + row * strides[1];
     float* to = out + row * size;
-    for (int64_t i = 0; i < size; i += LANES) {
-      const int64_t bytes = std::min(LANES, size - i) * sizeof(float);
-      Vector a = {}, b = {};
-      std::memcpy(&a, x + i, bytes);
-      std::memcpy(&b, y + i, bytes);
-      a = a / (1 + exponential(-a > -LEAST ? all_of<Vector>(-LEAST) : -a)) * b;
-      std::memcpy(to + i, &a, bytes);
-    }
+    const auto product = [](Vector a, Vector b) {
+      return a / (1 + exponential(-a > -LEAST ? all_of<Vector>(-LEAST) : -a)) * b;
+    };
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) *(Vector*)(to + i) = product(*(const Vector*)(x + i), *(const Vector*)(y + i));
+    Vector a = {}, b = {};
+    std::memcpy(&a, x + i, (size - i) * sizeof(float));
+    std::memcpy(&b, y + i, (size - i) * sizeof(float));
+    a = product(a, b);
+    std::memcpy(to + i, &a, (size - i) * sizeof(float));
   }
 }
 
