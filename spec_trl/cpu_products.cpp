@@ -1,6 +1,6 @@
 // Matrix products of a few rows, over float32, bfloat16, 8-bit or 4-bit weights; x and y in float32 or bfloat16.
 // An element of the result is summed in one order, whatever the number of rows or threads: in float32 the sums of every
-// eighth or sixteenth product, and these pairwise; on AMX in the order of its tiles. No -ffast-math, which reorders.
+// eighth or sixteenth product, and these pairwise; on AMX in the order of its tiles.
 
 #include <algorithm>
 #include <cstdint>
@@ -9,11 +9,9 @@
 #include <vector>
 
 #include "cpu_tiles.h"
+#include "cpu_vectors.h"
 #if !defined(__FMA__) && !defined(__aarch64__)
 #error "without fused multiply-add this is slower than torch"
-#endif
-#ifdef __AVX2__
-#include <immintrin.h>
 #endif
 #ifdef __AVX512F__
 constexpr int LANES = 16;
@@ -33,7 +31,7 @@ constexpr int64_t ROWS_AHEAD = 8;         // the same, of weights that lie trans
 constexpr int64_t PER_THREAD = 1 << 17;   // weights: with fewer, a second thread saves less than waking it takes
 constexpr int64_t BLOCK_BYTES = 1 << 14;  // of weights, which stay in the L1 cache for the next rows
 constexpr int64_t COLUMNS = 4 * LANES;    // outputs at once, of weights that lie transposed
-constexpr int64_t PACKED_BYTES = 1 << 20;  // of x, which stay in the L2 cache for all outputs
+constexpr int64_t PACKED_BYTES = 1 << 20;  // of rows of x at once, which stay in the L2 cache for all outputs
 constexpr int64_t TILE = 16;              // rows of an AMX tile, and its columns of float32
 
 struct Bfloat16 {
@@ -74,16 +72,14 @@ struct Output {
   int64_t stride;
   bool is_narrow;  // bfloat16
   Output after(int64_t rows, int64_t columns) const {
-    const int64_t numbers = rows * stride + columns;
-    return {is_narrow ? (void*)((Bfloat16*)y + numbers) : (void*)((float*)y + numbers), stride, is_narrow};
+    return {(char*)y + (rows * stride + columns) * (is_narrow ? 2 : 4), stride, is_narrow};
   }
   void set(int64_t row, int64_t column, float total, float scale, const void* bias) const {
     const int64_t at = row * stride + column;
-    // fma: the compiler would round once here and twice elsewhere
     if (is_narrow)
-      ((Bfloat16*)y)[at] = narrowed(__builtin_fmaf(total, scale, bias ? (float)((const Bfloat16*)bias)[column] : 0));
+      ((Bfloat16*)y)[at] = narrowed(fused(total, scale, bias ? (float)((const Bfloat16*)bias)[column] : 0));
     else
-      ((float*)y)[at] = __builtin_fmaf(total, scale, bias ? ((const float*)bias)[column] : 0);
+      ((float*)y)[at] = fused(total, scale, bias ? ((const float*)bias)[column] : 0);
   }
 };
 
@@ -152,11 +148,10 @@ static Vector rest(const NUMBER* from, int64_t count) {
   return padded;
 }
 
-// Adds the last `count` products to `total`, by fma: for some numbers of rows the compiler would round them. Not
-// inline, for that would spill the sums of the caller's loop to memory.
+// Adds the last `count` products to `total`. Not inline, for that would spill the sums of the caller's loop to memory.
 template <typename NUMBER>
 __attribute__((noinline)) static Vector with_rest(Vector total, const NUMBER* weights, const float* x, int64_t count) {
-  for (int64_t l = 0; l < count; ++l) total[l] = __builtin_fmaf(weights[l], x[l], total[l]);
+  for (int64_t l = 0; l < count; ++l) total[l] = fused<float>(weights[l], x[l], total[l]);
   return total;
 }
 
@@ -173,7 +168,7 @@ static void by_row(const Matrix& w, const float* x, int64_t x_stride, int64_t fi
       const NUMBER* at = weights + o * w.in + k;
       __builtin_prefetch((const char*)at + AHEAD);
       const Vector weight = vector_at(at);
-      for (int m = 0; m < ROWS; ++m) totals[o][m] += weight * inputs[m];
+      for (int m = 0; m < ROWS; ++m) totals[o][m] = fused(weight, inputs[m], totals[o][m]);
     }
   }
   for (int o = 0; o < OUT; ++o)
@@ -193,7 +188,7 @@ static void by_column(const Matrix& w, const float* x, int64_t x_stride, const O
       __builtin_prefetch(at + v * LANES + ROWS_AHEAD * w.out);
       const int64_t left = count - v * LANES;
       const Vector weight = left >= LANES ? vector_at(at + v * LANES) : rest(at + v * LANES, left);
-      for (int m = 0; m < ROWS; ++m) sums[v][m] += weight * x[m * x_stride + k];
+      for (int m = 0; m < ROWS; ++m) sums[v][m] = fused(weight, all_of<Vector>(x[m * x_stride + k]), sums[v][m]);
     }
   for (int64_t o = 0; o < count; ++o)
     for (int m = 0; m < ROWS; ++m) to.set(m, first + o, sums[o / LANES][m][o % LANES], 1, w.bias);
@@ -230,7 +225,7 @@ static void by_group(const Matrix& w, const float* x, int64_t x_stride, const fl
           for (int m = 0; m < ROWS; ++m) inputs[m] = vector_at(x + m * x_stride + k + 16 * j + half);
           for (int o = 0; o < OUT; ++o) {
             const Vector weight = values_of(words[o] >> (4 * j));
-            for (int m = 0; m < ROWS; ++m) part[o][m] += weight * inputs[m];
+            for (int m = 0; m < ROWS; ++m) part[o][m] = fused(weight, inputs[m], part[o][m]);
           }
         }
       }
@@ -238,8 +233,8 @@ static void by_group(const Matrix& w, const float* x, int64_t x_stride, const fl
       const int64_t at = (first + o) * groups + g;
       const float zero = w.scales[at] * w.zeros[at];
       for (int m = 0; m < ROWS; ++m) {
-        sums[o][m] += part[o][m] * w.scales[at];
-        zeros[o][m] = __builtin_fmaf(x_sums[m * groups + g], zero, zeros[o][m]);
+        sums[o][m] = fused(part[o][m], all_of<Vector>(w.scales[at]), sums[o][m]);
+        zeros[o][m] = fused(x_sums[m * groups + g], zero, zeros[o][m]);
       }
     }
   }
@@ -303,8 +298,14 @@ static std::vector<float> group_sums(const Matrix& w, const float* x, int64_t x_
   return sums;
 }
 
-// Whether tiles multiply here, as fast as torch also for many rows.
-extern "C" int64_t tiles_run() { return has_tiles(); }
+// Whether many rows too are multiplied as fast as by torch in bfloat16: by tiles, or where the CPU has no instructions.
+extern "C" int64_t reads_prompts() {
+#if defined(__AVX512BF16__) || !defined(__x86_64__)
+  return has_tiles();
+#else
+  return 1;
+#endif
+}
 
 #ifdef __AMX_BF16__
 // OUT tiles of outputs from `first` on, of up to ROWS tiles of rows, `count` in all. packed [rows / TILE, in / 2, TILE, 2]:
@@ -406,7 +407,6 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
     x_sums.push_back(group_sums(matrices[n], inputs, input_stride, count));
   }
   const int64_t threads = std::min(most_threads, 1 + weights / PER_THREAD);
-  // Rows of x at once: more of them, packed, would leave the L2 cache.
   const int64_t most_rows = std::max(PACKED_BYTES / (in * 2) / (2 * TILE), (int64_t)1) * 2 * TILE;
   std::vector<uint32_t> packed(tiles ? (std::min(count, most_rows) + TILE) * in / 2 : 0);
 #pragma omp parallel num_threads(threads) if (threads > 1)

@@ -73,8 +73,8 @@ _phase = _Phase()
 
 @contextmanager
 def reading_prompts() -> Iterator[None]:
-    """Within it, in this thread, :func:`serves` is False, but in bfloat16 on AMX: prompts have many rows, for which
-    torch's products are faster. Steps never compute tokens of a prompt, so that its sums may have another order."""
+    """Within it, in this thread, :func:`serves` is False where oneDNN's products of many rows, which prompts have, are
+    faster. Steps never compute tokens of a prompt, so that its sums may have another order."""
     before, _phase.reads_prompts = _phase.reads_prompts, True
     try:
         yield
@@ -86,7 +86,7 @@ def serves(dtype: torch.dtype) -> bool:
     """Whether products in `dtype` are served on this machine, in this phase."""
     functions = library()
     return functions is not None and (
-        not _phase.reads_prompts or (dtype == torch.bfloat16 and functions.tiles_run() == 1)
+        not _phase.reads_prompts or (dtype == torch.bfloat16 and functions.reads_prompts() == 1)
     )
 
 
@@ -113,7 +113,7 @@ def address(function: Any) -> int:
 @functools.cache
 def library() -> Any:
     """The compiled functions; None where nothing compiles them."""
-    functions = load(Path(__file__).with_suffix(".cpp"), reorders_sums=False)
+    functions = load(Path(__file__).with_suffix(".cpp"))
     if functions is not None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         x_and_y = pointer, integer, integer, pointer, integer
@@ -268,22 +268,31 @@ def dense_class(kind: type, module: nn.Module) -> type:
     return _mixed(_WithProducts, kind) if is_ours else kind
 
 
+def stacked_matrices(module: nn.Module) -> list[Tensor]:
+    """Of a module with matrices that is no linear layer, a router or experts, the matrices [out, in] that
+    :func:`multiply` gets, of stacked ones the first."""
+    if not isinstance(module, _DenseExperts | _WithProducts):
+        return []
+    weights = [weight for weight in module.parameters(recurse=False) if weight.dim() in (2, 3)]
+    found = [weight[0] if weight.dim() == 3 else weight for weight in weights]
+    return [weight.T if getattr(module, "is_transposed", False) else weight for weight in found]
+
+
 @untraced
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in] times `weight` [out, in] → [..., out] in its dtype, for which :func:`is_plain` holds: generated
     tokens in C++, prompts by oneDNN on the weights as they lie.
 
-    oneDNN sums one row in another order than several, which it sums alike: one row is multiplied as two.
+    oneDNN sums one row in another order than several, which it sums alike: one row is multiplied as two. It is called
+    directly, since torch has other code for small products.
     """
     x = x.to(weight.dtype)
     if serves(x.dtype):
         return multiply_matrix(dense_matrix(weight, bias), x)
     rows = x.reshape(-1, x.shape[-1])  # [m, in]
     pair = rows.expand(2, -1).contiguous() if len(rows) == 1 else rows  # [max(m, 2), in]
-    if x.dtype == torch.float32 and HAS_ONEDNN:
-        y = multiply_by_onednn(pair, weight, bias)
-    else:
-        y = F.linear(pair, weight, bias)  # in bfloat16 it is oneDNN's
+    is_served = HAS_ONEDNN and (x.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    y = (multiply_by_onednn if is_served else F.linear)(pair, weight, bias)
     return y[: len(rows)].view(*x.shape[:-1], len(weight))
 
 

@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import logging
+import os
 import shutil
 import subprocess
 import tempfile
@@ -20,9 +21,15 @@ from .user_cache import cache_directory, read_cached, save_cached
 F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger(__name__)
 
-# -ffast-math, which allows sums in vectors, is only for compiling: with it the linker adds code that makes the whole
-# process round tiny numbers to zero.
-_COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
+# Without -ffp-contract=off a compiler rounds a product in one inlined copy of a function, and fuses it in another.
+_COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
+# Our C++ leaves out the instructions that oneDNN leaves out, by values of ONEDNN_MAX_CPU_ISA.
+_NO_TILES = "-mno-amx-tile", "-mno-amx-bf16"
+_LEFT_OUT = (
+    dict.fromkeys(("AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), ("-mno-avx512f", *_NO_TILES))
+    | dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), ("-mno-avx512bf16", *_NO_TILES))
+    | dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16"), _NO_TILES)
+)
 _LINK = ("-shared", "-fopenmp")
 _PACKAGE = Path(__file__).parent
 _SECONDS = 60  # after which a compiler is stopped
@@ -38,7 +45,6 @@ class Library(NamedTuple):
     """What a library is compiled from."""
 
     source: str  # path, from the package's folder if it lies there
-    reorders_sums: bool
     macros: dict[str, str]
 
 
@@ -56,18 +62,14 @@ def untraced(function: F) -> F:
 
 
 @untraced
-def load(source: Path, reorders_sums: bool = True, **defined: object) -> ctypes.CDLL | None:
-    """Returns the library of `source`, compiled now or by an earlier process, with macros `defined`, or None.
-
-    Args:
-        reorders_sums: whether the compiler may add numbers in another order than the source has.
-    """
+def load(source: Path, **defined: object) -> ctypes.CDLL | None:
+    """Returns the library of `source`, compiled now or by an earlier process, with macros `defined`, or None."""
     macros = {name: str(value) for name, value in defined.items()}
     short = source.relative_to(_PACKAGE) if source.is_relative_to(_PACKAGE) else source
-    library, functions = Library(str(short), reorders_sums, macros), None
+    library, functions = Library(str(short), macros), None
     try:
         if compiler() is not None:
-            functions = _load(source, _options(reorders_sums, macros))
+            functions = _load(source, _options(macros))
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or b""
         logger.info("torch does the work of %s, which is slower on a CPU: %s %s", source.stem, error, output.decode())
@@ -79,22 +81,23 @@ def load(source: Path, reorders_sums: bool = True, **defined: object) -> ctypes.
 
 def loads(libraries: list[Library]) -> bool:
     """Whether all of `libraries` load in this process."""
-    return all(
-        each in loaded or load(_PACKAGE / each.source, each.reorders_sums, **each.macros) is not None
-        for each in libraries
-    )
+    return all(each in loaded or load(_PACKAGE / each.source, **each.macros) is not None for each in libraries)
+
+
+def target() -> bytes:
+    """The predefined macros, which name the compiler's version and the instructions of this CPU that our C++ uses:
+    machines may share a home. Raises OSError or SubprocessError where the compiler fails."""
+    return _macros(_options({}))
+
+
+def _options(macros: dict[str, str]) -> tuple[str, ...]:
+    left_out = _LEFT_OUT.get(os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper(), ())
+    return (*_COMPILE, *left_out, *(f"-D{name}={value}" for name, value in macros.items()))
 
 
 @cache
-def target(options: tuple[str, ...] = _COMPILE) -> bytes:
-    """The predefined macros under `options`, which name the compiler's version and this CPU's instructions: machines
-    may share a home. Raises OSError or SubprocessError where the compiler fails."""
+def _macros(options: tuple[str, ...]) -> bytes:
     return _call(*options, "-dM", "-E", "-x", "c++", "/dev/null")
-
-
-def _options(reorders_sums: bool, macros: dict[str, str]) -> tuple[str, ...]:
-    math = ("-ffast-math",) if reorders_sums else ()
-    return (*_COMPILE, *math, *(f"-D{name}={value}" for name, value in macros.items()))
 
 
 def _call(*arguments: str) -> bytes:
@@ -108,7 +111,7 @@ def _load(source: Path, options: tuple[str, ...]) -> ctypes.CDLL:
     content: to load a part of one, as a full disk leaves it, would end the process."""
     headers = {*_PACKAGE.glob("*.h"), *source.parent.glob("*.h")}
     included = b"".join(path.read_bytes() for path in sorted(headers))
-    facts = target(options) + source.read_bytes() + included
+    facts = _macros(options) + source.read_bytes() + included
     stem = f"{source.stem}_{_hash(facts)}_"
     for path in sorted(cache_directory().glob(f"{stem}*.so")):
         library = read_cached(path, partial(_open_checked, start=stem), ", and compiled again")

@@ -43,6 +43,7 @@ def quantized(out: int, size: int, group: int | None) -> tuple[Tensor, Products]
     return x, lambda x: (cpu_products.multiply_matrix(packed.matrix(bias), x), x.double() @ values.T + bias)
 
 
+@pytest.mark.instructions
 @pytest.mark.parametrize("shape", [*DENSE, *QUANTIZED, *EIGHT_BITS], ids=str)
 def test_products(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)

@@ -1,7 +1,9 @@
 """Compiling C++: once per machine, by several processes at once, and where nothing compiles. What is kept of it, and
 of trials of exactness, is checked before it is used."""
 
+import ctypes
 import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -37,7 +39,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[li
     monkeypatch.setattr(native_code, "loaded", [])
     monkeypatch.setattr(native_code, "failed", [])
     cpu_layers.attention_function.cache_clear()
-    native_code.target.cache_clear()
+    native_code._macros.cache_clear()
     yield compiled
     cpu_layers.attention_function.cache_clear()
 
@@ -79,6 +81,42 @@ def test_a_header_that_changes_is_compiled_anew(compilations: list[str], tmp_pat
         library = native_code.load(source)
         assert library is not None and library.answer() == number
     assert len(compilations) == 2
+
+
+def test_a_product_is_fused_where_the_source_says_so(compilations: list[str], tmp_path: Path) -> None:
+    """A compiler that chose would choose otherwise in another copy of the same loop."""
+    source = tmp_path / "sums.cpp"
+    source.write_text(
+        f'#include "{cpu_layers._SOURCE.parents[2]}/cpu_vectors.h"\n'
+        'extern "C" double plain(double a, double b) { return a * a + b; }\n'
+        'extern "C" double fused_(double a, double b) { return fused(a, a, b); }\n'
+    )
+    library = native_code.load(source)
+    x, square = 1 + 2**-30, -(1 + 2**-29)  # x * x is 2**-60 more, before it is rounded
+    for name, expected in (("plain", 0), ("fused_", 2**-60)):
+        function = getattr(library, name)
+        function.argtypes, function.restype = [ctypes.c_double] * 2, ctypes.c_double
+        assert function(x, square) == expected
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the values are those of x86-64")
+def test_it_leaves_out_what_onednn_leaves_out(
+    compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tmp_path / "has.cpp"
+    names = "__AVX2__", "__AVX512F__", "__AVX512BF16__", "__AMX_TILE__"
+    lines = [f"#ifdef {name}\n+{2**at}\n#endif" for at, name in enumerate(names)]
+    source.write_text('extern "C" int has() { return 0\n' + "\n".join(lines) + "\n; }")
+
+    def has(most: str) -> int:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
+        library = native_code.load(source)
+        assert library is not None
+        return library.has()
+
+    everything = has("ALL")
+    for most, allowed in (("AVX2", 1), ("avx512_core", 3), ("AVX512_CORE_BF16", 7), ("AVX512_CORE_AMX", 15)):
+        assert has(most) == everything & allowed
 
 
 @pytest.mark.parametrize("trouble", ["no compiler", "it fails", "it hangs"])

@@ -5,14 +5,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spec_trl import cpu_products, release
 from spec_trl.generation.engine import exactness
 from spec_trl.native_code import compiler
-from tests.conftest import WIDE, tiny_llama
+from tests.conftest import STORY_MODEL, WIDE, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.engine.test_families import build
+from tests.tiny_families import make
 
 
 pytestmark = [
@@ -22,11 +23,14 @@ pytestmark = [
 ROWS = random_rows([5, 21, 1, 17, 3])  # some short, some read as prompts are
 ROWS += [ROWS[1]] * 3 + [ROWS[0]] * 3  # copies, of which some come when others are under way
 DTYPES = [torch.float32, torch.bfloat16]
+INSTRUCTIONS = pytest.mark.instructions
 FAMILIES = [
-    "llama, biased and tied", "qwen2", "qwen3", "mistral with window", "gemma2", "gemma3_text", "gpt2", "phi",
+    "llama, biased and tied", "qwen2", "qwen3", "mistral with window", "gemma2", "gemma3_text",
+    pytest.param("gpt2", marks=INSTRUCTIONS), "phi",
     "olmo2", "mixtral", "qwen3_moe", "gpt_oss", "opt",
     # attention that its family does not declare, heads of two sizes, experts that it multiplies in its own way
-    "stablelm", "falcon, rotary", "gpt_neo", "gptj, eager", "bart", "jamba, attention alone", "deepseek_v3",
+    "stablelm", "falcon, rotary", "gpt_neo", "gptj, eager", "bart", "jamba, attention alone",
+    pytest.param("deepseek_v3", marks=INSTRUCTIONS),
     "llama4_text",
 ]  # fmt: skip
 TWO_SIZES = {"deepseek_v3": dict(v_head_dim=24)}  # and heads of 16 numbers for keys
@@ -72,6 +76,32 @@ def test_bits(family: str, dtype: torch.dtype) -> None:
     check(build(family, **sizes, **TWO_SIZES.get(family, {})).to(dtype), {})
 
 
+@pytest.mark.instructions
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_of_trained_weights(dtype: torch.dtype) -> None:
+    """Of heads of 8 numbers: in copies of a loop over so few a compiler may round what it fuses elsewhere."""
+    check(AutoModelForCausalLM.from_pretrained(STORY_MODEL, dtype=dtype).eval(), {})
+
+
+@pytest.mark.instructions
+@pytest.mark.parametrize("family", ["falcon_h1", "mamba"])
+def test_bits_of_prompts_of_one_length(family: str) -> None:
+    """A family's scan over all of them would sum in an order that depends on their number."""
+    model, rows = make(family, std=0.1).float(), random_rows([21, 21, 21, 18, 18, 1, 5, 5])
+
+    def run(chosen: list[int], strategy: str) -> Any:
+        prompts = pad_left([rows[row] for row in chosen])
+        return generate(model, prompts, strategy, {"draft_length": 3}, request_ids=chosen, max_new_tokens=12)
+
+    together, drafted = run(list(range(len(rows))), "ngram"), 0
+    assert together.statistics.exact is True
+    for chosen in ([0], [1], [0, 1], [3], [2, 4], [6]):
+        found = run(chosen, "ngram")
+        drafted += found.statistics.total.drafted
+        assert torch.equal(found.logprobs, together.logprobs[chosen][:, : found.logprobs.shape[1]]), chosen
+    assert drafted + together.statistics.total.drafted > 5
+
+
 @pytest.mark.parametrize("family", ["olmo2", "gemma"])
 def test_activations_that_fill_no_register(family: str) -> None:
     """SiLU and tanh-GELU of torch round otherwise there, and 172 numbers a token put each token elsewhere."""
@@ -112,6 +142,39 @@ def test_attention_under_masks_is_named(dtype: torch.dtype, named: str) -> None:
     with pytest.warns(UserWarning, match=named):
         found = run(tiny_llama(hidden_size=HIDDEN).to(dtype), "none", {"runner": "eager"}, slice(None))
     assert found.statistics.exact and named in found.statistics.exact[0]
+
+
+@pytest.mark.parametrize("equal", [False, True], ids=["others", "equal"])
+def test_prompts_that_are_read_together_are_tried(equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family may compute prompts of one length at once, in sums that depend on their number or their places."""
+    read = exactness._Trial.read
+
+    def odd(trial: Any, rows: slice, first: int) -> Tensor:
+        logits, lengths = read(trial, rows, first), trial.lengths[rows].tolist()
+        for row, length in enumerate(lengths):
+            if lengths.index(length) < row if equal else lengths.count(length) > 1:
+                logits[row] *= 1.01
+        return logits
+
+    monkeypatch.setattr(exactness._Trial, "read", odd)
+    with pytest.warns(UserWarning, match="is not exact on this machine: .*what decoder layers compute"):
+        run(tiny_llama(hidden_size=HIDDEN).float(), "none", {}, slice(None))
+
+
+def test_layers_whose_config_has_lists_are_tried() -> None:
+    """The trial runs the first layers of such a network, with the config of all."""
+    model = build("gpt_neo", num_hidden_layers=4, attention_types=[[["global", "local"], 2]]).float()
+    assert run(model, "none", {}, slice(None)).statistics.exact is True
+
+
+def test_a_trial_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(runner: Any) -> list[str]:
+        raise TypeError("of the trial")
+
+    monkeypatch.setattr(exactness, "_try_out", fail)
+    with pytest.warns(UserWarning, match="may not be exact on this machine: .*could not be tried: TypeError: of the"):
+        found = run(tiny_llama(hidden_size=HIDDEN).float(), "none", {}, slice(None))
+    assert found.statistics.exact == ["it could not be tried: TypeError: of the trial"]
 
 
 def test_products_of_prompts_are_tried_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

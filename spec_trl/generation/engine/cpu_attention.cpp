@@ -2,7 +2,7 @@
 //
 // A query is summed in one order, whatever other queries, rows and columns a call has: its columns ascend, in blocks
 // that begin at multiples of BLOCK, and a block continues the sums of the blocks before it. Columns that a query does
-// not see are not added, or in bfloat16 added 0 times. The compiler must not reorder (no -ffast-math).
+// not see are not added, or in bfloat16 added 0 times.
 
 #include <algorithm>
 #include <cstdint>
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../../cpu_tiles.h"
+#include "../../cpu_vectors.h"
 
 struct Bfloat16 {
   uint16_t bits;
@@ -21,14 +22,7 @@ struct Bfloat16 {
 // Sums are in float32, of double in double.
 using Real = std::conditional_t<std::is_same_v<SCALAR, double>, double, float>;
 using Integer = std::conditional_t<sizeof(Real) == 8, uint64_t, uint32_t>;
-#if defined(__AVX512F__)
-constexpr int64_t WIDEST = 64;  // bytes of a register
-#elif defined(__AVX__)
-constexpr int64_t WIDEST = 32;
-#else
-constexpr int64_t WIDEST = 16;
-#endif
-// Or the largest power of two that divides a head.
+// Of a register, or the largest power of two that divides a head.
 constexpr int64_t LANES = std::min<int64_t>(WIDEST / sizeof(Real), HEAD_SIZE & -HEAD_SIZE);
 constexpr int64_t VECTORS = HEAD_SIZE / LANES;
 // Whether products multiply pairs of bfloat16 numbers, in tiles of 16 x 64.
@@ -93,7 +87,7 @@ static Vector tanh_of(Vector x) {
   Vector power, rest;
   x = x > most ? most : x < -most ? -most : x;
   split_exp(x + x, power, rest);
-  const Vector e = (power - 1) + power * rest;
+  const Vector e = fused(power, rest, power - 1);
   return e / (e + 2);
 }
 
@@ -125,11 +119,12 @@ static Real highest_of(Vector v) {
 // Scores of LANES columns.
 template <typename T>
 static Vector scores(const Vector* query, const T* keys, int64_t stride) {
-  Vector products[LANES] = {};  // zeros: of two products alone the compiler would choose which one to round
+  Vector products[LANES] = {};
 #pragma GCC unroll 16
   for (int64_t i = 0; i < LANES; ++i)
 #pragma GCC unroll 16
-    for (int64_t j = 0; j < VECTORS; ++j) products[i] += query[j] * load(keys + i * stride + j * LANES);
+    for (int64_t j = 0; j < VECTORS; ++j)
+      products[i] = fused(query[j], load(keys + i * stride + j * LANES), products[i]);
   return sums(products);
 }
 
@@ -144,15 +139,15 @@ static void add(Query* queries, const Real (*weights)[BLOCK], const T* values, i
   for (int64_t c = from; c < to; ++c)
     for (int64_t j = 0; j < WIDTH; ++j) {
       const Vector value = load(values + c * stride + (FIRST + j) * LANES);
-      for (int64_t n = 0; n < NUMBER; ++n) sum[n][j] += weights[n][c] * value;
+      for (int64_t n = 0; n < NUMBER; ++n) sum[n][j] = fused(all_of<Vector>(weights[n][c]), value, sum[n][j]);
     }
   for (int64_t n = 0; n < NUMBER; ++n)
     for (int64_t j = 0; j < WIDTH; ++j) queries[n].sum[FIRST + j] = sum[n][j];
   if constexpr (FIRST + WIDTH < VECTORS) add<NUMBER, FIRST + WIDTH>(queries, weights, values, stride, from, to);
 }
 
-// Makes the sums those of weights exp(score - most). Not inline: a product with `factor` must be rounded by itself.
-static __attribute__((noinline)) void rescale(Query& query, Real most) {
+// Makes the sums those of weights exp(score - most).
+static void rescale(Query& query, Real most) {
   const Real factor = exponential(Vector{} + (query.most - most))[0];
   for (int64_t j = 0; j < VECTORS; ++j) query.sum[j] *= factor;
   query.total *= factor;

@@ -1,9 +1,32 @@
 // The operations of a decoder layer between its matrix products, in float32. Rows are `[rows, size]`, and contiguous.
+// A number is computed in one order.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
+
+#include "../../cpu_vectors.h"
+
+using Real = float;
+constexpr int64_t LANES = WIDEST / sizeof(Real);
+typedef Real Vector __attribute__((vector_size(WIDEST), aligned(sizeof(Real)), may_alias));
+typedef uint32_t Integers __attribute__((vector_size(WIDEST)));
+
+#include "cpu_exp.h"
+
+// 1 / sqrt(mean of squares + eps)
+static float factor_of(const float* x, int64_t size, double eps) {
+  Vector squares = {}, last = {};
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) squares = fused(*(const Vector*)(x + i), *(const Vector*)(x + i), squares);
+  std::memcpy(&last, x + i, (size - i) * sizeof(float));
+  squares = fused(last, last, squares);
+  for (int64_t half = LANES / 2; half; half /= 2)
+    for (int64_t l = 0; l < half; ++l) squares[l] += squares[l + half];
+  return 1 / std::sqrt(squares[0] / size + (float)eps);
+}
 
 // x + residual into total (null: x alone, and no total), and its norm times weight into out; all rows are contiguous
 extern "C" void rms_norm(const float* x, const float* residual, const float* weight, float* total, float* out,
@@ -17,9 +40,7 @@ extern "C" void rms_norm(const float* x, const float* residual, const float* wei
       for (int64_t i = 0; i < size; ++i) sum[i] = from[i] + residual[row * size + i];
       from = sum;
     }
-    float squares = 0;
-    for (int64_t i = 0; i < size; ++i) squares += from[i] * from[i];
-    const float factor = 1 / std::sqrt(squares / size + (float)eps);
+    const float factor = factor_of(from, size, eps);
     for (int64_t i = 0; i < size; ++i) to[i] = weight[i] * (from[i] * factor);
   }
 }
@@ -30,8 +51,17 @@ extern "C" void silu_multiply(const float* gate, const float* up, float* out, in
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t row = 0; row < rows; ++row) {
     const float *x = gate + row * strides[0], *y = up + row * strides[1];
-    float* __restrict to = out + row * size;
-    for (int64_t i = 0; i < size; ++i) to[i] = x[i] / (1 + std::exp(-x[i])) * y[i];
+    float* to = out + row * size;
+    const auto product = [](Vector a, Vector b) {
+      return a / (1 + exponential(-a > -LEAST ? all_of<Vector>(-LEAST) : -a)) * b;
+    };
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) *(Vector*)(to + i) = product(*(const Vector*)(x + i), *(const Vector*)(y + i));
+    Vector a = {}, b = {};
+    std::memcpy(&a, x + i, (size - i) * sizeof(float));
+    std::memcpy(&b, y + i, (size - i) * sizeof(float));
+    a = product(a, b);
+    std::memcpy(to + i, &a, (size - i) * sizeof(float));
   }
 }
 
@@ -48,17 +78,12 @@ struct Heads {
 static void rotate(const float* from, float* to, const float* weight, const float* cosine, const float* sine,
                    int64_t size, double eps) {
   const int64_t half = size / 2;
-  float factor = 1;
-  if (weight) {
-    float squares = 0;
-    for (int64_t i = 0; i < size; ++i) squares += from[i] * from[i];
-    factor = 1 / std::sqrt(squares / size + (float)eps);
-  }
+  const float factor = weight ? factor_of(from, size, eps) : 1;
   auto normed = [&](int64_t i) { return weight ? weight[i] * (from[i] * factor) : from[i]; };
   for (int64_t i = 0; i < half; ++i) {
     const float low = normed(i), high = normed(half + i);
-    to[i] = low * cosine[i] - high * sine[i];
-    to[half + i] = high * cosine[half + i] + low * sine[half + i];
+    to[i] = fused(low, cosine[i], -(high * sine[i]));
+    to[half + i] = fused(high, cosine[half + i], low * sine[half + i]);
   }
 }
 

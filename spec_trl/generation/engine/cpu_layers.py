@@ -85,7 +85,7 @@ def attend(
 def attention_function(dtype: torch.dtype, head_size: int) -> Callable[..., None] | None:
     """The C++ function for these; None if it cannot be compiled."""
     scalar = SCALARS.get(dtype)
-    library = None if scalar is None else load(_SOURCE, reorders_sums=False, SCALAR=scalar, HEAD_SIZE=head_size)
+    library = None if scalar is None else load(_SOURCE, SCALAR=scalar, HEAD_SIZE=head_size)
     if library is None:
         return None
     library.attend.argtypes = [ctypes.c_void_p] * 6 + [_Numbers, ctypes.c_double, ctypes.c_double]

@@ -2,7 +2,7 @@
 //
 // A call begins at the rows' states and runs `tokens` tokens, or of row b the first lengths[b]. It writes outputs unless
 // `out` is null, and the states if `writes`. A number is summed in one order, whatever other rows and tokens a call has,
-// and whether it writes: a verification, its commit and steps one by one have equal bits (no -ffast-math).
+// and whether it writes: a verification, its commit and steps one by one have equal bits.
 
 #include <algorithm>
 #include <cmath>
@@ -12,9 +12,11 @@
 #include <vector>
 
 using Real = SCALAR;
-constexpr int64_t LANES = 64 / sizeof(Real);
-typedef Real Vector __attribute__((vector_size(64), aligned(sizeof(Real)), may_alias));
-typedef std::conditional_t<sizeof(Real) == 8, uint64_t, uint32_t> Integers __attribute__((vector_size(64)));
+#include "../../cpu_vectors.h"
+
+constexpr int64_t LANES = WIDEST / sizeof(Real);
+typedef Real Vector __attribute__((vector_size(WIDEST), aligned(sizeof(Real)), may_alias));
+typedef std::conditional_t<sizeof(Real) == 8, uint64_t, uint32_t> Integers __attribute__((vector_size(WIDEST)));
 
 #include "cpu_exp.h"
 
@@ -66,7 +68,7 @@ extern "C" void convolve(const Convolution* call, const int64_t* lengths, int64_
       };
       for (int64_t t = 0; s.out && t < count; ++t) {
         Vector sum = bias;
-        for (int64_t k = 0; k < s.kernel; ++k) sum += *(Vector*)&weights[k * LANES] * column(t + 1 + k);
+        for (int64_t k = 0; k < s.kernel; ++k) sum = fused(*(Vector*)&weights[k * LANES], column(t + 1 + k), sum);
         const Vector least = Vector{} + LEAST, inverse = exponential(-sum > -least ? -least : -sum);
         if (s.silu) sum = sum / (1 + inverse);
         std::memcpy(s.out + (row * s.tokens + t) * s.channels + channel, &sum, wide * sizeof(Real));
@@ -92,7 +94,7 @@ static void prepare(const Real* from, Real* to, int64_t size, bool norms, Real s
   Vector squares = {};
   for (int64_t i = 0; i < size; i += LANES) {
     const Vector v = load(from + i, size - i);
-    squares += v * v;
+    squares = fused(v, v, squares);
   }
   const Real factor = norms ? 1 / std::sqrt(sum_of(squares) + (Real)1e-6) : 1;
   for (int64_t i = 0; i < size; i += LANES) *(Vector*)(to + i) = load(from + i, size - i) * factor * scale;
@@ -130,7 +132,7 @@ extern "C" void delta_rule(const DeltaRule* call, const int64_t* lengths, int64_
         for (int64_t k = 0; k < s.key_size; ++k)
           for (int64_t j = 0; j < PARTS; ++j) {
             local[k][j] *= decay[k];
-            sums[j] += local[k][j] * key[k];
+            sums[j] = fused(local[k][j], all_of<Vector>(key[k]), sums[j]);
           }
         std::memcpy(values, s.value.at(row, t, head) + first, bytes);
         for (int64_t j = 0; j < PARTS; ++j) {
@@ -139,8 +141,8 @@ extern "C" void delta_rule(const DeltaRule* call, const int64_t* lengths, int64_
         }
         for (int64_t k = 0; k < s.key_size; ++k)
           for (int64_t j = 0; j < PARTS; ++j) {
-            local[k][j] += values[j] * key[k];
-            sums[j] += local[k][j] * query[k];
+            local[k][j] = fused(values[j], all_of<Vector>(key[k]), local[k][j]);
+            sums[j] = fused(local[k][j], all_of<Vector>(query[k]), sums[j]);
           }
         if (s.out) std::memcpy(s.out + ((row * s.tokens + t) * s.heads + head) * s.size + first, sums, bytes);
       }
@@ -191,12 +193,12 @@ extern "C" void mamba(const Mamba* call, const int64_t* lengths, int64_t writes)
         for (int64_t i = 0; i < wide; i += LANES) {
           Vector& numbers = *(Vector*)(local + p * wide + i);
           numbers *= *(Vector*)(decays + i);
-          numbers += *(Vector*)(B + i) * x[p];
-          sum += numbers * *(Vector*)(C + i);
+          numbers = fused(*(Vector*)(B + i), all_of<Vector>(x[p]), numbers);
+          sum = fused(numbers, *(Vector*)(C + i), sum);
         }
         if (!s.out) continue;
         Real y = sum_of(sum);
-        if (s.D) y += s.D[head] * x[p];
+        if (s.D) y = fused(s.D[head], x[p], y);
         if (s.gate.data) {
           const Real gate = s.gate.at(row, t, head)[p];
           y *= gate / (1 + std::exp(-gate));

@@ -32,7 +32,7 @@ def serves(state: Tensor) -> bool:
 
 @functools.cache
 def _library(dtype: torch.dtype) -> Any:
-    functions = load(Path(__file__).with_name("cpu_states.cpp"), reorders_sums=False, SCALAR=SCALARS[dtype])
+    functions = load(Path(__file__).with_name("cpu_states.cpp"), SCALAR=SCALARS[dtype])
     if functions is not None:
         for function in (functions.convolve, functions.delta_rule, functions.mamba):
             function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None

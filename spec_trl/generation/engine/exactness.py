@@ -9,7 +9,7 @@ import json
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ... import native_code
-from ...cpu_products import DenseConv1D, DenseLinear, reading_prompts
+from ...cpu_products import DenseConv1D, DenseLinear, is_plain, multiply, reading_prompts, stacked_matrices
 from ...hardware import kernel_switches, processor_name
 from ...json_files import write_atomically
 from ...user_cache import cache_directory, read_cached, save_cached
@@ -40,7 +40,10 @@ ROWS = 12
 NEW = 7
 """Tokens of a row after its prompt."""
 COLUMNS = 64
-_PROMPTS = (*range(5, 4 + ROWS), 27)  # their lengths; with the last, attention under masks reads more columns
+# Their lengths: equal ones, which a family may read together, a single token, and with the last, attention under masks
+# reads more columns.
+_PROMPTS = (5, 1, 5, 1, *range(7, 2 + ROWS), 27)
+_EQUAL = 2  # first rows, whose tokens as many rows after them have too
 # Rows, tokens of a forward, and tokens of a draft beside it, that are compared with all rows and all tokens at once: a
 # row alone, verified alone and with another, the other rows too, whose numbers stand elsewhere in every tensor, and a
 # race, whose keys do.
@@ -56,7 +59,7 @@ def inexact_parts(
     """Names the parts of `model` that are not exact in the runners that `make` makes under `settings`; [] if all are.
     Tested once per machine, and cached; one warning names them.
     """
-    text = _describe(model, settings)
+    text, is_tried = _describe(model, settings), True
     path = cache_directory() / f"exact_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     if found := mixing_layers(model):
         verdict: Verdict | None = Verdict(found, [])
@@ -67,14 +70,15 @@ def inexact_parts(
         try:
             parts = _try_out(make(_first_layers(model), cache_for(model, ROWS, COLUMNS)))
         except Exception as error:  # the generation will raise the error, or succeed where the test cannot
-            return [f"it could not be tried: {type(error).__name__}: {error}"]
-        verdict = Verdict(parts, native_code.loaded)
-        if not native_code.failed:  # the next process may load them
-            save_cached(partial(_save, verdict=verdict), path)
+            verdict, is_tried = Verdict([f"it could not be tried: {type(error).__name__}: {error}"], []), False
+        else:
+            verdict = Verdict(parts, native_code.loaded)
+            if not native_code.failed:  # the next process may load them
+                save_cached(partial(_save, verdict=verdict), path)
     if found := verdict.parts:
         warnings.warn(
-            f"{type(model).__name__} is not exact on this machine: drafts, or other rows, may change a token where "
-            f"two scores are nearly equal ({'; '.join(found)}).",
+            f"{type(model).__name__} {'is not' if is_tried else 'may not be'} exact on this machine: drafts, or other "
+            f"rows, may change a token where two scores are nearly equal ({'; '.join(found)}).",
             stacklevel=2,
         )
     return found
@@ -163,7 +167,9 @@ def _try_out(runner: EagerRunner) -> list[str]:
     with torch.no_grad():
         together = _Trial(runner, ROWS)
         verified = together.forward(0, NEW)  # [ROWS, NEW, V]
-        is_alike = True
+        firsts, equals = slice(0, _EQUAL), slice(_EQUAL, 2 * _EQUAL)
+        is_alike = all(torch.equal(logits[firsts], logits[equals]) for logits in (verified, together.prompt))
+        is_alike &= _reads_alike(together)
         for rows, count, beside in _cases(runner):
             trial = _Trial(runner, rows)
             found = torch.cat([trial.forward(step, count, beside) for step in range(0, NEW, count)], dim=1)
@@ -174,27 +180,51 @@ def _try_out(runner: EagerRunner) -> list[str]:
         return differs or ([f"attention under masks, {_name_of(runner)}"] if hides else [])
 
 
+def _reads_alike(together: "_Trial") -> bool:
+    """Whether the first prompts have the same logits where one is read into the last row, beside rows that run, and
+    where only their last tokens are read again, as for copies of a prompt that come later."""
+    alone = together.read(slice(0, 1), ROWS - 1)
+    if together.runner.cache.has_states:  # whose copies take the states
+        return torch.equal(alone, together.prompt[:1])
+    ends = together.lengths[:_EQUAL, None] - 1  # [n, 1]
+    with reading_prompts():
+        tokens = together.tokens[:_EQUAL].gather(1, ends)
+        again = together.runner.prefill(tokens, ends, max(_PROMPTS[:_EQUAL]), 0, [(row, 0) for row in range(_EQUAL)])
+    assert again is not None
+    return torch.equal(alone, together.prompt[:1]) and torch.equal(again, together.prompt[:_EQUAL])
+
+
 def _cases(runner: EagerRunner) -> list[tuple[int, int, int]]:
     return [case for case in _CASES if not (case[2] and runner.cache.has_states)]  # whose rows have one draft
 
 
 def _products_of_prompts(runner: EagerRunner) -> list[str]:
-    """Names a dense layer whose result for a prompt token depends on the number of tokens: every shape is tested
-    separately, since prompts have any length."""
+    """Names a dense layer, a router or experts whose result for a prompt token depends on the number of tokens: every
+    shape is tested separately, since prompts have any length."""
     kinds: set[tuple[object, ...]] = set()
-    for name, module in runner.network.named_modules():
-        if not isinstance(module, DenseLinear | DenseConv1D) or (type(module), module.weight.shape) in kinds:
+    for name, weight, product in _products(runner.network):  # weight [out, in]
+        if (weight.shape, weight.is_contiguous()) in kinds:
             continue
-        kinds.add((type(module), module.weight.shape))
-        size, out = module.weight.shape[:: -1 if isinstance(module, DenseLinear) else 1]
+        kinds.add((weight.shape, weight.is_contiguous()))
+        out, size = weight.shape
         for seed in range(1 + _NUMBERS // (out * sum(_TOKENS))):
-            x = torch.randn(max(_TOKENS), size, generator=torch.Generator().manual_seed(seed)).to(module.weight)
+            x = torch.randn(max(_TOKENS), size, generator=torch.Generator().manual_seed(seed)).to(weight)
             with reading_prompts():
-                whole = module(x)  # [m, out]
+                whole = product(x)  # [m, out]
                 for count in _TOKENS:
-                    if not torch.equal(module(x[:count]), whole[:count]):
+                    if not torch.equal(product(x[:count]), whole[:count]):
                         return [f"{name}, {_name_of(runner)}, {count} of a prompt's tokens"]
     return []
+
+
+def _products(network: PreTrainedModel) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Tensor]]]:
+    """Names, matrices [out, in] and products with them of what :func:`multiply` multiplies in `network`."""
+    for name, module in network.named_modules():
+        if isinstance(module, DenseLinear | DenseConv1D):
+            yield name, module.weight if isinstance(module, DenseLinear) else module.weight.T, module
+        for weight in stacked_matrices(module):
+            if is_plain(weight.new_empty(1, weight.shape[1]), weight.T, transposed=True):  # not where autocast casts
+                yield name, weight, partial(multiply, weight=weight, bias=None)
 
 
 def _name_of(runner: EagerRunner) -> str:
@@ -211,17 +241,25 @@ class _Trial:
         vocabulary = runner.network.get_input_embeddings().weight.shape[0]
         ids = torch.arange(rows * COLUMNS, device=device).view(rows, COLUMNS)
         self.tokens = (ids * 7919 + 11) % vocabulary  # [rows, columns]
+        if rows > _EQUAL:
+            self.tokens[_EQUAL : 2 * _EQUAL] = self.tokens[:_EQUAL]
         self.lengths = torch.tensor(lengths, device=device)  # [rows]
-        runner.cache.reserve(list(lengths), 0)
-        runner.cache.forget(range(rows))
-        runner.cache.feeds(lengths)
-        positions = torch.arange(max(lengths), device=device).expand(rows, -1)  # [rows, q]
+        self.prompt = self.read(slice(0, rows), 0)
+
+    def read(self, rows: slice, first: int) -> Tensor:
+        """Reads the prompts of `rows` into the rows of the cache from `first` on; returns logits `[n, 1, V]`."""
+        cache, lengths = self.runner.cache, self.lengths[rows].tolist()
+        cache.reserve(lengths, first)
+        cache.forget(range(first, first + len(lengths)))
+        cache.feeds(lengths)
+        positions = torch.arange(max(lengths), device=self.lengths.device).expand(len(lengths), -1)  # [n, q]
         places = [(row, length - 1) for row, length in enumerate(lengths)]
         with reading_prompts():
-            read = runner.prefill(self.tokens[:, : max(lengths)], positions, max(lengths), 0, places)
-        assert read is not None
-        self.prompt = read.clone()
-        runner.cache.trim(0, list(lengths))
+            tokens = self.tokens[rows, : max(lengths)]
+            logits = self.runner.prefill(tokens, positions, max(lengths), first, places)
+        assert logits is not None
+        cache.trim(first, lengths)
+        return logits.clone()
 
     def forward(self, step: int, count: int, beside: int = 0) -> Tensor:
         """Logits `[rows, count, V]` of the tokens from `step` on after the prompts; with a draft of `beside` tokens
@@ -252,6 +290,10 @@ def _first_that_differs(runner: EagerRunner) -> list[str]:
     """Names the first module with different results for a token, and whether its inputs were equal."""
     dtype = _name_of(runner)
     many = _outputs(_Trial(runner, ROWS), 0, NEW)
+    for name, pair in many.items():
+        given, output = (own is None or torch.equal(own[:_EQUAL], own[_EQUAL : 2 * _EQUAL]) for own in pair)
+        if not output:
+            return [f"{name if given else f'what {name} is given'}, {dtype}, equal rows"]
     for rows, count, beside in _cases(runner):
         trial = _Trial(runner, rows)
         for step in range(0, NEW, count):

@@ -85,7 +85,8 @@ def adapt(shadow: PreTrainedModel) -> None:
                 attention.attn_temperature_tuning = False
                 layer.register_forward_pre_hook(_scale_queries, with_kwargs=True)
     if shadow.config.model_type == "gpt_neo":
-        for layer in shadow.get_decoder().h:
+        for layer, name in zip(shadow.get_decoder().h, shadow.config.attention_layers, strict=True):
+            layer._spec_trl_mask_name = GPT_NEO_LAYERS[name]  # a trial of exactness runs the first layers alone
             layer.register_forward_pre_hook(_take_mask, with_kwargs=True)
         shadow.register_forward_pre_hook(_keep_masks, with_kwargs=True)
 
@@ -118,8 +119,8 @@ def _keep_masks(network: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
         tokens = args[0] if args else kwargs["input_ids"]
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # [B, T]
         masks = MaskPlan.from_config(network.config).build(positions, tokens.shape[1], network.dtype)
-    for layer, name in zip(network.get_decoder().h, network.config.attention_layers, strict=True):
-        layer._spec_trl_mask = masks[GPT_NEO_LAYERS[name]]
+    for layer in network.get_decoder().h:
+        layer._spec_trl_mask = masks[layer._spec_trl_mask_name]
     return args, kwargs | {"attention_mask": layer._spec_trl_mask}
 
 

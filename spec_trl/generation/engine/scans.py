@@ -3,7 +3,8 @@
 :func:`mixer_class` gives a mixer's forward a twin with other functions under the names of the family's scan over many
 tokens and of its convolution; the family's functions stay reachable, including kernels of transformers.
 
-* Prompts: rows of equal length run through the family's function together, without padding.
+* Prompts run through the family's function without padding, on a CPU one by one: products of several matrices at once
+  sum in an order that depends on their number. Elsewhere rows of equal length run together.
 * Later tokens, on a CPU with a compiler: our C++ (:mod:`cpu_states`): steps write states, verifications hold inputs,
   commits replay them. So does Triton for the gated delta rule on CUDA without `fla`. Elsewhere a step is the mixer's,
   and a verification runs the family's function for one token repeatedly, with the sums of decoding.
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from ...cpu_products import by_registers
 from . import cpu_states
 from .cpu_states import Replay
 from .kernels import run_on
@@ -255,7 +257,10 @@ class _Convolution:
         cache = _present.cache
         fed = None if cache is None else cache.fed_window()
         if cache is None or fed is None:
-            return self._many(x, weight, bias, activation=activation, **kwargs)
+            # Here the activation's bits would depend on the number of columns (`by_registers`).
+            apart = activation if x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type) else None
+            y = self._many(x, weight, bias, activation=None if apart else activation, **kwargs)
+            return by_registers(ACT2FN[apart], y) if apart else y
         key, state = fed
         is_silu = activation in ("silu", "swish")
         outputs, replay = cpu_states.convolve(x, state, weight, bias, is_silu, cache.is_step)
@@ -306,9 +311,9 @@ class _Scanner:
     def _over_prompts(self, given: Arguments, state: Tensor | None, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Outputs and states of the first `lengths[b]` tokens of each row; outputs of other tokens are zeros."""
         scan, outputs = self._scan, None
-        tokens = next(given[name].shape[axis] for name, axis in scan.axes.items() if given[name] is not None)
-        for length in sorted(set(lengths) - {0}):
-            rows = [row for row, count in enumerate(lengths) if count == length]
+        first, axis = next((given[name], axis) for name, axis in scan.axes.items() if given[name] is not None)
+        tokens = first.shape[axis]
+        for length, rows in _groups(lengths, alone=first.device.type == "cpu"):
             part = {
                 name: value[rows].narrow(scan.axes[name], 0, length)
                 if name in scan.axes and value is not None
@@ -346,3 +351,12 @@ class _Scanner:
                 shape[0], shape[axis] = stays.shape
                 given[name] = value.masked_fill(sent(stays.view(shape), value.device), scan.idle[name])
         state.copy_(scan.run(mixer, self._step, given, state)[1])
+
+
+def _groups(lengths: Sequence[int], alone: bool) -> list[tuple[int, list[int]]]:
+    """Lengths other than 0, each with the rows that have it; `alone`: one row each."""
+    if alone:
+        return [(count, [row]) for row, count in enumerate(lengths) if count]
+    return [
+        (length, [row for row, count in enumerate(lengths) if count == length]) for length in sorted({*lengths} - {0})
+    ]

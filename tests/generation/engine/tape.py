@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spec_trl import cpu_products
+from spec_trl.generation import session
 from spec_trl.generation.engine import cpu_states, runner_choice
 from spec_trl.generation.engine.graph_capture import Outputs, Recording
 
@@ -69,6 +71,8 @@ def install_tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     """A tape for all forwards that are captured from now on. What torch.compile traces runs as it was traced: the
     compiler itself is not ours to test, and takes half a minute."""
     tape, compile_ = Tape(), torch.compile
+    # Models outlive a test: forwards that an earlier one captured would be replayed from its tape.
+    monkeypatch.setattr(session, "_sessions", WeakKeyDictionary())
     monkeypatch.setattr(cpu_products, "library", lambda: None)  # a tape hears torch alone
     monkeypatch.setattr(cpu_states, "serves", lambda state: False)
     monkeypatch.setattr(runner_choice, "recorder_for", lambda device: tape)

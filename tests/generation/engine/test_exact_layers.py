@@ -20,7 +20,7 @@ from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.engine.tape import install_tape
 
 
-pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = pytest.mark.usefixtures("products_in_order")
 
 # One layer, and narrow: the interpreter is slow.
 SIZES = dict(
