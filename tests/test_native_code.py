@@ -219,9 +219,9 @@ def test_a_verdict_is_used_only_where_it_holds(
 ) -> None:
     """It depends on what limits kernels, and on the libraries that load."""
     assert exact() is True and exact() is True and len(trials) == 1
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
     assert exact() is True and len(trials) == 2
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    monkeypatch.delenv("MKL_CBWR")
     (path,) = user_cache.cache_directory().glob("answer*.so")
     cut(path, 0)
     with pytest.warns(UserWarning, match="is left aside, and compiled again"):
