@@ -4,6 +4,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+
 torch.set_num_threads(1)
 
 
@@ -22,6 +23,9 @@ def llama(vocabulary, seed=0, spread=0.15, **settings):
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(
         **size | {"vocab_size": vocabulary, "num_key_value_heads": 2, "initializer_range": spread} | settings,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0, max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        max_position_embeddings=1024,
     )
     return LlamaForCausalLM(config).eval()
