@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bitsandbytes 0.50.2 on a CPU with transformers 5.24.0 and accelerate 1.15.0: an nf4 model that was called once in eval mode
+# bitsandbytes 0.50.2 on a CPU (seen on one with AVX-512 BF16) with transformers 5.24.0 and accelerate 1.15.0: an nf4 model that was called once in eval mode
 # cannot be saved any more: save_pretrained writes files without an error or a warning, and the model loaded from them has
 # other weights. (The first eval forward repacks each 4-bit weight in place for the CPU's kernel; what is saved is the
 # repacked form, which loading reads as the plain one.) Saved before the first forward, or after forwards in train mode alone,
