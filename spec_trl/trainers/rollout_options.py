@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate import PartialState
 from torch import nn
-from transformers import Trainer
+from transformers import GenerationConfig, Trainer
 
 from ..drafter_training.adaptation import ADAPTABLE
 from ..generation.configuration import (
@@ -235,6 +235,11 @@ class RolloutOptions(TrainerConfig):
             if setting in (self.generation_kwargs or {}):
                 remedy = _INSTEAD.get(setting, f"Set {{}}({setting}=...).").format(name)
                 raise ValueError(f"generation_kwargs has {setting!r}, which is for model.generate. {remedy}")
+        known = {*vars(GenerationConfig()), *GenerationConfig._get_default_generation_params()}
+        for setting in self.generation_kwargs or {}:
+            if setting not in known:  # a GenerationConfig takes any name
+                hint = did_you_mean(setting, known)
+                raise ValueError(f"generation_kwargs has {setting!r}, which generate does not know; drop it.{hint}")
         if not self.ds3_gather_for_generation:
             raise ValueError(
                 f"ds3_gather_for_generation=False contradicts {self.trainer}: ranks run different numbers of "

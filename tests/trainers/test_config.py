@@ -113,6 +113,7 @@ TTS = {"assistant_strategy": "tts"}
         # settings that belong elsewhere, or are of another type
         ({"generation_kwargs": {"assistant_strategy": "self"}}, r"Set SpecGRPOConfig\(assistant_strategy=\.\.\.\)"),
         ({"generation_kwargs": {"speculative_config": {}}}, "has 'speculative_config'.*Its fields are options here"),
+        ({"generation_kwargs": {"temprature": 0.5}}, "has 'temprature', .*Did you mean 'temperature'"),
         ({"assistant_strategy": "model", "assistant_model": 5}, "^assistant_model=5 is a int; give the path or hub"),
         ({"assistant_strategy": "eagle3", "assistant_model": ["a/b"]}, "is a list; give the path or hub id as text"),
     ],
