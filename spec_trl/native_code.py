@@ -111,7 +111,8 @@ def _load(source: Path, options: tuple[str, ...]) -> ctypes.CDLL:
     content: to load a part of one, as a full disk leaves it, would end the process."""
     headers = {*_PACKAGE.glob("*.h"), *source.parent.glob("*.h")}
     included = b"".join(path.read_bytes() for path in sorted(headers))
-    facts = _macros(options) + source.read_bytes() + included
+    # Some options, such as -ffp-contract, define no macro.
+    facts = " ".join(options).encode() + _macros(options) + source.read_bytes() + included
     stem = f"{source.stem}_{_hash(facts)}_"
     for path in sorted(cache_directory().glob(f"{stem}*.so")):
         library = read_cached(path, partial(_open_checked, start=stem), ", and compiled again")

@@ -4,9 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -57,25 +55,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Training begins with a collection of garbage, which would go through all objects of imported modules."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def dots_in_one_order() -> Iterator[None]:
-    """Triton's interpreter multiplies by numpy, whose BLAS sums rows of a block in different orders where it has no
-    AVX-512. A device does not, nor does einsum."""
-    try:
-        from triton.runtime import interpreter
-    except ImportError:
-        yield
-        return
-
-    def create_dot(self: object, a: Any, b: Any, d: Any, input_precision: object, imprecise: object) -> object:
-        product = np.einsum("...ij,...jk->...ik", a.data, b.data, dtype=d.data.dtype)
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

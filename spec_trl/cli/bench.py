@@ -161,7 +161,7 @@ def _too_short(arguments: argparse.Namespace, batch: int, now: float, seconds: f
     least = 10 * math.ceil((before + seconds) / 10)
     return (
         f"{text}to compare generate, none and one more at batch {batch} takes about {least} s, of which loading took "
-        f"{before:.0f}. Give --seconds {least} or more, or a smaller --batch."
+        f"{before:.0f}. Give --seconds {least} or more{' or a smaller --batch' * (batch > 1)}."
     )
 
 

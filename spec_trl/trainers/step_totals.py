@@ -17,6 +17,7 @@ from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.record import thin
 from ..generation.engine.statistics import (
+    FEWEST_DRAFTED,
     MOST_PLANS,
     DraftCounts,
     PlanChange,
@@ -231,7 +232,7 @@ class RolloutTotals:
             mean_draft_length=_ratio(counts.draft_length_sum, counts.drafted_rounds),
             sd_on_fraction=counts.drafted_rounds / (counts.rounds or 1),
             predicted_speedup=predicted,
-            measured_speedup=speculation.measured_speedup,
+            measured_speedup=speculation.measured_speedup if counts.drafted_rounds >= FEWEST_DRAFTED else None,
             rounds=self.rounds,
             speculating=[PlanChange(*plan) for plan in plans],
             completion_curve=self.completion_curve[::-step_size][::-1],  # with its last point

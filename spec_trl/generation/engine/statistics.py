@@ -185,7 +185,8 @@ def gain(plain_seconds: float | None, seconds: float, drafted_rounds: float) -> 
 def too_few(drafted_rounds: float) -> str:
     """Says that no gain is told after so many rounds that drafted."""
     count = round(drafted_rounds)
-    return f"{count} {'round' if count == 1 else 'rounds'} with drafts are too few to tell a gain ({FEWEST_DRAFTED})"
+    many = "1 round with drafts is" if count == 1 else f"{count} rounds with drafts are"
+    return f"{many} too few to tell a gain ({FEWEST_DRAFTED})"
 
 
 def slowest(timelines: Sequence[RequestTimeline], count: int) -> list[RequestTimeline]:
