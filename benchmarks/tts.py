@@ -21,16 +21,15 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 from spec_trl import SpeculativeConfig
 from spec_trl.generation.configuration import Distillation, TTSScope
@@ -85,18 +84,21 @@ PARTS = (*WAYS, *SEQUENCES)
 # ---- calls ---------------------------------------------------------------------------------------------------------
 
 
-class RoundLengths(BaseStreamer):
-    """Notes how many tokens each decoding round of one request committed; the first entries are the prompt
-    and the first token."""
+@contextmanager
+def committed_by(drafter: Drafter) -> Iterator[list[int]]:
+    """Yields a list that gets the number of tokens which each round of one request commits; the first entry is the
+    prompt's token."""
+    counts, observe = list[int](), drafter.observe
 
-    def __init__(self) -> None:
-        self.counts: list[int] = []
+    def observed(tokens: Any, kept: Any) -> None:
+        counts.append(int(kept[0]))
+        observe(tokens, kept)
 
-    def put(self, value: Tensor) -> None:
-        self.counts.append(value.numel())
-
-    def end(self) -> None:
-        """Nothing to flush."""
+    drafter.observe = observed  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        del drafter.observe
 
 
 @dataclass(frozen=True)
@@ -120,14 +122,14 @@ class Bench:
         """
         model, count = self.loaded.model, new_tokens or self.new_tokens
         ids = torch.tensor([self.prompts[request] for request in requests], device=model.device)  # [B, prompt]
-        streamer = RoundLengths() if len(requests) == 1 else None
         sampling: dict[str, object] = {"do_sample": False}
         if temperature:
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        with stopwatch(model.device) as watch:
+        counted = nullcontext([1] * count) if drafter is None else committed_by(drafter)
+        with counted as counts, stopwatch(model.device) as watch:
             output = model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), **sampling, min_new_tokens=count,
-                max_new_tokens=count, pad_token_id=model.generation_config.pad_token_id or 0, streamer=streamer,
+                max_new_tokens=count, pad_token_id=model.generation_config.pad_token_id or 0,
                 assistant_strategy="none" if drafter is None else drafter.strategy,
                 drafter=[] if drafter is None else drafter, request_ids=list(requests), return_dict_in_generate=True,
                 speculative_config=SpeculativeConfig(draft_length=draft_length, seed=self.seed, sd_toggle="always"),
@@ -135,7 +137,7 @@ class Bench:
         if output.statistics.drafter_failure is not None:
             raise RuntimeError(f"the drafter failed: {output.statistics.drafter_failure}")
         made = Call(watch.value, output.sequences[:, ids.shape[1] :].tolist(), output.statistics)
-        return made, streamer.counts[2:] if streamer is not None else []
+        return made, counts[1:] if len(requests) == 1 else []
 
     def record(self, made: Call, rounds: list[int]) -> Record:
         """What a result keeps of one call, as plain data."""

@@ -123,6 +123,7 @@ def library() -> Any:
 
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_HAS_NARROW = HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 # torch computes functions of single numbers in registers; the numbers at the end of a thread's share that fill none go
 # through other code, whose sigmoid, SiLU, tanh-GELU and softplus round otherwise.
 _NUMBERS = 64  # that one step of torch's loops takes, in 16 bits; half as many in float32, a quarter without AVX-512
@@ -291,7 +292,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return multiply_matrix(dense_matrix(weight, bias), x)
     rows = x.reshape(-1, x.shape[-1])  # [m, in]
     pair = rows.expand(2, -1).contiguous() if len(rows) == 1 else rows  # [max(m, 2), in]
-    is_served = HAS_ONEDNN and (x.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    is_served = HAS_ONEDNN and (x.dtype == torch.float32 or _HAS_NARROW)
     y = (multiply_by_onednn if is_served else F.linear)(pair, weight, bias)
     return y[: len(rows)].view(*x.shape[:-1], len(weight))
 

@@ -149,7 +149,8 @@ class _DecoderLayer(_Fused):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         norm = self.post_attention_layernorm
-        if not args and (whole := self._in_one_call(hidden_states, **kwargs)) is not None:
+        is_traced = args or torch.compiler.is_compiling()  # by the compiled runner
+        if not is_traced and (whole := self._in_one_call(hidden_states, **kwargs)) is not None:
             return whole
         if args or not _is_fused_norm(norm) or not self._fit(hidden_states, norm.weight):
             return super().forward(hidden_states, *args, **kwargs)
