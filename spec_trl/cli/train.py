@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import trl
+import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.cli.commands.training import _subtract_subsequence
@@ -38,10 +39,15 @@ def launch(name: str, argv: Sequence[str]) -> None:
     """
     if argv and not argv[0].startswith("-"):
         raise ValueError(f"{argv[0]!r} follows no option; give a YAML file as --config {argv[0]}.")
+    if (count := list(argv).count("--config")) > 1 or argv[-1:] == ["--config"]:
+        raise ValueError(f"--config takes one YAML file, and is given {count} times; write --config FILE once.")
     parser, launcher = _parser(name), launch_command_parser()
-    *_, of_file, of_line = parser.parse_args_and_config(
-        argv, return_remaining_strings=True, separate_remaining_strings=True
-    )
+    try:
+        *_, of_file, of_line = parser.parse_args_and_config(
+            argv, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    except (yaml.YAMLError, TypeError) as error:  # TypeError: a key is no text
+        raise ValueError(f"--config names a file that is no YAML of options: {error}") from error
     options = resolve_accelerate_config_argument(of_file + of_line)
     for option in options:
         flag = option.partition("=")[0]

@@ -2,6 +2,7 @@
 decides when they draft."""
 
 import math
+import os
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -47,6 +48,7 @@ def make_drafters(
     `best_of_n_drafters` for `"best_of_n"`, else one. Drafters that can serve further calls stay in the session. Raises
     ValueError if the strategy does not take the assistant.
     """
+    assistant = os.fspath(assistant) if isinstance(assistant, os.PathLike) else assistant
     if assistant is not None and strategy not in taking_assistant():
         raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
     if assistant is not None or strategy == "best_of_n":

@@ -69,7 +69,7 @@ class Verdict:
             self.rollouts += 1
             self.rounds += record.rounds
             self.setup_seconds += record.setup_seconds
-            self.drafted_rounds += record.rounds * (record.sd_on_fraction or 0.0)
+            self.drafted_rounds += round(record.rounds * (record.sd_on_fraction or 0.0))
             drafted = {name: record.rounds * share for name, share in record.drafted_by.items() if share}
             self.rounds_of = added(self.rounds_of, drafted)
             self.plain_rounds += sum(point.rounds for point in record.points if not point.draft_length)

@@ -93,6 +93,8 @@ def test_options_are_shared_out(recipe: str, monkeypatch: pytest.MonkeyPatch) ->
     ("options", "message"),
     [
         (["recipe.yaml"], "'recipe.yaml' follows no option; give a YAML file as --config recipe.yaml."),
+        (["--config"], "--config takes one YAML file, and is given 1 times; write --config FILE once."),
+        (["--config", "a.yaml", "--config", "b.yaml"], "is given 2 times; write --config FILE once."),
         (["--config", "none.yaml"], "none.yaml: No such file or directory"),
         (["--config", "recipe.yaml", "--asistant_strategy", "self"], "--asistant_strategy is no option of TRL's "
             "script, SpecGRPOConfig or accelerate. Did you mean 'assistant_strategy'?"),
@@ -108,6 +110,13 @@ def test_bad_options_end_in_one_line(
     assert main(["grpo", *options]) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith("spec-trl grpo: error: ") and said.endswith(message)
+
+
+@pytest.mark.parametrize("text", ["a: [1", "3: 4"])
+def test_a_file_without_options(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    assert main(["grpo", "--config", str(tmp_path / "recipe.yaml")]) == 2
+    assert "error: --config names a file that is no YAML of options: " in capsys.readouterr().err
 
 
 def test_help_has_the_options_of_all(capsys: pytest.CaptureFixture[str]) -> None:

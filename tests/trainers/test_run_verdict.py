@@ -78,8 +78,12 @@ BEAMS, LOOKUP = PlainCall("num_beams=4"), PlainCall("custom_generate is given")
         (f"drafting in 50% of 100 {UNKNOWN}no plain round was measured.", [rollout(0, 10.0, None)]),
         (f"drafting in 50% of 96 {UNKNOWN}the log is older than this comparison.", [OLDER]),
         (
-            "drafting in 2% of 63 rounds; 1 round with drafts are too few to tell a gain (10).",
+            "drafting in 2% of 63 rounds; 1 round with drafts is too few to tell a gain (10).",
             [rollout(0, 10.0, 12.6, 1 / 63, rounds=63)],
+        ),
+        (
+            "rollouts 1.50× of plain decoding, 50.0 s saved (refresh subtracted), drafting in 2% of 490 rounds.",
+            [rollout(i, 10.0, 15.0, 1 / 49, rounds=49) for i in range(10)],
         ),
         (
             f"rollouts 1.50× of plain decoding, {SAVED} 200 rounds; known of 1 of 2 rollouts.",

@@ -29,8 +29,8 @@ NEUTRAL = {
     "target_lookbehind": _TOKENIZERS,
     "speculation_type": "assistant_strategy names the kind of drafter",
 }
-"""What holds instead, by setting. Without `disable_compile`, which TRL's trainers always set, and `is_assistant` and
-`low_memory`, which `generate` itself does not read in sampling and greedy search."""
+"""What holds instead, by setting. Without `disable_compile`, which TRL's trainers always set, `low_memory`, which
+`generate` does not read in sampling and greedy search, and `is_assistant`, which ends it with an error."""
 _DEFAULTS = {name: [None, GenerationConfig._get_default_generation_params().get(name)] for name in NEUTRAL}
 _DEFAULTS["cache_implementation"] += ["dynamic", "dynamic_full", "hybrid"]  # `generate` unsets the last one
 _said: set[str] = set()

@@ -172,11 +172,11 @@ class LogitsPipeline:
             first += 1
         self._filters, self._before_filters = filters, processors[:first]
         self.only_filters = None if self._before_filters else filters
-        self._prefixes = prefixes
-        self._batch_size = batch_size
+        self._prefixes, self._batch_size = prefixes, batch_size
         self._eos: dict[LogitsProcessor, Tensor] = {}  # [vocabulary] bool
         self._looks_at_prefixes = not set(map(type, processors)) <= {*_SCORES_ONLY}
         self.may_refuse = not set(map(type, processors)) <= _KNOWN - {hf.PrefixConstrainedLogitsProcessor}
+        self._is_float32 = any(map(needs_batch, processors))  # they are shown what generate shows, in float32
 
     def for_drafts(self) -> "LogitsPipeline":
         """The same without processors that must not be shown drafts."""
@@ -288,45 +288,43 @@ class LogitsPipeline:
                 going = passed
             processed.append(scores)
             draft = drafts[:, step]  # [B]
-            taken = (
-                scores.gather(1, draft[:, None])[:, 0] > -torch.inf if takes is None else takes(step, scores, draft)
-            )
+            of_draft = scores.gather(1, draft[:, None])[:, 0]  # [B]
+            taken = of_draft > -torch.inf if takes is None else takes(step, scores, draft)
             going = going & taken & (lengths > step)
         return torch.stack(processed, dim=1), most
 
     def attempt(self, scores: Tensor, step: int, shown: Tensor) -> tuple[Tensor, Tensor]:
-        """Processes scores `[B, vocabulary]` at the place `step` of the rows `shown` (`[B]` bool).
-
-        Returns the scores, processed where no processor refused the prefix, and `[B]` bool which rows these are.
-        """
-        processed, passed = scores.clone(), shown.clone()
-        rows = shown.nonzero().flatten().tolist()
-        if not rows:
-            return processed, passed
+        """Processes scores `[B, vocabulary]` at the place `step` of the rows `shown` (`[B]` bool). Returns the scores,
+        processed where no processor refused the prefix, and `[B]` bool which rows these are."""
+        processed, passed = [*scores], shown.clone()  # [V] each
+        if not (rows := shown.nonzero().flatten().tolist()):
+            return scores, passed
         try:
-            processed[rows] = self._process(self._processors, scores[rows], rows, [step] * len(rows))
+            found = self._process(self._processors, scores[rows], rows, [step] * len(rows))
+            for row, of_row in zip(rows, found, strict=True):
+                processed[row] = of_row
         except Exception:
             for row in rows:  # find the prefix that raised
                 try:
                     processed[row] = self._process(self._processors, scores[row][None], [row], [step])[0]
                 except Exception:
                     passed[row] = False
-        return processed, passed
+        return torch.stack(processed), passed
 
     def _process(
         self, processors: Sequence[LogitsProcessor], scores: Tensor, row: Sequence[int], step: Sequence[int]
     ) -> Tensor:
         """Processes scores `[n, vocabulary]` at places `step` after the committed tokens of `row`, n each."""
         widths = self._prefixes.widths(row, step) if self._looks_at_prefixes else []
-        logits = scores  # the model's logits, which must not be overwritten
+        logits = scores = scores.float() if self._is_float32 else scores  # which must not be overwritten
         for processor in processors:
             if type(processor) is hf.TopPLogitsWarper:
                 scores = keep_top_p(processor, scores, out=None if scores is logits else scores)
             elif type(processor) in _SCORES_ONLY:
                 scores = processor(None, scores)
             elif needs_batch(processor):
-                view = self._prefixes  # float32: as generate has them
-                scores = processor(view.batch(step[0]), scores[view.order].float())[view.rows.requests]
+                view = self._prefixes
+                scores = processor(view.batch(step[0]), scores[view.order])[view.rows.requests]
             elif type(processor) in _ACTS_ON:
                 scores = self._process_by_length(processor, scores, widths)
             elif type(processor) is hf.ExponentialDecayLengthPenalty:
@@ -335,7 +333,8 @@ class LogitsPipeline:
                 scores = self._penalise_repetition(processor, scores, row, widths)
             else:
                 scores = self._process_by_prefix(processor, scores, row, widths)
-        return scores
+        missing = logits.shape[-1] - scores.shape[-1]  # as in generate, scores of any dtype, or of the first words
+        return F.pad(widen(scores), (0, missing), value=-math.inf) if missing else widen(scores)
 
     def _process_by_length(self, processor: LogitsProcessor, scores: Tensor, widths: Sequence[int]) -> Tensor:
         acts = [_ACTS_ON[type(processor)](processor, width) for width in widths]
@@ -372,7 +371,7 @@ class LogitsPipeline:
     def _process_by_prefix(
         self, processor: LogitsProcessor, scores: Tensor, row: Sequence[int], widths: Sequence[int]
     ) -> Tensor:
-        view, processed = self._prefixes, torch.empty_like(scores)
+        view, processed = self._prefixes, [*scores]  # [V] each
         for member, prefix in view.groups(row, widths):
             if isinstance(processor, _ROW_BOUND):
                 for i, place in enumerate(member):
@@ -380,8 +379,9 @@ class LogitsPipeline:
                     processed[place] = bound(prefix[i : i + 1], scores[place][None])[0]
             else:
                 bound, at = self._bind_padding(processor, [row[i] for i in member]), view.on_device(member)  # at: [m]
-                processed[at] = bound(prefix, scores[at])
-        return processed
+                for place, found in zip(member, bound(prefix, scores[at]), strict=True):
+                    processed[place] = found
+        return torch.stack(processed)
 
     def _bind_padding(self, processor: LogitsProcessor, row: Sequence[int]) -> LogitsProcessor:
         """The processor with the padding of n places in `row`; since transformers 5.23 it stores that of the caller's

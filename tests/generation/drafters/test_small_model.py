@@ -124,6 +124,8 @@ def test_loading(tiny, tmp_path) -> None:
     loaded = load_assistant(str(tmp_path), tiny)
     assert loaded.dtype == torch.float64 and not loaded.training
     assert load_assistant(tiny, tiny) is tiny
+    result = generate(tiny, pad_left(random_rows([4])), "model", assistant_model=tmp_path, max_new_tokens=4)
+    assert result.statistics.total.accepted > 0
 
 
 def test_forwards_are_counted(target: PreTrainedModel, tiny: PreTrainedModel) -> None:

@@ -103,6 +103,17 @@ def patience(call: int, input_ids: Tensor, scores: Any) -> Tensor:
     return call >= 3 + 2 * torch.arange(len(input_ids))
 
 
+def ranked(call: int, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Rounds as the dtype of `scores` does."""
+    return scores - scores.mean() + (torch.arange(scores.shape[1]) % 7).to(scores.dtype)
+
+
+def by_prefix(function: Callable[[int, Tensor, Any], Any]) -> Processor:
+    processor = Processor(function)
+    processor.prefix_only = True  # type: ignore[attr-defined]
+    return processor
+
+
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "counting": lambda: dict(logits_processor=[Processor(by_call)]),
     "grammar": lambda: dict(logits_processor=[grammar()]),
@@ -110,6 +121,10 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "function": lambda: dict(logits_processor=[by_function]),
     "between others": lambda: dict(
         logits_processor=[Processor(by_call), Processor(by_row)], repetition_penalty=1.3, min_new_tokens=5),
+    "other dtypes": lambda: dict(logits_processor=[Processor(lambda *args: args[2].bfloat16()), Processor(ranked)]),
+    "another dtype by prefix": lambda: dict(logits_processor=[by_prefix(lambda *args: ranked(*args).half())]),
+    "fewer words": lambda: dict(logits_processor=[Processor(lambda *args: args[2][:, :40])]),
+    "fewer words by prefix": lambda: dict(logits_processor=[by_prefix(lambda *args: args[2][:, :40])]),
     "watermark": lambda: dict(watermarking_config=SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])),
     "criterion": lambda: dict(stopping_criteria=[Criterion(patience)]),
     "criterion for all": lambda: dict(stopping_criteria=[Criterion(lambda call, *_: call == 7)]),
