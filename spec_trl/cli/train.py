@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import trl
-import yaml
+import yaml  # type: ignore[import-untyped]
 from accelerate.commands.launch import launch_command, launch_command_parser
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.cli.commands.training import _subtract_subsequence
