@@ -105,7 +105,7 @@ def stored(module: nn.Module) -> Iterator[Any]:
         if isinstance(value, dict):
             left += value.values()
         elif isinstance(value, list | tuple | set):
-            left += value
+            left += sorted(value, key=repr) if isinstance(value, set) else value  # a copy of a set has another order
         else:
             left += getattr(value, "__dict__", {}).values()
 
