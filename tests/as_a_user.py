@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import spec_trl
+from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.registry import strategies
 
 
@@ -33,6 +34,12 @@ def run_readme() -> None:
         exec(small, names)
         assert "trainer" in names or torch.equal(names["out"].sequences, names["plain"].sequences)
     assert (Path("out") / "rollout_log.jsonl").exists()
+
+
+def check_fused_layers() -> None:
+    """In float32 a decoder layer is one call of C++ under the newest transformers too."""
+    network = make_shadow(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32))
+    assert any(type(module).__name__ == "FusedLlamaDecoderLayer" for module in network.modules())
 
 
 def run_strategies(model: PreTrainedModel) -> None:
@@ -60,5 +67,6 @@ def run_strategies(model: PreTrainedModel) -> None:
 
 
 run_readme()
+check_fused_layers()
 run_strategies(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64))
 print("The README's path works.")

@@ -259,11 +259,14 @@ def _is_llamas_norm(kind: Any) -> bool:
     return None not in (code, llamas) and all(getattr(code, part) == getattr(llamas, part) for part in parts)
 
 
+# Modules that wrap forwards: of decoder layers; and, from 5.24 on, of all that take a cache, by its old name too.
+_WRAPPERS = ("transformers.modeling_layers", "transformers.utils.deprecation")
+
+
 def _has_its_forward(kind: Any) -> bool:
     """Whether the forward of a module class, and the functions that it calls in its module, are the original ones."""
     forward = kind.forward
-    # This module wraps the forwards of decoder layers.
-    while getattr(forward, "__globals__", {}).get("__name__") == "transformers.modeling_layers":
+    while getattr(forward, "__globals__", {}).get("__name__") in _WRAPPERS:
         forward = forward.__wrapped__
     return _is_of_source(forward, f"{kind.__name__}.forward", sys.modules[kind.__module__])
 

@@ -22,7 +22,8 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.utils.deprecation import deprecate_kwarg
 
 from benchmarks.gpu.kernels_per_layer import per_layer
 from spec_trl import cpu_products
@@ -313,6 +314,15 @@ PATCHED = {
     "LlamaRMSNorm": "RMSNorm", "LlamaMLP": "MLP", "LlamaAttention": "Attention", "LlamaDecoderLayer": "DecoderLayer",
     "apply_rotary_pos_emb": "Attention", "rotate_half": "Attention",
 }  # fmt: skip
+
+
+def test_a_forward_that_takes_an_old_name_too_is_the_familys_own(fused, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So transformers 5.24 decorates all that take a cache."""
+    takes_old = deprecate_kwarg("old", "99", new_name="past_key_values")
+    for kind in (LlamaAttention, LlamaDecoderLayer):
+        monkeypatch.setattr(kind, "forward", takes_old(kind.forward))
+    network = fused(model_of("llama", torch.float32))
+    assert {"FusedLlamaAttention", "FusedLlamaDecoderLayer"} < names_of(network)
 
 
 @pytest.mark.parametrize("patched", PATCHED)
