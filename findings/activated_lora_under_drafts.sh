@@ -5,8 +5,8 @@
 # training scripts often set with gradient checkpointing), therefore begins it too late: generate writes other tokens, mostly
 # from the first one on, greedy and in float32, without an error or a warning. Ordinary cached generate is right, in batches too.
 # Seen: plain generate = 40 of 40 tokens of full forwards; prompt lookup, assistant and use_cache=False: others.
-. "$(dirname "$0")/environment.sh"
-environment transformers==5.24.0 peft==0.21.2
+. "$(dirname "$0")/environment.bash"
+"$PYTHON" -m pip install -q torch==2.13.0 transformers==5.24.0 peft==0.21.2
 "$PYTHON" - <<'P' 2>&1 | grep -v "^Failed to load\|^W[0-9]"
 import copy
 

@@ -4,8 +4,8 @@
 # to remove it from target_modules, where it does not stand. exclude_modules=["out_proj"] is the way out. For Bamba and Granite
 # hybrids, which have the same layers, nothing is refused and out_proj is adapted.
 # Seen: ValueError for falcon_h1 and mamba2, 9 kinds of layers with out_proj for bamba.
-. "$(dirname "$0")/environment.sh"
-environment transformers==5.24.0 peft==0.21.2
+. "$(dirname "$0")/environment.bash"
+"$PYTHON" -m pip install -q torch==2.13.0 transformers==5.24.0 peft==0.21.2
 "$PYTHON" - <<'P' 2>&1 | grep -v "^Failed to load\|^W[0-9]\|fast path\|mamba-ssm"
 import tiny  # noqa: F401 (one thread)
 from peft import LoraConfig, get_peft_model

@@ -4,8 +4,8 @@
 # vocabularies have, and sets its repetition_penalty to None. Nothing is put back when the call ends: the assistant's logits
 # keep fewer columns, its own generate and save_pretrained raise. A greedy call leaves it alone.
 # Seen: logits 57 columns before, 48 after; generate: IndexError or RuntimeError (shapes); save_pretrained: RuntimeError (shared tensors).
-. "$(dirname "$0")/environment.sh"
-environment transformers==5.24.0
+. "$(dirname "$0")/environment.bash"
+"$PYTHON" -m pip install -q torch==2.13.0 transformers==5.24.0
 "$PYTHON" - <<'P'
 import tempfile
 

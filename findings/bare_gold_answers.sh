@@ -7,8 +7,8 @@
 # Besides, whatever the gold: units and number bases are dropped (10 m is 10 cm, 101 is 101_2), and a completion with two
 # boxes (a corrected answer) is a set of both, which is neither.
 # Seen: the table below, as asserted.
-. "$(dirname "$0")/environment.sh"
-environment trl==1.16.0 transformers==5.24.0 math-verify==0.9.0 latex2sympy2_extended==1.11.0
+. "$(dirname "$0")/environment.bash"
+"$PYTHON" -m pip install -q torch==2.13.0 trl==1.16.0 transformers==5.24.0 math-verify==0.9.0 latex2sympy2_extended==1.11.0
 "$PYTHON" - <<'P'
 from trl.rewards import accuracy_reward
 

@@ -8,8 +8,8 @@
 # and llguidance); xgrammar raises. For "[a-e]+ [a-e]+ [a-e]+\." with prompt lookup: all write "dc." without an error.
 # lm-format-enforcer 0.11.3, which reads the text alone and would be safe, cannot be imported with transformers 5: it says that
 # transformers is not installed.
-. "$(dirname "$0")/environment.sh"
-environment transformers==5.24.0 outlines==1.3.3 outlines_core==0.2.14 xgrammar==0.2.8 llguidance==1.9.1 lm-format-enforcer==0.11.3
+. "$(dirname "$0")/environment.bash"
+"$PYTHON" -m pip install -q torch==2.13.0 transformers==5.24.0 outlines==1.3.3 outlines_core==0.2.14 xgrammar==0.2.8 llguidance==1.9.1 lm-format-enforcer==0.11.3
 "$PYTHON" - <<'P' 2>&1 | grep -v "^Warning\|^\[transformers\]"
 import copy
 import re

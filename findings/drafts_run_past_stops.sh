@@ -7,8 +7,8 @@
 # an error that asks for the tokenizer that was given. A streamer is handed several tokens at once, of shape [1, n].
 # Seen, greedy, float32, the same tokens throughout: plain 6 new tokens; prompt lookup 40; assistant 40, once stop_strings= is
 # given as a StopStringCriteria.
-. "$(dirname "$0")/environment.sh"
-environment transformers==5.24.0
+. "$(dirname "$0")/environment.bash"
+"$PYTHON" -m pip install -q torch==2.13.0 transformers==5.24.0
 "$PYTHON" - <<'P'
 import copy
 

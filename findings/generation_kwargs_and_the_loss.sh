@@ -6,8 +6,8 @@
 # 2. temperature sets that of the samples; the loss takes its log-probabilities at GRPOConfig.temperature.
 # 3. A misspelt key ("temprature") is taken without an error or a warning and does nothing.
 # Seen, same weights and seed: completion tokens in the loss: 384 by generation_kwargs, 143 by model.generation_config.
-. "$(dirname "$0")/environment.sh"
-environment trl==1.16.0 transformers==5.24.0
+. "$(dirname "$0")/environment.bash"
+"$PYTHON" -m pip install -q torch==2.13.0 trl==1.16.0 transformers==5.24.0
 "$PYTHON" - <<'P' 2>&1 | grep -v "^Failed to load\|^W[0-9]\|^{"
 import tempfile
 

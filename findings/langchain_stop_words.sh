@@ -6,16 +6,10 @@
 # stands in the text ends the stream, and it is left in the text.
 # Seen (transformers 5.23.0, greedy; "yes": the text ends at the stop): "." invoke no, stream yes; "too" no, no; "was too"
 # no, no.
-set -euo pipefail
+. "$(dirname "$0")/environment.bash"
+"$PYTHON" -m pip install -q torch==2.13.0 transformers==5.23.0 langchain-huggingface==0.3.1 langchain-core==0.3.76
 root="$(cd "$(dirname "$0")/.." && pwd)"
-scratch="$(mktemp -d)"; trap 'rm -rf "$scratch"' EXIT
-venv="${FINDINGS_VENV:-$scratch/venv}"
-if [ ! -x "$venv/bin/python" ]; then
-  python3 -m venv "$venv"
-  "$venv/bin/python" -m pip install -q --disable-pip-version-check torch==2.13.0 transformers==5.23.0 langchain-huggingface==0.3.1 langchain-core==0.3.76
-fi
-cd "$scratch"
-HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore "$venv/bin/python" - "$root/examples/data/stories260K" <<'P'
+"$PYTHON" - "$root/examples/data/stories260K" <<'P'
 import sys
 
 import torch

@@ -7,8 +7,8 @@
 # A constrained rollout or an agent that must answer with a number then has only integers, without an error.
 # Seen: outlines_core  float: 0 of 100 samples have a point;   Literal: {'no': 40}
 #       xgrammar       float: 30 or more of 100 have a point;  Literal: both
-. "$(dirname "$0")/environment.sh"
-environment transformers==5.24.0 outlines==1.3.3 outlines_core==0.2.14 xgrammar==0.2.8
+. "$(dirname "$0")/environment.bash"
+"$PYTHON" -m pip install -q torch==2.13.0 transformers==5.24.0 outlines==1.3.3 outlines_core==0.2.14 xgrammar==0.2.8
 "$PYTHON" - <<'P'
 from typing import Literal
 

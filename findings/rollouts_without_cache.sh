@@ -5,8 +5,8 @@
 # rollouts run without a K/V cache: each new token reads the whole text again. What it saves says use_cache: false, and the
 # model's later users generate so too, even after model.config.use_cache = True.
 # Seen: tokens that the decoder read in a rollout of 8 rows, prompts of 6 and 32 new tokens: 296 with the cache, 5,504 without.
-. "$(dirname "$0")/environment.sh"
-environment transformers==5.23.0 trl==1.16.0
+. "$(dirname "$0")/environment.bash"
+"$PYTHON" -m pip install -q torch==2.13.0 transformers==5.23.0 trl==1.16.0
 "$PYTHON" - <<'P'
 import json
 import tempfile

@@ -6,8 +6,8 @@
 # Saved before the first forward, or after forwards in train mode alone, the reloaded model is right. So: save a quantized
 # policy before it generates, or keep the folder that it came from.
 # Seen, reloaded, largest difference of the logits (standard deviation 0.8): 0.0 (no forward), 0.0 (train mode), 2.0 (eval).
-. "$(dirname "$0")/environment.sh"
-environment transformers==5.24.0 accelerate==1.15.0 bitsandbytes==0.50.2
+. "$(dirname "$0")/environment.bash"
+"$PYTHON" -m pip install -q torch==2.13.0 transformers==5.24.0 accelerate==1.15.0 bitsandbytes==0.50.2
 "$PYTHON" - <<'P' 2>&1 | grep -v "^Failed to load CPU\|Loading weights\|Writing model"
 import tempfile
 

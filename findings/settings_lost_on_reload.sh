@@ -4,8 +4,8 @@
 # _from_model_config=True. It saves the entry, and drops it when it is loaded again, or copied by from_dict(to_dict()), without
 # a word; entries that transformers knows survive. One that was made by itself keeps both.
 # Seen: file {"mine": 1}; reloaded: None, max_new_tokens 7. With model.generation_config = GenerationConfig(...): 1 and 7.
-. "$(dirname "$0")/environment.sh"
-environment transformers==5.23.0
+. "$(dirname "$0")/environment.bash"
+"$PYTHON" -m pip install -q torch==2.13.0 transformers==5.23.0
 "$PYTHON" - <<'P'
 import json
 import tempfile

@@ -5,16 +5,10 @@
 # token_usage counts the tokens that nobody reads.
 # Seen (transformers 5.23.0, greedy, 60 new tokens at most): stop "very" 34 tokens; stop "was very", which ends at the same
 # token, 60.
-set -euo pipefail
+. "$(dirname "$0")/environment.bash"
+"$PYTHON" -m pip install -q torch==2.13.0 transformers==5.23.0 smolagents==1.26.0 accelerate==1.15.0
 root="$(cd "$(dirname "$0")/.." && pwd)"
-scratch="$(mktemp -d)"; trap 'rm -rf "$scratch"' EXIT
-venv="${FINDINGS_VENV:-$scratch/venv}"
-if [ ! -x "$venv/bin/python" ]; then
-  python3 -m venv "$venv"
-  "$venv/bin/python" -m pip install -q --disable-pip-version-check torch==2.13.0 transformers==5.23.0 smolagents==1.26.0 accelerate==1.15.0
-fi
-cd "$scratch"
-HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore "$venv/bin/python" - "$root/examples/data/stories260K" <<'P'
+"$PYTHON" - "$root/examples/data/stories260K" <<'P'
 import sys
 
 import torch
