@@ -235,7 +235,7 @@ class RolloutOptions(TrainerConfig):
             if setting in (self.generation_kwargs or {}):
                 remedy = _INSTEAD.get(setting, f"Set {{}}({setting}=...).").format(name)
                 raise ValueError(f"generation_kwargs has {setting!r}, which is for model.generate. {remedy}")
-        known = {*vars(GenerationConfig()), *GenerationConfig._get_default_generation_params()}
+        known = vars(GenerationConfig())
         for setting in self.generation_kwargs or {}:
             if setting not in known:  # a GenerationConfig takes any name
                 hint = did_you_mean(setting, known)
