@@ -169,7 +169,8 @@ def test_output(tiny, prompts) -> None:
     plain = tiny.generate(**prompts, max_new_tokens=2, return_dict_in_generate=True)
     assert isinstance(result, type(plain)), "what reads generate's output can read it"
     empty = {field.name for field in fields(plain)} - {"sequences"}
-    assert empty >= {"scores", "past_key_values"} and all(vars(result)[name] is None for name in empty)
+    assert "scores" in empty and all(vars(result)[name] is None for name in empty)
+    assert result.past_key_values is None  # from transformers 5.24 on an old name of `cache`
     assert vars(copy.copy(result)).keys() == vars(result).keys()
     for tokens in outputs(result):
         assert all(token not in (7, 11, 12) for token in tokens[:-1])
