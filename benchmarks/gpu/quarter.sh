@@ -50,7 +50,7 @@ failed=0
 for each in "${stages[@]}"; do
     stage=${each%%=*} seconds=${each#*=} started=$SECONDS log=$cache/logs/${each%%=*}.log
     case $stage in
-    kernels) command=("${test[@]}" -n "$(nproc)" -k "not compiled" "${tests[@]}") ;;
+    kernels) command=(env OMP_NUM_THREADS=1 "${test[@]}" -n "$(nproc)" -k "not compiled" "${tests[@]}") ;;
     sanitizer) # 10 to 50 times slower: tests that capture nothing, a few of each kernel
         command=(compute-sanitizer --tool memcheck --error-exitcode 86 "${test[@]}"
             -k "test_multiplies_like or test_pages or test_norms or test_rotates or test_silu or test_is_right"

@@ -84,6 +84,12 @@ class Stage:
         """Until nothing more should start."""
         return self._limit - (time.time() - self._started)
 
+    @property
+    def failed(self) -> list[str]:
+        """What was found not to be `ok`, and what raised an error."""
+        wrong = [key for key, value in self.found.items() if isinstance(value, dict) and value.get("ok") is False]
+        return wrong + list(self.errors)
+
     def record(self, key: str, value: Any) -> None:
         """Keeps what was found under `key`, at once."""
         self.found[key] = value
@@ -126,16 +132,14 @@ class Stage:
 
     def finish(self) -> int:
         """Writes the last state; 1 where anything raised an error, or was found not to be `ok`."""
-        wrong = [key for key, value in self.found.items() if isinstance(value, dict) and value.get("ok") is False]
-        self._facts["failed"] = wrong + list(self.errors)
         self._write("complete" if not self.errors and not self.skipped else "complete, with gaps")
-        print(f"[{self.name}] failed: {', '.join(self._facts['failed']) or 'nothing'}", flush=True)
-        return int(bool(self._facts["failed"]))
+        print(f"[{self.name}] failed: {', '.join(self.failed) or 'nothing'}", flush=True)
+        return int(bool(self.failed))
 
     def _write(self, status: str) -> None:
         result = {
             "stage": self.name, "status": status, "seconds": time.time() - self._started, "shape": self.shape,
-            "seed": self.seed, **self._facts, "measured": self.found, "errors": self.errors, "skipped": self.skipped,
+            "seed": self.seed, **self._facts, "failed": self.failed, "measured": self.found, "errors": self.errors, "skipped": self.skipped,
         }  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
         # A stage killed while it writes must not lose what it had.

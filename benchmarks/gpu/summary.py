@@ -94,11 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(figures(stages)))
     for name, stage in stages.items():
         where = stage.get("machine", {}).get("accelerator") or "no GPU known: its numbers are not listed"
-        failed = stage.get("failed", [])  # a stage that was killed has not said it yet
-        failed = failed or [key for key, value in stage["measured"].items() if value.get("ok") is False]
         left_out = f"; left out: {', '.join(stage['skipped'])}" if stage.get("skipped") else ""
-        wrong = ", ".join(dict.fromkeys([*failed, *stage["errors"]])) or "nothing"
-        print(f"{name}: {stage['status']}, {stage['seconds']:.0f} s, {where}; failed: {wrong}{left_out}")
+        failed = ", ".join(stage["failed"]) or "nothing"
+        print(f"{name}: {stage['status']}, {stage['seconds']:.0f} s, {where}; failed: {failed}{left_out}")
     return 0
 
 
