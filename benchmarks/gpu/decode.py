@@ -145,10 +145,10 @@ def engine(model: PreTrainedModel, new: int, strategy: str = PLAIN, **fields: An
         drafted = [point for point in found.points if point.draft_length]
         if rounds is not None:
             facts["T_p"] = median(rounds.seconds)
-        elif strategy == "self" and drafted and found.drafted_rounds == found.rounds:
+        elif strategy == "self" and drafted:  # nothing else drafts, and it shares the target's K/V
             drafting = found.phase_seconds["draft"]
             facts["T_q"] = drafting / sum(point.rounds * point.draft_length for point in drafted)
-            facts["T_V"] = (sum(point.seconds for point in drafted) - drafting) / found.rounds
+            facts["T_V"] = (sum(point.seconds for point in drafted) - drafting) / found.drafted_rounds
         decoding = found.seconds - found.phase_seconds["prefill"]
         return Call(decoding / new, watch.value, output.sequences[:, prompts.shape[1] :].tolist(), facts)
 

@@ -107,7 +107,7 @@ def sizes(model: PreTrainedModel) -> dict[str, float]:
 def speed(stage: Stage, names: Sequence[str], repeats: int) -> None:
     """Shapes by "none", `generate`, "self" that always drafts, and "auto"."""
     kernel: Any = os.environ.get("QUARTER_KERNEL", "triton") if stage.device.type == "cuda" else "reference"
-    always: dict[str, Any] = dict(sd_toggle="always", draft_length=DRAFT_LENGTH, draft_lm_head="packed")
+    packing: dict[str, Any] = dict(draft_kernel=kernel, draft_lm_head="packed")  # one copy for both ways
     for name in names:
         model = stage.attempt(f"{name}, made", partial(make_model, stage, name))
         if model is None:
@@ -116,8 +116,8 @@ def speed(stage: Stage, names: Sequence[str], repeats: int) -> None:
         new = new_tokens(stage)
         methods = {
             "generate": theirs(model, new),
-            "self": engine(model, new, "self", draft_kernel=kernel, **always),
-            "auto": engine(model, new, "auto", draft_kernel=kernel),
+            "self": engine(model, new, "self", sd_toggle="always", draft_length=DRAFT_LENGTH, **packing),
+            "auto": engine(model, new, "auto", **packing),
         }
         time_cells(stage, model, name, methods, repeats)
         stage.measure(f"{name}, bytes", partial(sizes, model))

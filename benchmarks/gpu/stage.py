@@ -139,7 +139,8 @@ class Stage:
     def _write(self, status: str) -> None:
         result = {
             "stage": self.name, "status": status, "seconds": time.time() - self._started, "shape": self.shape,
-            "seed": self.seed, **self._facts, "failed": self.failed, "measured": self.found, "errors": self.errors, "skipped": self.skipped,
+            "seed": self.seed, **self._facts, "measured": self.found, "failed": self.failed, "errors": self.errors,
+            "skipped": self.skipped,
         }  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
         # A stage killed while it writes must not lose what it had.

@@ -55,7 +55,7 @@ def test_a_case_fails_where_nothing_was_drafted_or_log_probabilities_are_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = tried(tmp_path)
-    make = lambda: tiny_llama(max_position_embeddings=512).float()  # noqa: E731
+    make = lambda: tiny_llama(max_position_embeddings=512)  # noqa: E731
     smoke._check(stage, "drafts", make, "self", bits="same")
     smoke._check(stage, "drafts nothing", make, "self", {"sd_toggle": "never"})
     smoke._check(stage, "other bits", make, "self", {"seed": 1}, bits="same")

@@ -91,6 +91,11 @@ def test_a_stage_of_the_gpu_benchmark_runs_on_the_tiny_shape(
     result = json.loads((tmp_path / f"{stage}.json").read_text())
     assert GPU[stage] <= result["measured"].keys() and not result["errors"] and not result["skipped"]
     assert result["machine"]["accelerator"] is None
+    if stage == "headline":
+        found = result["measured"]["tiny, B 1"]
+        assert found["self"]["facts"]["block_efficiency"] > 5  # its weights lie on the grid of 4 bits
+        assert all(found[step] > 0 for step in ("T_p, ms", "T_q, ms", "T_V, ms"))
+        assert 0 < result["measured"]["tiny, bytes"]["read by a draft step, GB"] < 0.0007
 
 
 def test_each_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
