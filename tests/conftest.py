@@ -16,7 +16,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import numpy as np
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -28,8 +27,8 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 DATA = Path(__file__).resolve().parents[1] / "examples/data"
 STORY_MODEL = DATA / "stories260K"
 
-if np.lib.NumpyVersion(np.__version__) >= "2.5.0" and find_spec("triton") and version("triton") < "3.7":
-    # Loops of the interpreter take a bound from an array of one element, which NumPy 2.5 refuses; Triton 3.7 does not.
+if find_spec("triton") and version("triton").startswith("3.6."):
+    # Loops of its interpreter take a bound from an array of one element, which NumPy refuses from 2.4 on.
     from triton.runtime import interpreter
 
     patch_tensors = interpreter._patch_lang_tensor
