@@ -27,7 +27,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 DATA = Path(__file__).resolve().parents[1] / "examples/data"
 STORY_MODEL = DATA / "stories260K"
 
-if find_spec("triton") and version("triton").startswith("3.6."):
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") and version("triton").startswith("3.6."):
     # Loops of its interpreter take a bound from an array of one element, which NumPy refuses from 2.4 on.
     from triton.runtime import interpreter
 

@@ -36,7 +36,9 @@ python=${PYTHON:-python3} cache=${QUARTER_CACHE:-/tmp/quarter} out=${OUT:-bench_
 [[ " ${QUARTER_ARGS:-} " == *" --tiny "* ]] && tiny=yes
 mkdir -p "$out" "$cache/logs"
 export SPEC_TRL_CACHE=$cache TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor
-export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+cores=$(nproc)
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores < 4 ? cores : 4))}
 if [ ! -e "$cache/site" ] && ls .wheels/*.whl >/dev/null 2>&1; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --target "$cache/site" .wheels/*.whl 2>&1 | tail -n 3
 fi
@@ -50,7 +52,7 @@ failed=0
 for each in "${stages[@]}"; do
     stage=${each%%=*} seconds=${each#*=} started=$SECONDS log=$cache/logs/${each%%=*}.log
     case $stage in
-    kernels) command=(env OMP_NUM_THREADS=1 "${test[@]}" -n "$(nproc)" -k "not compiled" "${tests[@]}") ;;
+    kernels) command=(env OMP_NUM_THREADS=1 "${test[@]}" -n "$cores" -k "not compiled" "${tests[@]}") ;;
     sanitizer) # 10 to 50 times slower: tests that capture nothing, a few of each kernel
         command=(compute-sanitizer --tool memcheck --error-exitcode 86 "${test[@]}"
             -k "test_multiplies_like or test_pages or test_norms or test_rotates or test_silu or test_is_right"

@@ -130,6 +130,7 @@ def _check(
 def facts(result: SpeculativeOutput, warned: list[str]) -> dict[str, Any]:
     """What was drafted and captured."""
     found = result.statistics
+    assert found is not None
     return {
         "ok": found.drafter_failure is None and not warned, "warned": warned, "failure": found.drafter_failure,
         "drafted": found.total.drafted, "acceptance": found.acceptance_rate, "graphs": found.graphs,
