@@ -134,7 +134,7 @@ class Stage:
         """Writes the last state; 1 where anything raised an error, or was found not to be `ok`."""
         self._write("complete" if not self.errors and not self.skipped else "complete, with gaps")
         print(f"[{self.name}] failed: {', '.join(self.failed) or 'nothing'}", flush=True)
-        return int(bool(self.failed))
+        return int(bool(self.failed) or not self.found)
 
     def _write(self, status: str) -> None:
         result = {
