@@ -131,7 +131,7 @@ class Stage:
         return value
 
     def finish(self) -> int:
-        """Writes the last state; 1 where anything raised an error, or was found not to be `ok`."""
+        """Writes the last state; 1 where anything failed, or nothing was measured."""
         self._write("complete" if not self.errors and not self.skipped else "complete, with gaps")
         print(f"[{self.name}] failed: {', '.join(self.failed) or 'nothing'}", flush=True)
         return int(bool(self.failed) or not self.found)
