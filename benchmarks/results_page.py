@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .chat_tables import usable, write_tables
+from .gpu.summary import figures, read_stages, table
 from .measure import FEWEST_REPEATS, RESULTS, Finding, Result, interval_text, number, read_result, text_of
 
 
@@ -18,8 +19,8 @@ PAGE = Path(__file__).parent / "RESULTS.md"
 HEAD = """# Results
 
 Made by `python -m benchmarks.results_page` from the files in [results](results): what README and docs claim, and the
-command of each. `python -m benchmarks.results_page NAME` prints setup, machine and every number of a result. No GPU
-has run any of this. [docs/performance.md](../docs/performance.md) says what the numbers mean.
+command of each. `python -m benchmarks.results_page NAME` prints setup, machine and every number of a result.
+[docs/performance.md](../docs/performance.md) says what the numbers mean.
 
 Ratios and changes are medians over repeats, with the lowest and the highest or 95 % in brackets.
 
@@ -27,6 +28,13 @@ Ratios and changes are medians over repeats, with the lowest and the highest or 
 
 | result | what | value | against |
 |---|---|---|---|
+"""
+ON_A_GPU = """
+## On a GPU
+
+Predicted before any GPU ran this code (`results/gpu/predicted.json` says how); measured by
+`benchmarks/gpu/quarter.sh`. A factor is measured over predicted, or over the nearer end of a range.
+
 """
 LEFT_OUT = f"""
 ## Left out
@@ -117,7 +125,9 @@ def page(results: Mapping[str, Result]) -> str:
     reasons = {name: results[name].refusal() if name in results else "not measured" for name in CLAIMS}
     left_out = [f"* `{name}`: {why}" for name, why in reasons.items() if why] or ["* nothing"]
     commands = [command_row(name, results[name]) for name in CLAIMS if name in results]
-    return "\n".join([HEAD + "\n".join(lines), LEFT_OUT + "\n".join(left_out), COMMANDS + "\n".join(commands)]) + "\n"
+    gpu = table([figure for figure in figures(read_stages()) if figure.predicted is not None])
+    parts = (HEAD + "\n".join(lines), ON_A_GPU + gpu, LEFT_OUT + "\n".join(left_out), COMMANDS + "\n".join(commands))
+    return "\n".join(parts) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

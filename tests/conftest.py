@@ -3,7 +3,10 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +26,18 @@ TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2]))
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 DATA = Path(__file__).resolve().parents[1] / "examples/data"
 STORY_MODEL = DATA / "stories260K"
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") and version("triton").startswith("3.6."):
+    # Loops of its interpreter take a bound from an array of one element, which NumPy refuses from 2.4 on.
+    from triton.runtime import interpreter
+
+    patch_tensors = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch_tensors(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda bound: int(bound.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patched
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,7 @@
 The policy starts from random weights and learns, for a stated number of seconds, a language whose next token is drawn
 from a few successors of the last: its 4-bit copy then agrees with it as training made it, and τ is what it is. Tokens
 may end a text, so completions have a long tail. All ways sample from the same policy for the same prompts; ours alone
-share their noise, so tokens per second are given too. The first step is not counted: it compiles and, where
-captured forwards are kept, captures.
+share their noise, so tokens per second are given too. The first step is not counted: it compiles and captures.
 
 Ours has the trainer's defaults but for what a way's name says. A script that gives a model's name and bf16=True, as
 the README's does, trains float32 weights under bfloat16 autocast; the other ways train bfloat16 weights.
@@ -14,7 +13,6 @@ import copy
 import gc
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,8 +29,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.training import Size, Training, TrainingTask, odd_share, settings_of, train
 
-from .part import Part
 from .shapes import TINY, config_of, random_model
+from .stage import Stage
 
 
 SHAPE = "qwen2.5-0.5b"
@@ -40,17 +38,14 @@ PAD, END, FIRST = 0, 1, 2  # token ids; states of the language follow
 STATES, SUCCESSORS = 512, 8
 MEAN_LENGTH = 150  # tokens of a text
 PROMPT = 64
-LESSON_SECONDS = 30.0
+LESSON_SECONDS = 15.0
 LESSON_ROWS, LESSON_LENGTH = 32, 256
 LEARNING_RATE = 5e-4
 SIZE = Size(steps=3, rows=32, group=8, max_completion_length=384)
 SMOKE_SIZE = Size(steps=2, rows=4, group=2, max_completion_length=8)
-TRL, TRL_BATCHED, TRL_README = "TRL", "TRL, continuous batching", "TRL, float32 under autocast"
-README, DEFAULT, KEPT = "float32 under autocast", "bfloat16", "bfloat16, graphs kept"
-PLAIN = "none, graphs kept"
+OURS, TRL, PLAIN = "ours", "TRL", "none"
+README = ", float32 under autocast"
 RECORDED = ("block_efficiency", "sd_on_fraction", "refresh_seconds")
-COMPARED = {README: (TRL_README,), KEPT: (TRL, TRL_BATCHED, PLAIN, DEFAULT)}
-"""Ours, and what it is compared with."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +79,11 @@ class Language:
         return texts
 
 
-def teach(part: Part, policy: PreTrainedModel, language: Language) -> dict[str, Any]:
+def teach(stage: Stage, policy: PreTrainedModel, language: Language) -> dict[str, Any]:
     """Trains `policy` (float32) in place by next tokens; bfloat16 products, as trainers do it."""
-    seconds = 0.3 if part.is_smoke else LESSON_SECONDS
-    rows, length = (8, 32) if part.is_smoke else (LESSON_ROWS, LESSON_LENGTH)
-    generator = torch.Generator(part.device).manual_seed(part.seed + 1)
+    seconds = 0.3 if stage.is_smoke else LESSON_SECONDS
+    rows, length = (8, 32) if stage.is_smoke else (LESSON_ROWS, LESSON_LENGTH)
+    generator = torch.Generator(stage.device).manual_seed(stage.seed + 1)
     policy.train().requires_grad_(True)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     losses: list[float] = []
@@ -98,7 +93,7 @@ def teach(part: Part, policy: PreTrainedModel, language: Language) -> dict[str, 
         for group in optimizer.param_groups:
             group["lr"] = rate
         ids = language.texts(rows, length, True, generator)  # [rows, length]
-        with torch.autocast(part.device.type, torch.bfloat16):
+        with torch.autocast(stage.device.type, torch.bfloat16):
             logits = policy(input_ids=ids[:, :-1]).logits  # [rows, length - 1, V]
         labels = ids[:, 1:].masked_fill(ids[:, 1:] == PAD, -100)
         loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
@@ -125,12 +120,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_task(part: Part, policy: PreTrainedModel, language: Language, size: Size) -> TrainingTask:
+def make_task(stage: Stage, policy: PreTrainedModel, language: Language, size: Size) -> TrainingTask:
     """Prompts of the language; reward: the share of odd tokens. The learning rate leaves bfloat16 weights as they are,
     so that all steps do the same work."""
-    generator = torch.Generator(part.device).manual_seed(part.seed + 2)
+    generator = torch.Generator(stage.device).manual_seed(stage.seed + 2)
     count = size.steps * size.rows // size.group
-    texts = language.texts(count, 8 if part.is_smoke else PROMPT, False, generator).tolist()
+    texts = language.texts(count, 8 if stage.is_smoke else PROMPT, False, generator).tolist()
     prompts = [" ".join(f"<{token}>" for token in text) for text in texts]
     dataset, settings = Dataset.from_dict({"prompt": prompts}), dict(learning_rate=1e-6, lr_scheduler_type="constant")
     make_policy = lambda: copy.deepcopy(policy)  # noqa: E731
@@ -152,61 +147,43 @@ def summarise(run: Training) -> dict[str, Any]:
     }
 
 
-def ratios(part: Part) -> dict[str, dict[str, float]]:
-    """Seconds of the others over those of ours, as far as both were measured."""
-    found: dict[str, dict[str, float]] = {}
-    for name, others in COMPARED.items():
-        for other in others:
-            ours, theirs = part.found.get(name), part.found.get(other)
-            if ours and theirs:
-                found[f"{other} over {name}"] = {
+def grpo(stage: Stage) -> None:
+    """All ways, the most telling first."""
+    shape, size = (TINY, SMOKE_SIZE) if stage.is_smoke else (SHAPE, SIZE)
+    language = Language.draw(stage.seed, stage.device)
+    # Dropout-free and with an end: what is learnt is what rollouts sample from.
+    config = config_of(shape, **({"vocab_size": FIRST + STATES + 6} if stage.is_smoke else {}))
+    config.eos_token_id = END
+    wide = random_model(config, stage.device, torch.float32, stage.seed)
+    wide.generation_config.eos_token_id, wide.generation_config.pad_token_id = END, PAD
+    if stage.measure("lesson", partial(teach, stage, wide, language)) is None:
+        return
+    narrow = copy.deepcopy(wide).to(torch.bfloat16)
+    ways: list[tuple[str, PreTrainedModel, dict[str, Any] | None, dict[str, Any]]] = [
+        (OURS, narrow, {}, {}),
+        (TRL, narrow, None, {}),
+        (PLAIN, narrow, dict(assistant_strategy="none"), {}),
+        (f"{OURS}{README}", wide, {}, dict(bf16=True)),
+        (f"{TRL}{README}", wide, None, dict(bf16=True)),
+    ]
+    if stage.device.type == "cuda":
+        ways.append((f"{TRL}, continuous batching", narrow, None, dict(use_transformers_continuous_batching=True)))
+    with tempfile.TemporaryDirectory() as scratch, tqdm(disable=True) as bar:
+        for name, policy, fields, more in ways:
+
+            def work(policy: PreTrainedModel = policy, fields: Any = fields, more: Any = more) -> dict[str, Any]:
+                folder = Path(scratch) / str(len(stage.found))
+                task = make_task(stage, policy, language, size)
+                shared = settings_of(task, size, stage.seed, stage.device.type == "cpu")
+                return summarise(train(task, fields, shared | more, folder, bar))
+
+            stage.measure(name, work, needs=0.0 if stage.is_smoke else 15.0)
+            ours = stage.found.get(f"{OURS}{README}" if name.endswith(README) else OURS)
+            if ours and not name.startswith(OURS) and name in stage.found:
+                theirs = stage.found[name]
+                stage.record(f"{name}, over ours", {
                     "rollout": theirs["rollout_seconds"] / ours["rollout_seconds"],
                     "step": theirs["step_seconds"] / ours["step_seconds"],
                     "tokens per second": ours["tokens_per_second"] / theirs["tokens_per_second"],
-                }
-    return found
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    part = Part("grpo", __doc__, arguments)
-    shape, size = (TINY, SMOKE_SIZE) if part.is_smoke else (SHAPE, SIZE)
-    part.state(policy=shape, rows=size.rows, group=size.group, steps=size.steps,
-               max_completion_length=size.max_completion_length)  # fmt: skip
-    language = Language.draw(part.seed, part.device)
-    # Dropout-free and with an end: what is learnt is what rollouts sample from.
-    config = config_of(shape, **({"vocab_size": FIRST + STATES + 6} if part.is_smoke else {}))
-    config.eos_token_id = END
-    wide = random_model(config, part.device, torch.float32, part.seed)
-    wide.generation_config.eos_token_id, wide.generation_config.pad_token_id = END, PAD
-    if part.measure("lesson", partial(teach, part, wide, language)) is None:
-        return part.finish()
-    narrow = copy.deepcopy(wide).to(torch.bfloat16)
-
-    with tempfile.TemporaryDirectory() as scratch, tqdm(disable=True) as bar:
-
-        def run(name: str, policy: PreTrainedModel, fields: dict[str, Any] | None, **more: Any) -> None:
-            def work() -> dict[str, Any]:
-                folder = Path(scratch) / str(len(part.found))
-                task = make_task(part, policy, language, size)
-                shared = settings_of(task, size, part.seed, part.device.type == "cpu")
-                return summarise(train(task, fields, shared | more, folder, bar))
-
-            part.measure(name, work, needs=0.0 if part.is_smoke else 10.0)
-            part.record("ratios", ratios(part))  # what is killed in the next run has these
+                })  # fmt: skip
             gc.collect()
-
-        run(README, wide, {}, bf16=True)
-        run(DEFAULT, narrow, {})
-        run(KEPT, narrow, dict(keep_graphs=True))
-        run(TRL, narrow, None)
-        if part.device.type == "cuda":
-            run(TRL_BATCHED, narrow, None, use_transformers_continuous_batching=True)
-        else:
-            part.skip(TRL_BATCHED, "needs a GPU")
-        run(TRL_README, wide, None, bf16=True)
-        run(PLAIN, narrow, dict(assistant_strategy="none", keep_graphs=True))
-    return part.finish()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -30,6 +30,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
         vocab_size=151936, tie_word_embeddings=True,
     ),
+    "qwen2.5-1.5b": _QWEN25 | dict(
+        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        vocab_size=151936, tie_word_embeddings=True,
+    ),
     "qwen3-8b": _QWEN3 | dict(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
     TINY: _QWEN25 | dict(
         hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -1,5 +1,6 @@
 """Each benchmark once with `--tiny`: it runs, and writes a result with findings. No time is looked at."""
 
+import json
 import re
 from collections.abc import Callable
 from importlib import import_module
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.part import Part
+from benchmarks.gpu import quarter
 from benchmarks.measure import read_result
 from tests.conftest import TRANSFORMERS
 
@@ -30,19 +31,13 @@ UNTIMED = {"control_regret", "identity", "identity_grid", "kv_memory", "paper.sp
 """Those whose findings no clock decides."""
 LONG = ("paper.specactor",)  # whole clusters; tests/specactor simulates smaller ones
 GPU = {
-    "checks --group kernels": {"tests of kernels"},
-    "decode --group default": {"default, B 2"},
-    "decode --group batched": {"batched, B 2"},
-    "decode --group static": {"static, B 2"},
-    "decode --group top_p": {"top_p, B 1"},
-    "decode --group exact": {"exact, B 2"},
-    "grpo": {"lesson", "float32 under autocast", "bfloat16", "bfloat16, graphs kept", "TRL", "ratios"},
-    "rounds": {"roofline", "head packed", "head dense", "believed over taken, second"},
-    "speculation": {
-        "policy", "identity, float32", "self, measured, first call, B 1", "self, measured, B 1", "self, always, B 1",
-    },
-}  # fmt: skip
-QUICK = ("decode --group default", "decode --group exact", "rounds")
+    "headline": {"tiny, B 2", "tiny, bytes", "tiny, captured against eager"},
+    "smoke": {"exact, self", "images", "mtp", "eagle3", "dflash", "LoRA"},
+    "grpo": {"lesson", "ours", "TRL", "TRL, over ours"},
+    **dict.fromkeys(("small", "batched", "static"), {"tiny, B 2"}),
+    "exact": {"tiny, exact=True, B 2"},
+}
+QUICK = ("headline",)
 
 
 TOKENS_ARE_THE_SAME: dict[str, Callable[[Any], bool]] = {
@@ -86,24 +81,25 @@ def test_a_benchmark_runs_on_the_smallest_input(
 
 
 @pytest.mark.parametrize(
-    "command", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in GPU if each not in QUICK)]
+    "stage", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in GPU if each not in QUICK)]
 )
-def test_a_part_of_the_gpu_benchmark_runs_on_the_tiny_shape(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_stage_of_the_gpu_benchmark_runs_on_the_tiny_shape(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
-    parts: list[Part] = []
-    finish = Part.finish
-    monkeypatch.setattr(Part, "finish", lambda part: (parts.append(part), finish(part))[1])
-    name, *more = command.split()
-    assert import_module(f"benchmarks.gpu.{name}").main(["--tiny", "--output", str(tmp_path), *more]) == 0
-    found, result = parts[0].found, next(tmp_path.glob("*.json")).read_text()
-    assert GPU[command] <= found.keys() and '"errors": {}' in result and '"accelerator": null' in result
+    assert quarter.main([stage, "--tiny", "--output", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / f"{stage}.json").read_text())
+    assert GPU[stage] <= result["measured"].keys() and not result["errors"] and not result["skipped"]
+    assert result["machine"]["accelerator"] is None
+    if stage == "headline":
+        found = result["measured"]["tiny, B 1"]
+        assert found["self"]["facts"]["block_efficiency"] > 5  # its weights lie on the grid of 4 bits
+        assert all(found[step] > 0 for step in ("T_p, ms", "T_q, ms", "T_V, ms"))
+        assert 0 < result["measured"]["tiny, bytes"]["read by a draft step, GB"] < 0.0007
 
 
 def test_each_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    parts = [f"gpu.{name.split()[0]}" for name in GPU]
-    for name in dict.fromkeys([*(name for name in NAMES if name != "results_page"), *parts]):
+    for name in [*(name for name in NAMES if name != "results_page"), "gpu.quarter"]:
         with pytest.raises(SystemExit) as ended:
             import_module(f"benchmarks.{name}").main(["--help"])
         assert ended.value.code == 0 and "--output" in capsys.readouterr().out, name

@@ -1,7 +1,7 @@
-"""What the parts of the GPU benchmark share: their command line, their clock, and the JSON that each of them writes.
+"""What the stages of the GPU benchmark share: their command line, their clock, and the JSON that each of them writes.
 
-A part may be killed at any time, so its JSON is written anew after every measurement. What fails is recorded with its
-error and the part goes on: a baseline that cannot run is named, not dropped.
+A stage may be killed at any time, so its JSON is written anew after every measurement. What fails is recorded with its
+error and the stage goes on: a baseline that cannot run is named, not dropped.
 """
 
 import importlib.metadata
@@ -31,48 +31,49 @@ os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 
 T = TypeVar("T")
 LONGEST_ERROR = 1500  # characters
-PACKAGES = {"torch", "triton", "transformers", "trl", "accelerate", "flash-attn", "humming-kernels", "gptqmodel"}
+PACKAGES = ("torch", "triton", "transformers", "trl", "accelerate", "numpy", "tokenizers", "peft", "flash-attn")
 
 
 def versions() -> dict[str, str]:
-    """Of installed packages that decide what is measured."""
-    found = {own.metadata["Name"]: own.version for own in importlib.metadata.distributions()}
-    return {name: found[name] for name in sorted(PACKAGES & found.keys())}
+    """Of installed packages that decide what is measured: of two that are installed, the one that is imported."""
+    first = {own.name: own.version for own in reversed([*importlib.metadata.distributions()])}
+    return {name: first[name] for name in PACKAGES if name in first}
 
 
-class Part:
-    """One part of the benchmark: its command line (`arguments`; None: the process's) and its result. Of `groups` of
-    measurements one runs in a process: `--group`, with which the JSON's name ends.
+class Stage:
+    """One of `stages` of the benchmark: its command line (`arguments`; None: the process's) and its result,
+    `STAGE.json`.
 
     Attributes:
-        device, shape, seed, group: what to measure on and with; `is_smoke`: the tiny shape, to try the code out.
-        found, skipped: what was measured so far, and why what was not, by key.
+        name: of the stage.
+        device, shape, seed: what to measure on and with; `is_smoke`: the tiny shape, to try the code out.
+        found, errors, skipped: what was measured so far, and why what was not, by key.
+        shared: what measurements keep for later ones; it is not written.
     """
 
     def __init__(
-        self, name: str, description: str | None, arguments: Sequence[str] | None = None, groups: Sequence[str] = ()
+        self, description: str | None, stages: Sequence[str], arguments: Sequence[str] | None = None
     ) -> None:
-        # Importing torch and transformers takes seconds of a part's time too.
+        # Importing torch and transformers takes seconds of a stage's time too.
         self._started = psutil.Process().create_time()
         parser = Options(description, "", f"--device cpu --shape {TINY} --output bench_output/gpu")
         parser.set_defaults(device="cuda", output=Path("bench_output/gpu"))  # a folder
         parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing later than this")
         parser.add_argument("--shape", default=DEFAULT, choices=sorted(CONFIGS), help="of the model")
-        if groups:
-            parser.add_argument("--group", default=groups[0], choices=groups, help="what to measure")
+        parser.add_argument("stage", choices=stages, help="what to measure")
         options = parser.read(arguments)
         if options.device == "cuda" and not torch.cuda.is_available():
             parser.error(f"torch {torch.__version__} sees no GPU; to try this out: --tiny")
-        self.group = options.group if groups else ""
-        self.name = f"{name}_{self.group}" if groups else name
+        self.name: str = options.stage
         self.shape, self.seed = options.shape, options.seed
         self.device = torch.device(options.device)
         self.folder: Path = options.output
         self.is_smoke = self.shape == TINY
         self._limit = options.seconds
         self.found: dict[str, Any] = {}
-        self._errors: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
+        self.shared: dict[str, Any] = {}
         self._facts: dict[str, Any] = {"machine": describe_machine(self.device) | {"packages": versions()}}
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -83,10 +84,11 @@ class Part:
         """Until nothing more should start."""
         return self._limit - (time.time() - self._started)
 
-    def state(self, **facts: Any) -> None:
-        """Adds facts that all measurements share: shape, dtype, lengths."""
-        self._facts |= facts
-        self._write("unfinished")
+    @property
+    def failed(self) -> list[str]:
+        """What was found not to be `ok`, and what raised an error."""
+        wrong = [key for key, value in self.found.items() if isinstance(value, dict) and value.get("ok") is False]
+        return wrong + list(self.errors)
 
     def record(self, key: str, value: Any) -> None:
         """Keeps what was found under `key`, at once."""
@@ -113,7 +115,7 @@ class Part:
             print(trace, file=sys.stderr, flush=True)
             text = f"{type(error).__name__}: {error}"
             # The beginning says what, the end of the trace where.
-            self._errors[key] = text[:LONGEST_ERROR] + " | " + trace[-LONGEST_ERROR // 3 :]
+            self.errors[key] = text[:LONGEST_ERROR] + " | " + trace[-LONGEST_ERROR // 3 :]
             print(f"[{self.name}] {key}: FAILED: {text[:300]}", flush=True)
             self._write("unfinished")
             return None
@@ -129,17 +131,19 @@ class Part:
         return value
 
     def finish(self) -> int:
-        """Writes the last state; 1 where nothing was measured and something failed."""
-        self._write("complete" if not self._errors and not self.skipped else "complete, with gaps")
-        return int(bool(self._errors) and not self.found)
+        """Writes the last state; 1 where anything failed, or nothing was measured."""
+        self._write("complete" if not self.errors and not self.skipped else "complete, with gaps")
+        print(f"[{self.name}] failed: {', '.join(self.failed) or 'nothing'}", flush=True)
+        return int(bool(self.failed) or not self.found)
 
     def _write(self, status: str) -> None:
         result = {
-            "part": self.name, "status": status, "seconds": time.time() - self._started, "shape": self.shape,
-            "seed": self.seed, **self._facts, "measured": self.found, "errors": self._errors, "skipped": self.skipped,
+            "stage": self.name, "status": status, "seconds": time.time() - self._started, "shape": self.shape,
+            "seed": self.seed, **self._facts, "measured": self.found, "failed": self.failed, "errors": self.errors,
+            "skipped": self.skipped,
         }  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
-        # A part killed while it writes must not lose what it had.
+        # A stage killed while it writes must not lose what it had.
         write_atomically(self.folder / f"{self.name}.json", json.dumps(_plain(result), indent=1) + "\n")
 
 
