@@ -121,13 +121,14 @@ class _Attention(_Fused):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer = _layer_of(kwargs.get(self._cache_name), self.layer_idx)
-        norms = [getattr(self, name) for name in self._norms]
+        as_known = not self._needs or getattr(self, self._needs)
+        norms = [getattr(self, name) for name in self._norms if as_known]
         angles = kwargs.get("position_embeddings")
         if (
             layer is None
             or args
             or angles is None
-            or (self._needs and not getattr(self, self._needs))
+            or not as_known
             or self.training
             or self.config._attn_implementation not in ATTENTIONS
             or not _are_fused(norms, self.head_dim)
