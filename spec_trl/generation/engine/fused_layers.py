@@ -168,7 +168,8 @@ class _Attention(_Fused):
         return query, key, value, gate
 
     def _takes_angles(self, query: Tensor, cosine: Tensor) -> bool:
-        return _goes_with(query, cosine) or (self._rounds_back and cosine.dtype == torch.float32)
+        rounded = self._rounds_back and cosine.dtype == torch.float32 and query.dtype.itemsize == 2
+        return _goes_with(query, cosine) or rounded
 
 
 class _DecoderLayer(_Fused):

@@ -97,8 +97,7 @@ def _gated(
     wide = gate.to(WIDE)
     if KIND == "gelu":  # of tanh
         inner = 0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)  # sqrt(2 / pi)
-        # 1 + tanh(y) = 2 / (1 + exp(-2 y))
-        activated = wide / (1 + tl.exp(-2 * inner))
+        activated = wide / (1 + tl.exp(-2 * inner))  # (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y))
     elif KIND == "silu":
         activated = wide / (1 + tl.exp(-wide))
     else:
