@@ -98,7 +98,8 @@ def _plain(tree: Any) -> Any:
         return "cache" if tree == "past_key_values" else tree
     if isinstance(tree, ast.AnnAssign) and tree.value is not None:
         tree = ast.Assign([tree.target], tree.value)
-    fields = {name: value for name, value in ast.iter_fields(tree) if name not in _LEFT_OUT and value not in (None, [])}
+    given = ((name, value) for name, value in ast.iter_fields(tree) if value is not None and value != [])
+    fields = {name: value for name, value in given if name not in _LEFT_OUT}
     if isinstance(tree, ast.Call):
         attends = isinstance(tree.func, ast.Name) and tree.func.id == "attention_interface"
         heard = [each for each in tree.keywords if not attends or each.arg in _HEARD]

@@ -22,6 +22,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.utils.deprecation import deprecate_kwarg
@@ -32,6 +33,7 @@ from spec_trl.generation.drafters.decoupled.tail import TailCache
 from spec_trl.generation.engine import cpu_layers, fused_layers, graph_runner
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.graph_runner import compiled_twin
+from spec_trl.generation.engine.known_code import code_of_reference
 from spec_trl.generation.engine.linear_layers import make_copies
 from spec_trl.generation.engine.runner import CompiledRunner, EagerRunner
 from spec_trl.generation.engine.shadow import keep_states, make_shadow
@@ -282,9 +284,7 @@ def test_at_most_fourteen_kernels_in_a_layer(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what stands in for kernels on a CPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)], ids=["one dtype", "float32 under autocast"])
 @pytest.mark.parametrize("family", quick("gemma3_text", "qwen3_5_text", "qwen3_vl"))
-def test_at_most_eighteen_kernels_in_a_layer(
-    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_most_eighteen_kernels_in_a_layer(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_products, "library", lambda: None)
     few, many = (in_a_forward(other_model(family, layers, dtype)) for layers in (1, 2))
     found, expected = many - few, OTHERS[family][1]
@@ -369,6 +369,16 @@ def test_what_is_not_known_keeps_its_own_code(fused, monkeypatch: pytest.MonkeyP
     assert [type(layer.mlp) for layer in layers] == [LlamaMLP, own]
     assert type(layers[0].post_attention_layernorm) is LlamaRMSNorm
     compare(run(network), run(make_shadow(model)))
+
+
+def test_transformers_has_all_references() -> None:
+    """A class that it renamed, or wrote anew, would no longer be fused: counts of other families would not tell."""
+    assert all(map(code_of_reference, fused_layers._REFERENCES)) and code_of_reference("llama.LlamaNorm") == ""
+
+
+def test_a_method_that_was_replaced_stays(fused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gemma3RMSNorm, "_norm", lambda self, x: 2 * x)
+    assert "Gemma3RMSNorm" in names_of(fused(other_model("gemma3_text", 1, torch.float32)))
 
 
 @pytest.fixture

@@ -71,7 +71,8 @@ def test_norms(dtype: torch.dtype, shift: float | None) -> None:
 
 
 GATES = {
-    silu_multiply: F.silu, gelu_multiply: lambda gate: F.gelu(gate, approximate="tanh"), sigmoid_multiply: torch.sigmoid
+    silu_multiply: F.silu, sigmoid_multiply: torch.sigmoid,
+    gelu_multiply: lambda gate: F.gelu(gate, approximate="tanh"),
 }  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def test_rotates_a_part_of_each_head(dtype: torch.dtype, shift: float | None) ->
     torch.manual_seed(0)
     query, key = random(2, 3, 4, 80, dtype=dtype)[..., :40], random(2, 3, 2, 40, dtype=dtype)
     norms = [norm_of(40, dtype, shift) for _ in range(2)]
-    places = torch.arange(2, device=DEVICE)[:, None].expand(2, 3), torch.tensor([[3, 4, 5], [28, 29, 0]], device=DEVICE)
+    places = torch.tensor([[[0] * 3, [1] * 3], [[3, 4, 5], [28, 29, 0]]], device=DEVICE)
     given = [norm(states).transpose(1, 2) for norm, states in zip(norms, (query, key), strict=True)]
     for family, width, half in ((modeling_qwen3_5, 12, 6), (modeling_gpt_oss, 20, 20)):
         cos, sin = random(2, 2, 3, width, dtype=dtype)
