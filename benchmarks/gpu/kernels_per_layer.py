@@ -16,6 +16,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 
 if not torch.cuda.is_available():
@@ -53,11 +54,9 @@ def _one_operation(packed: ReferenceInt4, x: torch.Tensor) -> torch.Tensor:
     return x.new_ones(len(x), packed.layer.out_features)
 
 
-def in_a_forward(family: str, layers: int, quantized: bool, fused: bool, mixed: bool = False) -> Counter[str]:
-    """Kernels or operations of one forward of one token per row; `mixed`: float32 weights under autocast."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = config_of(TINY, model_type=family, num_hidden_layers=layers, head_dim=32)
-    model = random_model(config, device, torch.float32 if mixed else torch.bfloat16)
+def in_a_forward(model: PreTrainedModel, quantized: bool = False, fused: bool = True) -> Counter[str]:
+    """Kernels or operations of one forward of one token per row; under autocast if the weights are float32."""
+    device, mixed = model.device, model.dtype == torch.float32
     with mock.patch.object(fused_layers, "run_on", lambda _device: fused):
         network = make_shadow(model)
     if quantized:
@@ -85,6 +84,11 @@ def in_a_forward(family: str, layers: int, quantized: bool, fused: bool, mixed: 
 
 
 def per_layer(family: str, quantized: bool = False, fused: bool = True, mixed: bool = False) -> Counter[str]:
-    """Kernels of one layer by name."""
-    how = quantized, fused, mixed
-    return in_a_forward(family, 2, *how) - in_a_forward(family, 1, *how)
+    """Kernels of one layer by name; `mixed`: of float32 weights under autocast."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    for layers in (1, 2):
+        config = config_of(TINY, model_type=family, num_hidden_layers=layers, head_dim=32)
+        model = random_model(config, device, torch.float32 if mixed else torch.bfloat16)
+        found.append(in_a_forward(model, quantized, fused))
+    return found[1] - found[0]

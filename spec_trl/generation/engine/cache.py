@@ -312,17 +312,25 @@ class RaggedLayer(CacheLayerMixin):
         return self.read(self._window.first_row, rows, self._window.visible)
 
     def rotate_and_update(
-        self, write: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, norms: Sequence[Any]
+        self,
+        write: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: Sequence[Any],
+        *how: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Like :meth:`update`, by the kernel `write`, for `[B, q, heads, d]` as projections return them. Queries and
-        keys go through `norms`, two or none, and are rotated. Returns queries `[B, heads, q, d]` and the result of
-        `update`."""
+        keys go through `norms`, two or none, and are rotated, as the kernel's arguments `how` say. Returns queries
+        `[B, heads, q, d]` and the result of `update`."""
         if not self.is_initialized:
             self.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
         window = self._window
-        weights, eps = [norm.weight for norm in norms] or [None, None], norms[0].variance_epsilon if norms else 0.0
+        weights, eps = [norm.weight for norm in norms] or [None, None], norms[0].epsilon if norms else 0.0
         cache = self.keys, self.values, window.to_rows, window.to_columns
-        query = write(query, key, value, cos, sin, *cache, *weights, eps)
+        query = write(query, key, value, cos, sin, *cache, *weights, eps, *how)
         return query, *self._visible(len(query))
 
     # Models get masks and positions, and use no lengths; layers that would are refused (`asks_for_length`).

@@ -211,7 +211,7 @@ class OneCall:
 
     def __init__(self, layer: Any, norms: list[Any] | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.index, self._served = attention.layer_idx, False
+        self.index, self._served = getattr(attention, "layer_idx", 0), False
         if norms is None:
             return
         projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj

@@ -1,45 +1,44 @@
 """Decoder layers of a shadow with fused kernels, where transformers' modules launch one kernel per small operation.
 
 On a GPU they are Triton's; on a CPU they are C++, in forwards of the compiled runner. They replace the forwards of
-classes of known families, recognised by their names and modules. Other classes, subclasses included, classes with a
-replaced forward, and calls that the kernels cannot take (gradient, no ragged cache, several dtypes) run unchanged.
+classes of transformers that are those of `_REFERENCES`, whatever the family (:mod:`known_code`). Other classes,
+subclasses included, classes with a replaced forward, and calls that the kernels cannot take (gradient, no ragged
+cache, several dtypes) run unchanged.
 """
 
-import dis
 import functools
-import sys
 import warnings
-from types import CodeType, ModuleType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from transformers.activations import GELUTanh, SiLUActivation
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...cpu_products import ByRegisters
 from ...native_code import compiler, untraced
 from ...quantization.linear import QuantizedLinear, project
-from ...quantization.quantized_copy import SIBLINGS
 from . import cpu_layers
 from .attention import ATTENTIONS, RAGGED_ATTENTION
 from .cache import RaggedCache, RaggedLayer, autocast_dtype
 from .family_hooks import cache_name
 from .kernels import run_on
+from .known_code import code_of, code_of_reference, has_its_forward
 from .linear_layers import NarrowProduct
 from .pages import PagedLayer
 from .training_marks import patched_forward
 
 
-FAMILIES = ("BitNet", "Llama", "Mistral", "Qwen2", "Qwen3")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_SILU = (nn.SiLU, SiLUActivation)
+_GATES = {nn.SiLU: "silu_multiply", SiLUActivation: "silu_multiply", GELUTanh: "gelu_multiply"}
 
 
 class _Fused(nn.Module):
     _kernels: Any
     """`torch.ops.spec_trl`, Triton's, or :mod:`cpu_layers`: set when the class is made."""
+    _on_cpu = True
+    """Whether C++ serves the class too."""
 
     def _fit(self, x: Tensor, *others: Tensor) -> bool:
         """Whether the kernels, which have no gradient, take these tensors together: in one dtype."""
@@ -51,36 +50,44 @@ class _Fused(nn.Module):
 
 class _Norm(_Fused):
     weight: Tensor
-    variance_epsilon: float
+    _eps_name = "variance_epsilon"
+    _shift: float | None = None
+    """See `kernels/fused_layer.py`."""
+
+    @property
+    def epsilon(self) -> float:
+        """What is added to the variance."""
+        epsilon: float = getattr(self, self._eps_name)
+        return epsilon
+
+    @property
+    def _how(self) -> list[Any]:
+        """Further arguments of kernels."""
+        return [] if self._shift is None else [self._shift]
 
     def forward(self, hidden_states: Tensor, *dtype: torch.dtype) -> Any:
         """`dtype`: of the result, if not that of the modules."""
-        if not self._fit(hidden_states, self.weight):
+        if not self._fit(hidden_states, self.weight) or self.weight.shape != hidden_states.shape[-1:]:
             return super().forward(hidden_states)
-        return self._kernels.rms_norm(hidden_states.contiguous(), self.weight, self.variance_epsilon, *dtype)
+        how = [*(dtype or [None]), *self._how] if dtype or self._how else []
+        return self._kernels.rms_norm(hidden_states.contiguous(), self.weight, self.epsilon, *how)
 
 
 class _Mlp(_Fused):
-    gate_proj: Any
-    up_proj: Any
     down_proj: Any
-    act_fn: Any
+    _inputs: tuple[str, ...] = ("gate_proj", "up_proj")
+    _activation = "act_fn"
+    _norm_between = ""
 
     def forward(self, x: Tensor) -> Any:
-        gate, up = project(x, self.gate_proj, self.up_proj)  # [..., intermediate]
-        fused = self._fit(gate, up) and _is_unwatched(self.act_fn)
-        product = self._kernels.silu_multiply(gate, up) if fused else self.act_fn(gate) * up  # [..., intermediate]
-        return self.down_proj(self._between(product))
-
-    def _between(self, product: Tensor) -> Any:
-        return product
-
-
-class _MlpWithNorm(_Mlp):
-    ffn_sub_norm: Any
-
-    def _between(self, product: Tensor) -> Any:
-        return self.ffn_sub_norm(product)
+        parts = project(x, *(getattr(self, name) for name in self._inputs))  # [..., intermediate]
+        gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
+        activation = getattr(self, self._activation)
+        if self._fit(gate, up) and _is_unwatched(activation):
+            product = getattr(self._kernels, _gate_of(activation))(gate, up)  # [..., intermediate]
+        else:
+            product = activation(gate) * up
+        return self.down_proj(getattr(self, self._norm_between)(product) if self._norm_between else product)
 
 
 class _Attention(_Fused):
@@ -88,90 +95,136 @@ class _Attention(_Fused):
     layer_idx: int
     head_dim: int
     scaling: float
-    q_proj: Any
-    k_proj: Any
-    v_proj: Any
     o_proj: Any
     _cache_name: str
+    _inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     _norms: tuple[str, ...] = ()
+    """Of the heads of queries and keys."""
+    _wide_norms: tuple[str, ...] = ()
+    """Of all heads together."""
+    _norm_between = ""
+    _needs = ""
+    """An attribute without which the forward computes otherwise."""
+    _options: dict[str, str] = {}
+    """Keywords of attention, and the attributes that they come from."""
+    _is_gated = False
+    """Whether the query's projection returns a gate of the output beside each head."""
+    _has_one_half = False
+    """Whether angles are given for half of the rotated elements."""
+    _rounds_back = False
+    """Whether angles in float32 leave queries and keys in their dtype."""
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+    @property
+    def is_plain(self) -> bool:
+        """Whether C++ computes the whole of it."""
+        return not (self._wide_norms or self._needs or self._options or self._is_gated or len(self._inputs) == 1)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer = _layer_of(kwargs.get(self._cache_name), self.layer_idx)
-        norms = [getattr(self, name) for name in self._norms]
+        as_known = not self._needs or getattr(self, self._needs)
+        norms = [getattr(self, name) for name in self._norms if as_known]
+        angles = kwargs.get("position_embeddings")
         if (
             layer is None
+            or args
+            or angles is None
+            or not as_known
+            or self.training
             or self.config._attn_implementation not in ATTENTIONS
-            or not all(map(_is_fused_norm, norms))
+            or not _are_fused(norms, self.head_dim)
+            or len({norm.epsilon for norm in norms}) > 1
             or not self._fit(hidden_states)
-            or not self._fit(*position_embeddings, *(norm.weight for norm in norms))
+            or not self._fit(*angles, *(norm.weight for norm in norms))
         ):
-            return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (states.view(shape) for states in projected)  # [B, q, heads or kv_heads, d]
+            return super().forward(hidden_states, *args, **kwargs)
+        query, key, value, gate = self._heads(hidden_states)  # [B, q, heads or kv_heads, d]
         # Under autocast products are narrower than angles and norms.
         narrow = autocast_dtype(query.device) or hidden_states.dtype
-        if {query.dtype, key.dtype, value.dtype} != {narrow} or not _goes_with(query, position_embeddings[0]):
-            return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
-        write = self._kernels.rotate_and_write
-        query, keys, values = layer.rotate_and_update(write, query, key, value, *position_embeddings, norms)
+        if {query.dtype, key.dtype, value.dtype} != {narrow} or not self._takes_angles(query, angles[0]):
+            return super().forward(hidden_states, **kwargs)
+        write, half = self._kernels.rotate_and_write, angles[0].shape[-1] // (1 if self._has_one_half else 2)
+        how = [] if self._kernels is cpu_layers else [norms[0]._shift if norms else None, half]
+        query, keys, values = layer.rotate_and_update(write, query, key, value, *angles, norms, *how)
         attend = ATTENTIONS[self.config._attn_implementation]
-        output, _ = attend(self, query, keys, values, attention_mask, self.scaling)  # [B, q, heads, d]
-        return self.o_proj(self._between(output.flatten(2))), None
+        options = {name: getattr(self, attribute) for name, attribute in self._options.items()}
+        mask = kwargs.get("attention_mask")
+        output, _ = attend(self, query, keys, values, mask, self.scaling, **options)  # [B, q, heads, d]
+        if gate is not None:
+            output = self._kernels.sigmoid_multiply(gate, output)
+        output = output.flatten(2)
+        return self.o_proj(getattr(self, self._norm_between)(output) if self._norm_between else output), None
 
-    def _between(self, output: Tensor) -> Any:
-        return output
+    def _heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        parts = project(hidden_states, *(getattr(self, name) for name in self._inputs))
+        if len(parts) == 1:
+            size: int = self.num_key_value_heads * self.head_dim  # type: ignore[assignment, operator]
+            parts = list(parts[0].split([parts[0].shape[-1] - 2 * size, size, size], dim=-1))
+        for index, name in enumerate(self._wide_norms):
+            parts[index] = getattr(self, name)(parts[index])
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        if not self._is_gated:
+            return query, key, value, None
+        query, gate = parts[0].unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        return query, key, value, gate
 
-
-class _AttentionWithNorms(_Attention):
-    _norms = "q_norm", "k_norm"
-
-
-class _AttentionWithNormAfter(_Attention):
-    attn_sub_norm: Any
-
-    def _between(self, output: Tensor) -> Any:
-        return self.attn_sub_norm(output)
+    def _takes_angles(self, query: Tensor, cosine: Tensor) -> bool:
+        rounded = self._rounds_back and cosine.dtype == torch.float32 and query.dtype.itemsize == 2
+        return _goes_with(query, cosine) or rounded
 
 
 class _DecoderLayer(_Fused):
     self_attn: Any
     mlp: Any
-    input_layernorm: Any
-    post_attention_layernorm: Any
     _cache_name: str
+    _order: tuple[str, ...] = ("input_layernorm", "", "post_attention_layernorm", "")
+    """Names of the norms before attention, after it, before the MLP and after it; "": there is none."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        norm = self.post_attention_layernorm
         is_traced = args or torch.compiler.is_compiling()  # by the compiled runner
         if not is_traced and (whole := self._in_one_call(hidden_states, **kwargs)) is not None:
             return whole
-        if args or not _is_fused_norm(norm) or not self._fit(hidden_states, norm.weight):
+        first, after, second, last = (getattr(self, name) if name else None for name in self._order)
+        norms = [norm for norm in (after, second, last) if norm is not None]
+        fused = _are_fused(norms, hidden_states.shape[-1]) and "self_attn" in self._modules
+        if args or not fused or not self._fit(hidden_states, *(norm.weight for norm in norms)):
             return super().forward(hidden_states, *args, **kwargs)
-        first, dtype = self.input_layernorm, autocast_dtype(hidden_states.device)
-        narrow = [dtype] if dtype is not None and _is_fused_norm(first) and _only_multiplies(self.self_attn) else []
-        attended, _ = self.self_attn(hidden_states=first(hidden_states, *narrow), **kwargs)
-        if not _goes_with(attended, hidden_states):
-            residual = hidden_states + attended
-            return residual + self.mlp(norm(residual))
-        narrow = [dtype] if dtype is not None and _only_multiplies(self.mlp) else []
-        residual, normed = self._kernels.add_rms_norm(
-            attended.contiguous(), hidden_states.contiguous(), norm.weight, norm.variance_epsilon, *narrow
-        )
-        return residual + self.mlp(normed)
+        given, dtype = hidden_states, self._narrow(hidden_states, self.self_attn)
+        if first is not None:
+            given = first(hidden_states, *(dtype if _is_fused_norm(first) else []))
+        attended, _ = self.self_attn(hidden_states=given, **kwargs)
+        residual, given = self._add(attended, hidden_states, after, second)
+        fed = self.mlp(given)
+        return self._add(fed[0] if isinstance(fed, tuple) else fed, residual, last)[0]
+
+    def _add(self, x: Tensor, residual: Tensor, after: Any, before: Any = None) -> tuple[Tensor, Tensor]:
+        """residual + x, which goes through the norm `after`, if any; and what the norm `before`, if any, of the MLP
+        makes of that."""
+        if not _goes_with(x, residual) or (after is before is None):
+            total = residual + (x if after is None else after(x))
+            return total, total if before is None else before(total)
+        given = x.contiguous(), residual.contiguous()
+        if before is None:
+            total = self._kernels.norm_add(*given, after.weight, after.epsilon, *after._how)
+            return total, total
+        how: list[Any] = self._narrow(residual, self.mlp)
+        if after is not None or before._how:
+            how = [*(how or [None]), before._shift, *((after.weight, after.epsilon) if after is not None else ())]
+        total, normed = self._kernels.add_rms_norm(*given, before.weight, before.epsilon, *how)
+        return total, normed
+
+    def _narrow(self, x: Tensor, part: nn.Module) -> list[Any]:
+        """The dtype in which a norm before `part` may return its result, if another than that of the residual."""
+        dtype = autocast_dtype(x.device)
+        return [dtype] if dtype is not None and _only_multiplies(part) else []
 
     @untraced
     def _in_one_call(
         self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> Tensor | None:
-        """On a CPU, if all parts of the layer are those of its family and unwatched."""
-        if self._kernels is not cpu_layers or not self._fit(hidden_states, *position_embeddings):
+        """On a CPU, if all parts of the layer are Llama's, or those of its kind, and unwatched."""
+        if self._kernels is not cpu_layers or position_embeddings is None:
+            return None
+        if not self._fit(hidden_states, *position_embeddings):
             return None
         call = cpu_layers.calls.get(self)
         if call is None:
@@ -185,14 +238,53 @@ class _DecoderLayer(_Fused):
     def _norms_in_order(self) -> list[Any] | None:
         """Norms as :class:`~spec_trl.generation.engine.cpu_layers.OneCall` takes them; None: a part is not ours."""
         attention, mlp = self.self_attn, self.mlp
-        if not isinstance(attention, _Attention) or not isinstance(mlp, _Mlp):
+        if not isinstance(attention, _Attention) or not isinstance(mlp, _Mlp) or not attention.is_plain:
             return None
         heads = [getattr(attention, name) for name in attention._norms] or [None, None]
-        after = [getattr(part, name, None) for part, name in ((attention, "attn_sub_norm"), (mlp, "ffn_sub_norm"))]
-        norms = [self.input_layernorm, *heads, after[0], self.post_attention_layernorm, after[1]]
+        after = [getattr(part, part._norm_between) if part._norm_between else None for part in (attention, mlp)]
+        first, _, second, _ = (getattr(self, name, None) for name in self._order)
+        norms = [first, *heads, after[0], second, after[1]]
         ours = all(norm is None or isinstance(norm, _Norm) for norm in norms)
-        patched = "forward" in vars(mlp.act_fn)
+        patched = "forward" in vars(getattr(mlp, mlp._activation)) or len(mlp._inputs) == 1
         return norms if ours and not patched and attention.config._attn_implementation == RAGGED_ATTENTION else None
+
+
+_HEADS = {"_norms": ("q_norm", "k_norm")}
+_REFERENCES: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama.LlamaRMSNorm": (_Norm, {}),
+    "gemma3.Gemma3RMSNorm": (_Norm, dict(_shift=1.0, _eps_name="eps", _on_cpu=False)),
+    "gpt_oss.GptOssRMSNorm": (_Norm, dict(_shift=0.0, _on_cpu=False)),
+    "llama.LlamaMLP": (_Mlp, {}),
+    "bitnet.BitNetMLP": (_Mlp, dict(_norm_between="ffn_sub_norm")),
+    "phi3.Phi3MLP": (_Mlp, dict(_inputs=("gate_up_proj",), _activation="activation_fn")),
+    "llama.LlamaAttention": (_Attention, {}),
+    "qwen2_vl.Qwen2VLAttention": (_Attention, {}),
+    "seed_oss.SeedOssAttention": (_Attention, {}),  # with a dropout
+    "granitemoehybrid.GraniteMoeHybridAttention": (_Attention, {}),  # without rotation if there are no angles
+    "smollm3.SmolLM3Attention": (_Attention, dict(_needs="use_rope")),
+    "bitnet.BitNetAttention": (_Attention, dict(_norm_between="attn_sub_norm")),
+    "qwen3.Qwen3Attention": (_Attention, _HEADS),
+    "gemma3.Gemma3Attention": (_Attention, _HEADS),
+    "gemma2.Gemma2Attention": (_Attention, dict(_options={"softcap": "attn_logit_softcapping"})),
+    "olmo2.Olmo2Attention": (_Attention, dict(_wide_norms=("q_norm", "k_norm"), _rounds_back=True)),
+    "gpt_oss.GptOssAttention": (_Attention, dict(_options={"s_aux": "sinks"}, _has_one_half=True, _on_cpu=False)),
+    "phi3.Phi3Attention": (_Attention, dict(_inputs=("qkv_proj",), _on_cpu=False)),
+    "glm4_moe.Glm4MoeAttention": (_Attention, dict(_HEADS, _needs="use_qk_norm", _on_cpu=False)),
+    "qwen3_5.Qwen3_5Attention": (_Attention, dict(_HEADS, _is_gated=True, _on_cpu=False)),
+    "llama.LlamaDecoderLayer": (_DecoderLayer, {}),
+    "mixtral.MixtralDecoderLayer": (_DecoderLayer, {}),
+    "gpt_oss.GptOssDecoderLayer": (_DecoderLayer, {}),
+    "qwen3_5.Qwen3_5DecoderLayer": (_DecoderLayer, dict(_on_cpu=False)),
+    "qwen3_next.Qwen3NextDecoderLayer": (_DecoderLayer, dict(_on_cpu=False)),
+    "gemma3.Gemma3DecoderLayer": (_DecoderLayer, dict(_on_cpu=False, _order=(
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"))),
+    "glm4.Glm4DecoderLayer": (_DecoderLayer, dict(_on_cpu=False, _order=(
+        "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"))),
+    "olmo2.Olmo2DecoderLayer": (_DecoderLayer, dict(_on_cpu=False, _order=(
+        "", "post_attention_layernorm", "", "post_feedforward_layernorm"))),
+}  # fmt: skip
+"""What fuses a class whose forward is that of a class `<family>.<name>` of transformers."""
+_SUFFIXES = ("RMSNorm", "MLP", "Attention", "DecoderLayer")
 
 
 def with_fused_kernels(kind: type, module: nn.Module) -> type:
@@ -203,17 +295,23 @@ def with_fused_kernels(kind: type, module: nn.Module) -> type:
         return kind
     device = parameter.device
     on_cpu = device.type == "cpu" and not run_on(device)
-    fused = _fused(kind, on_cpu)
-    if fused is kind or not _has_its_forward(kind):
+    fused: Any = _fused(kind, on_cpu)
+    if fused is kind or not has_its_forward(kind):
         return kind
     if issubclass(fused, _Mlp):
-        activation = type(module.act_fn)
-        if issubclass(activation, ByRegisters):
-            activation = activation.__bases__[1]
-        if activation not in _SILU or not _has_its_forward(activation):
+        gate = _gate_of(activation := getattr(module, fused._activation))
+        is_fast = not isinstance(activation, GELUTanh) or isinstance(activation.act, functools.partial)
+        if gate == "" or (on_cpu and gate != "silu_multiply") or not is_fast:
             return kind
     runs = compiler() is not None if on_cpu else run_on(device) and launches(device)
     return fused if runs else kind
+
+
+def _gate_of(activation: nn.Module) -> str:
+    """The kernel that multiplies with it; "": there is none."""
+    kind: Any = type(activation)
+    kind = kind.__bases__[1] if issubclass(kind, ByRegisters) else kind
+    return _GATES[kind] if kind in _GATES and has_its_forward(kind) else ""
 
 
 @functools.cache
@@ -235,55 +333,22 @@ def launches(device: torch.device) -> bool:
 
 @functools.cache
 def _fused(kind: type, on_cpu: bool) -> type:
-    for family in FAMILIES:
-        if kind.__module__ == f"transformers.models.{family.lower()}.modeling_{family.lower()}":
-            attention = dict(Qwen3=_AttentionWithNorms, BitNet=_AttentionWithNormAfter).get(family, _Attention)
-            mlp = _MlpWithNorm if family == "BitNet" else _Mlp
-            ours = dict(RMSNorm=_Norm, MLP=mlp, Attention=attention, DecoderLayer=_DecoderLayer)
-            mixin = ours.get(kind.__name__.removeprefix(family))
-            if mixin is not None:
-                kernels = cpu_layers if on_cpu else torch.ops.spec_trl
-                members = {"_kernels": kernels, "_cache_name": cache_name(kind)}
-                return type(f"Fused{kind.__name__}", (mixin, kind), members)
-    if _is_llamas_norm(kind):
-        return type(f"Fused{kind.__name__}", (_Norm, kind), {"_kernels": cpu_layers if on_cpu else torch.ops.spec_trl})
-    return kind
-
-
-def _is_llamas_norm(kind: Any) -> bool:
-    """Whether a class of transformers is the norm of Llama under another name, as in most families."""
-    if not (kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("RMSNorm")):
-        return False
-    code, llamas = (getattr(norm.forward, "__code__", None) for norm in (kind, LlamaRMSNorm))
-    parts = "co_code", "co_names", "co_consts", "co_varnames"
-    return None not in (code, llamas) and all(getattr(code, part) == getattr(llamas, part) for part in parts)
-
-
-# Modules that wrap forwards: of decoder layers; and, from 5.24 on, of all that take a cache, by its old name too.
-_WRAPPERS = ("transformers.modeling_layers", "transformers.utils.deprecation")
-
-
-def _has_its_forward(kind: Any) -> bool:
-    """Whether the forward of a module class, and the functions that it calls in its module, are the original ones."""
-    forward = kind.forward
-    while getattr(forward, "__globals__", {}).get("__name__") in _WRAPPERS:
-        forward = forward.__wrapped__
-    return _is_of_source(forward, f"{kind.__name__}.forward", sys.modules[kind.__module__])
-
-
-def _is_of_source(function: Any, name: str, module: ModuleType) -> bool:
-    """Whether `function`, and what it calls in `module`, are those that the source of `module` defines."""
-    code = getattr(function, "__code__", None)
-    if code is None or (code.co_filename, code.co_qualname) != (module.__file__, name):
-        return False
-    named = {name: vars(module)[name] for name in _globals_of(code) if name in vars(module)}
-    called = {name: value for name, value in named.items() if callable(value) and not isinstance(value, type)}
-    return all(_is_of_source(value, name, module) for name, value in called.items())
+    if not (kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(_SUFFIXES)):
+        return kind
+    mixin, members = _known().get(code_of(kind), (None, {}))
+    if mixin is None or (on_cpu and not members.get("_on_cpu", True)):
+        return kind
+    kernels = cpu_layers if on_cpu else torch.ops.spec_trl
+    members = {"_kernels": kernels, "_cache_name": cache_name(kind), **members}
+    return type(f"Fused{kind.__name__}", (mixin, kind), members)
 
 
 @functools.cache
-def _globals_of(code: CodeType) -> frozenset[str]:
-    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+def _known() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """`_REFERENCES` by the code of their forwards, without those that transformers lacks."""
+    found = {code_of_reference(name): how for name, how in _REFERENCES.items()}
+    found.pop("", None)
+    return found
 
 
 def has_fused_sums(norm: nn.Module) -> bool:
@@ -296,6 +361,12 @@ def _is_fused_norm(module: nn.Module) -> bool:
     return isinstance(module, _Norm) and _is_unwatched(module)
 
 
+def _are_fused(norms: Sequence[Any], size: int) -> bool:
+    """Whether norms, all of one kind, may be computed as part of a fused call over rows of `size`."""
+    fused = all(_is_fused_norm(norm) and norm.weight.shape == (size,) for norm in norms)
+    return fused and len({norm._shift for norm in norms}) <= 1
+
+
 def _is_unwatched(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
@@ -305,8 +376,7 @@ def _only_multiplies(module: nn.Module) -> bool:
     may be cast before."""
     if not isinstance(module, _Attention | _Mlp):
         return False
-    names = SIBLINGS[0] if isinstance(module, _Attention) else SIBLINGS[1]
-    layers = [getattr(module, name) for name in names]
+    layers = [getattr(module, name) for name in module._inputs]
     known = all(type(layer) is QuantizedLinear or isinstance(layer, NarrowProduct) for layer in layers)
     return known and all(map(_is_unwatched, [module, *layers]))
 

@@ -30,7 +30,7 @@ SIZES = dict(
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SIZES,
     "qwen2": SIZES | dict(use_sliding_window=True, sliding_window=4, max_window_layers=0),
-    "qwen3": SIZES,
+    "gemma3_text": SIZES | dict(sliding_window=4),
     "gpt2": dict(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=256, initializer_range=0.1),
 }
 
@@ -102,8 +102,8 @@ def test_without_a_gpu_a_shadow_stays_as_it_is() -> None:
 
 def test_what_is_not_exact_is_named(on_a_gpu) -> None:
     experts = dict(num_local_experts=2, num_experts_per_tok=1)
-    found = {family: not_exact(make_shadow(model_of(family), exact=True)) for family in ("gemma2", "gpt2")}
-    assert found == {"gemma2": ["Gemma2RMSNorm"], "gpt2": []}
+    found = {family: not_exact(make_shadow(model_of(family), exact=True)) for family in ("helium", "gemma2", "gpt2")}
+    assert found == {"helium": ["HeliumRMSNorm"], "gemma2": [], "gpt2": []}
     mixture = not_exact(make_shadow(model_of("mixtral", **experts), exact=True))
     assert "MixtralExperts" in mixture and "MixtralRMSNorm" not in mixture and "attention" not in mixture
     assert "attention" in not_exact(make_shadow(model_of("llama"))), "nobody asked for it"

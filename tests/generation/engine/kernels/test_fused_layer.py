@@ -1,16 +1,30 @@
 """The small operations of a decoder layer against transformers' own modules, in the interpreter or on a device."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from tests.generation.engine.kernels.ahead_of_time import CAPABILITIES, compile_for
 
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from spec_trl.generation.engine.kernels.fused_layer import add_rms_norm, rms_norm, rotate_and_write, silu_multiply
+from spec_trl.generation.engine.kernels.fused_layer import (
+    add_rms_norm,
+    gelu_multiply,
+    norm_add,
+    rms_norm,
+    rotate_and_write,
+    sigmoid_multiply,
+    silu_multiply,
+)
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,38 +37,57 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype)
 
 
-def norm_of(size: int, dtype: torch.dtype) -> Qwen3RMSNorm:
-    norm = Qwen3RMSNorm(size, eps=0.1).to(DEVICE, dtype).requires_grad_(False)
+# By what is added to the weights: see `shift`.
+NORMS: dict[float | None, type] = {None: Qwen3RMSNorm, 0.0: GptOssRMSNorm, 1.0: Gemma3RMSNorm}
+
+
+def norm_of(size: int, dtype: torch.dtype, shift: float | None = None) -> torch.nn.Module:
+    norm = NORMS[shift](size, eps=0.1).to(DEVICE, dtype).requires_grad_(False)
     norm.weight.data.uniform_(0.5, 2)
     return norm
 
 
-def compare(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def compare(ours: torch.Tensor, theirs: torch.Tensor, atol: int = 4) -> None:
     # A few roundings of float32 statistics; of half precision one in another direction.
     eps = max(torch.finfo(theirs.dtype).eps, torch.finfo(torch.float32).eps)
-    torch.testing.assert_close(ours, theirs, rtol=4 * eps, atol=4 * eps)
+    torch.testing.assert_close(ours, theirs, rtol=4 * eps, atol=atol * eps)
 
 
 @dtypes
-def test_norms(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shift", NORMS)
+def test_norms(dtype: torch.dtype, shift: float | None) -> None:
     torch.manual_seed(0)
-    norm, x, residual = norm_of(90, dtype), random(2, 3, 90, dtype=dtype), random(2, 3, 90, dtype=dtype)
-    compare(rms_norm(x, norm.weight, 0.1), norm(x))
-    total, normed = add_rms_norm(x, residual, norm.weight, 0.1)
+    norm, branch = (norm_of(90, dtype, shift) for _ in range(2))
+    x, residual = random(2, 3, 90, dtype=dtype), random(2, 3, 90, dtype=dtype)
+    compare(rms_norm(x, norm.weight, 0.1, None, shift), norm(x))
+    total, normed = add_rms_norm(x, residual, norm.weight, 0.1, None, shift)
     compare(total, x + residual)
     compare(normed, norm(total))
-    assert rms_norm(x[:0], norm.weight, 0.1).shape == (0, 3, 90)
+    total, normed = add_rms_norm(x, residual, norm.weight, 0.1, None, shift, branch.weight, 0.1)
+    compare(total, branch(x) + residual)
+    compare(normed, norm(total))
+    assert torch.equal(norm_add(x, residual, branch.weight, 0.1, shift), total)
+    assert rms_norm(x[:0], norm.weight, 0.1, None, shift).shape == (0, 3, 90)
+
+
+GATES = {
+    silu_multiply: F.silu, sigmoid_multiply: torch.sigmoid,
+    gelu_multiply: lambda gate: F.gelu(gate, approximate="tanh"),
+}  # fmt: skip
 
 
 @dtypes
-def test_silu_of_the_halves_of_one_tensor(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("multiply", GATES)
+def test_gates_that_are_halves_of_one_tensor(dtype: torch.dtype, multiply: Callable[..., torch.Tensor]) -> None:
+    """Some of more than a program's share; gates of heads too."""
     torch.manual_seed(0)
-    gate, up = (4 * random(2, 3, 2 * 1030, dtype=dtype)).chunk(2, dim=-1)  # more than a program's share
-    ours = silu_multiply(gate, up)
-    assert ours.is_contiguous()
-    compare(ours, F.silu(gate) * up)
-    if dtype == torch.float16 and DEVICE == "cpu":
-        assert torch.equal(ours, F.silu(gate) * up)  # every rounding is where it should be
+    for shape in ((2, 3, 2 * 1030), (2, 3, 4, 2 * 24)):
+        gate, up = (4 * random(*shape, dtype=dtype)).chunk(2, dim=-1)
+        ours = multiply(gate, up)
+        assert ours.is_contiguous()
+        compare(ours, GATES[multiply](gate) * up, atol=8)
+        if dtype == torch.float16 and DEVICE == "cpu" and multiply is silu_multiply:
+            assert torch.equal(ours, F.silu(gate) * up)  # every rounding is where it should be
 
 
 @dtypes
@@ -83,6 +116,25 @@ def test_rotates_and_writes_each_row_where_it_is(dtype: torch.dtype, normed: boo
     compare(keys, expected_keys)
     if not normed and dtype != torch.bfloat16:
         assert torch.equal(ours, rotated) and torch.equal(keys, expected_keys)  # every rounding is where it should be
+
+
+@pytest.mark.parametrize(("dtype", "shift"), [(torch.float16, 1.0), (torch.float32, None)], ids=str)
+def test_rotates_a_part_of_each_head(dtype: torch.dtype, shift: float | None) -> None:
+    """The first 12 of 40, as Qwen3.5 does; or all by angles of one half, as GPT-OSS does. Queries lie beside gates."""
+    torch.manual_seed(0)
+    query, key = random(2, 3, 4, 80, dtype=dtype)[..., :40], random(2, 3, 2, 40, dtype=dtype)
+    norms = [norm_of(40, dtype, shift) for _ in range(2)]
+    places = torch.tensor([[[0] * 3, [1] * 3], [[3, 4, 5], [28, 29, 0]]], device=DEVICE)
+    given = [norm(states).transpose(1, 2) for norm, states in zip(norms, (query, key), strict=True)]
+    for family, width, half in ((modeling_qwen3_5, 12, 6), (modeling_gpt_oss, 20, 20)):
+        cos, sin = random(2, 2, 3, width, dtype=dtype)
+        keys, values = torch.zeros(2, 2, 2, 30, 40, dtype=dtype, device=DEVICE)
+        rotated, new_keys = family.apply_rotary_pos_emb(*given, cos, sin)  # [B, heads, q, d]
+        weights = [norm.weight for norm in norms]
+        ours = rotate_and_write(query, key, key, cos, sin, keys, values, *places, *weights, 0.1, shift, half)
+        compare(ours, rotated)
+        compare(keys[places[0], :, places[1]], new_keys.transpose(1, 2))
+        assert torch.equal(values[places[0], :, places[1]], key)
 
 
 @dtypes
@@ -141,6 +193,8 @@ def test_are_proper_operators(tests: str | tuple[str, ...]) -> None:
         (operators.add_rms_norm, (x, x, weight, 0.1)),
         (operators.rms_norm, (x, weight, 0.1, torch.bfloat16)),
         (operators.add_rms_norm, (x.half(), x, weight, 0.1, torch.float16)),
+        (operators.add_rms_norm, (x, x, weight, 0.1, None, 1.0, weight, 0.1)),
+        (operators.norm_add, (x, x, weight, 0.1, 0.0)),
         (operators.silu_multiply, (x, x)),
         (
             operators.rotate_and_write,
@@ -181,7 +235,17 @@ for dtype in (torch.bfloat16, torch.float32, torch.float64):
     x, weight = empty(2, 1, 3584), empty(3584)
     rms_norm(x, weight, 1e-6)
     add_rms_norm(x, x, weight, 1e-6)
-    silu_multiply(*empty(2, 1, 2 * 18944).chunk(2, -1))
+    for shift in (1.0, 0.0) if dtype != torch.float64 else (1.0,):
+        add_rms_norm(x, x, weight, 1e-6, None, shift, weight, 1e-6)
+        norm_add(x, x, weight, 1e-6, shift)
+    for multiply in (silu_multiply, gelu_multiply):
+        multiply(*empty(2, 1, 2 * 18944).chunk(2, -1))
+    sigmoid_multiply(*empty(2, 1, 16, 2 * 256).chunk(2, -1))
+    query, key, cache = empty(2, 1, 16, 512)[..., :256], empty(2, 1, 4, 256), empty(2, 4, 512, 256)
+    places = torch.zeros(2, 1, dtype=torch.int64)
+    for norm, angle, half in ((empty(256), empty(2, 1, 64), 32), (None, empty(2, 1, 128), 128)):
+        given = query, key, key, angle, angle, cache, cache.clone(), places, places, norm, norm, 1e-6
+        rotate_and_write(*given, 1.0, half)
     query, key, angle, cache = empty(2, 6, 28, 128), empty(2, 6, 4, 128), empty(2, 6, 128), empty(2, 4, 512, 128)
     for norm in (None, empty(128)):
         places = torch.zeros(2, 6, dtype=torch.int64)
@@ -194,9 +258,9 @@ for dtype in (torch.bfloat16, torch.float32, torch.float64):
             rotate_and_write(query, key, key, angle, angle, cache, cache.clone(), places, places, norm, norm, 1e-6)
 """
     kernels = compile_for(capability, calls, tmp_path)
-    names = ["_rms_norm", "_rms_norm", "_silu_multiply", "_rotate_and_write", "_rotate_and_write"]
-    mixed = ["_rms_norm", "_rms_norm", "_rotate_and_write", "_rotate_and_write"]
-    assert [kernel.name for kernel in kernels] == names + mixed + names * 2
+    names = ["_gated"] * 3 + ["_rotate_and_write"] * 4
+    mixed, norm = ["_rms_norm", "_rms_norm", "_rotate_and_write", "_rotate_and_write"], ["_rms_norm"]
+    assert [kernel.name for kernel in kernels] == 6 * norm + names + mixed + 6 * norm + names + 4 * norm + names
 
 
 @pytest.mark.cuda
