@@ -86,10 +86,15 @@ class QuantizedNetwork:
             for name, layer in self.layers.items():
                 layer.refresh(quantizer, activations.get(name))
 
+    @property
+    def stand_ins(self) -> list[LayerSpec]:
+        """The weights whose kernels stand in for others."""
+        weights = [packed for layer in self.layers.values() for packed in layer.packed_weights]
+        return [packed.layer for packed in weights if not packed.is_final]
+
     def _measure(self) -> None:
-        """Replaces the layers whose kernels stand in for others, if there are any, before they hold weights."""
-        layers = [packed.layer for layer in self.layers.values() for packed in layer.packed_weights if not packed.is_final]
-        if layers:
+        """Replaces all layers, before they hold weights, if kernels stand in for others."""
+        if layers := self.stand_ins:
             announce({layer.shape for layer in layers}, layers[0].device)
             measured = self.build(True)
             self.layers, self.dense_layers = measured.layers, measured.dense_layers
@@ -146,9 +151,7 @@ def quantize_projections(
     return network
 
 
-def _build(
-    shadow: PreTrainedModel, wanted: Scheme, kernel: str, lm_head: str, measures: bool
-) -> QuantizedNetwork:
+def _build(shadow: PreTrainedModel, wanted: Scheme, kernel: str, lm_head: str, measures: bool) -> QuantizedNetwork:
     """Replaces layers of `shadow`, also those that were replaced before; `measures`: as of `make_packed`."""
     builder = _Builder(shadow, wanted, kernel, measures)
     with torch.inference_mode(False), torch.no_grad():  # buffers made in inference mode could not be refreshed outside
@@ -163,7 +166,7 @@ def _build(
         )
     dense = [name for names in reasons.values() for name in names]
     network = QuantizedNetwork(layers, dense, partial(_build, shadow, wanted, kernel, lm_head))
-    if reasons:
+    if reasons and not network.stand_ins:  # else the next build says it
         count = len(network.dense_layers)
         warnings.warn(
             f"{count} of {count + len(layers)} layers of the drafter stay dense under scheme {wanted.name!r}: "

@@ -78,11 +78,12 @@ class HistoryDrafter(Drafter):
         self.history.drop_indexes(set(prompts))
         del self._texts[admission.first :]
         self._texts += [self.history.start(prompt) for prompt in prompts[admission.first :]]
-        spans = [rows.generated_span(row) for row in admission.moved]
+        spans = {row: rows.generated_span(row) for row in admission.moved}
         if spans:
-            texts = torch.cat([rows.tokens[row, span] for row, span in zip(admission.moved, spans, strict=True)]).cpu()
-            for row, text in zip(admission.moved, texts.split([span.stop - span.start for span in spans]), strict=True):
-                self.history.extend(self._texts[row], text.tolist())
+            texts = torch.cat([rows.tokens[row, span] for row, span in spans.items()]).tolist()
+            for row, span in spans.items():
+                text, texts = texts[: span.stop - span.start], texts[span.stop - span.start :]
+                self.history.extend(self._texts[row], text)
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         self._catch_up()

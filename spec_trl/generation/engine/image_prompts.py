@@ -61,10 +61,11 @@ class ImagePrompt:
     def read(self, network: PreTrainedModel, cache: RaggedCache, row: int, columns: int) -> None:
         """Writes K/V of its first `columns` tokens into a row of `cache`."""
         states, narrow = DynamicCache(), {"logits_to_keep": 1} if network._supports_logits_to_keep() else {}
+        tokens = self.tokens[None].to(network.device)  # [1, length]
         inputs = {name: value.to(network.device) for name, value in self.inputs.items()}
         with reading_prompts():
             output = network(
-                input_ids=self.tokens[None].to(network.device), use_cache=True, **{cache_argument(network): states}, **inputs, **narrow
+                input_ids=tokens, use_cache=True, **{cache_argument(network): states}, **inputs, **narrow
             )
         self.logits = output.logits[:, -1:]
         kept = [(layer.keys[0, :, :columns], layer.values[0, :, :columns]) for layer in states.layers]

@@ -1,6 +1,6 @@
 """Times the kernels that can hold a layer, on its device, and caches the table: the choice of "auto" on a GPU.
 
-A table is measured when a copy is packed first, which is before its first draft. Until then `default_kernel` stands in.
+A table is measured when a copy is packed first, before its first draft. Until then `default_kernel` stands in.
 """
 
 import copy
@@ -184,10 +184,10 @@ def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> 
 def announce(shapes: Collection[str], device: torch.device) -> None:
     """Says that kernels are measured now for layers of these shapes."""
     warnings.warn(
-        f"the kernels of the quantized copy are measured on {device} now, before its first draft: "
-        f"{len(shapes)} shapes of layers ({', '.join(sorted(shapes))}) with {', '.join(map(str, ROWS))} rows. This takes "
-        "seconds per shape, and minutes where a kernel such as Marlin's or Humming's has to be compiled. The times are "
-        f'kept in {cache_directory()}; draft_kernel="triton" measures nothing.',
+        f"the kernels of the quantized copy are measured on {device} now, before its first draft: {len(shapes)} "
+        f"shapes of layers ({', '.join(sorted(shapes))}) with {', '.join(map(str, ROWS))} rows. This takes seconds "
+        "per shape, and minutes where a kernel such as Marlin's or Humming's has to be compiled. The times are kept "
+        f'in {cache_directory()}; draft_kernel="triton" measures nothing.',
         stacklevel=2,
     )
 
