@@ -64,9 +64,7 @@ class ImagePrompt:
         tokens = self.tokens[None].to(network.device)  # [1, length]
         inputs = {name: value.to(network.device) for name, value in self.inputs.items()}
         with reading_prompts():
-            output = network(
-                input_ids=tokens, use_cache=True, **{cache_argument(network): states}, **inputs, **narrow
-            )
+            output = network(input_ids=tokens, use_cache=True, **{cache_argument(network): states}, **inputs, **narrow)
         self.logits = output.logits[:, -1:]
         kept = [(layer.keys[0, :, :columns], layer.values[0, :, :columns]) for layer in states.layers]
         cache.import_row(row, 0, dict(enumerate(kept)))

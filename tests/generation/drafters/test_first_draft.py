@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from spec_trl.quantization.kernels import LayerSpec, PackedWeight, kernel_times
 from spec_trl.quantization.kernels.kernel_times import ROWS, KernelTable
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.scheduling.ledger import ForwardSeconds, ProbedRounds
+from spec_trl.scheduling.planner import Planner
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.engine.tape import Tape
@@ -79,6 +80,7 @@ def times(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Times:
     monkeypatch.setattr(Rollout, "_commit", noted)
     # Drafts of the copy are predicted to pay: the planner tries them when the budget covers that.
     monkeypatch.setattr(known_rounds, "probe", lambda *_: ProbedRounds(target, {"self": target.times(0.05)}))
+    monkeypatch.setattr(Planner, "__init__", partialmethod(Planner.__init__, clock=lambda: 0.0))  # it plans each round
     for name, value in dict(
         tables={}, failed_kernels=set(), hardware_name=lambda device: "GPU", measure=times.measure
     ).items():

@@ -53,5 +53,6 @@ def test_a_round_waits_once(told: dict[str, Any], title: str) -> None:
 def test_rows_that_enter_and_end_wait_for_nothing(told: dict[str, Any]) -> None:
     """Waits and copies outside of rounds are the same for three rows and for seven, and each occurs once or twice."""
     few, many = told["fewer rows"], told["self"]
-    assert few["same"] and few["rounds"] > 0 and few["outside"] == many["outside"]
-    assert max(many["outside"].values()) <= 2 and sum(many["outside"].values()) < 20, many["outside"]
+    assert few["same"] and few["drafted"] > 0 and max(many["outside"].values()) <= 2, many["outside"]
+    tables = {place: count for place, count in many["outside"].items() if place not in few["outside"]}
+    assert few["outside"] | tables == many["outside"] and sum(tables.values()) <= 1  # once for a session
