@@ -150,7 +150,7 @@ def calibrate(
         ValueError: no kernel can hold the drafter's layers, so there is nothing to calibrate.
     """
     config = config or SpeculativeConfig()
-    key = profile_key(model, config)
+    key = profile_key(model, config, measures=True)
     if key.kernel == NO_KERNEL:
         raise ValueError(
             f"draft_kernel={config.draft_kernel!r} with draft_quantization={config.draft_quantization!r} can pack no "

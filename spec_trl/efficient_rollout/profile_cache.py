@@ -36,7 +36,7 @@ def find_profile(
     """
     calibrates = config.sd_toggle != "measured"
     named = None if config.roofline_profile is None else Path(config.roofline_profile)
-    key = profile_key(model, config)
+    key = profile_key(model, config, measures=calibrates)
     is_missing = named is not None and not named.exists()
     profile = None if named is None or is_missing else _load_named(named, key, config)
     if key.kernel == NO_KERNEL:

@@ -253,7 +253,7 @@ def speculative_decoding(
         keys = torch.tensor(list(range(batch) if request_ids is None else request_ids), dtype=torch.int64)
         streams = stream_keys(seed, keys).tolist()
         requests = [
-            Request(index, prompt.to(device), len(prompt) + new_tokens, streams[index], images=images[index])
+            Request(index, prompt, len(prompt) + new_tokens, streams[index], images=images[index], device=device)
             for index, prompt in enumerate(prompts)
         ]
         pad = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)

@@ -386,12 +386,17 @@ def control_for(
         if strategy in CHOOSING:
             ladder = find_ladder(model, drafters, config, capacity, lengths)
     # Costs instead of assistants: a key that referenced them would keep them alive.
-    members = [(drafter.strategy, drafter.max_rows, drafter.cost) for drafter in drafters]
+    members = [(drafter.strategy, drafter.cost) for drafter in drafters]
     races = strategy == "best_of_n"
     options = vars(config) | {"seed": None, "best_of_n_assistants": None}
     key = f"{members} on {model.device} in {model.dtype}, {options}, {races}"
     entry = session.controls.get(key)
-    if entry is None or entry.sources != (profile, ladder):
+    served = {drafter.strategy: drafter.max_rows for drafter in drafters}  # a first draft may lower it in both
+    if (
+        entry is None
+        or entry.sources != (profile, ladder)
+        or any(served[candidate.name] != candidate.max_rows for candidate in entry.control.candidates)
+    ):
         known = None if profile or ladder else find_known_rounds(model, drafters, config)
         config = config if races else replace(config, best_of_n_race=False)
         control = make_control(drafters, config, lengths, profile, ladder, known)

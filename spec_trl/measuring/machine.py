@@ -16,8 +16,9 @@ from ..scheduling.model_constants import ProfileKey
 NO_KERNEL = "none"
 
 
-def profile_key(model: PreTrainedModel, config: SpeculativeConfig) -> ProfileKey:
-    """Key of a profile for `model` on this machine."""
+def profile_key(model: PreTrainedModel, config: SpeculativeConfig, measures: bool = False) -> ProfileKey:
+    """Key of a profile for `model` on this machine. `measures`: whether times of kernels that are not known are
+    measured (:func:`~spec_trl.quantization.kernels.find_kernel`)."""
     shape = model.config.get_text_config(decoder=True)
     parameters = sum(p.numel() for p in model.parameters())
     return ProfileKey(
@@ -26,7 +27,7 @@ def profile_key(model: PreTrainedModel, config: SpeculativeConfig) -> ProfileKey
         f"vocabulary {shape.vocab_size}, {parameters} parameters",
         dtype=str(effective_dtype(model)).removeprefix("torch."),
         quantization=f"{_scheme(model, config).name}, lm_head {config.draft_lm_head}",
-        kernel=_kernel_name(model, config),
+        kernel=_kernel_name(model, config, measures),
         runner=runner_mode(config, model.device),
     )
 
@@ -40,10 +41,10 @@ def effective_dtype(model: PreTrainedModel) -> torch.dtype:
     return autocast_dtype(model.device) or model.dtype
 
 
-def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
+def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig, measures: bool) -> str:
     """Names of the kernels of the drafter's projections."""
     scheme = _scheme(model, config)
     layers = [layer for parent in model.get_decoder().modules() for layer in layer_specs(parent, scheme).values()]
-    found = [find_kernel(config.draft_kernel, layer) for layer in layers if not isinstance(layer, str)]
+    found = [find_kernel(config.draft_kernel, layer, measures) for layer in layers if not isinstance(layer, str)]
     names = {kernel.name for kernel in found if not isinstance(kernel, str)}
     return "+".join(sorted(names)) or NO_KERNEL

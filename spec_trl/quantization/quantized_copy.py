@@ -2,8 +2,9 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from ..cpu_products import library
 from .awq import ActivationAware, ActivationStatistics
 from .experts import QuantizedExperts, holds_stacked_weights, inspect_experts, is_experts, matrices_of, matrix_names
-from .kernels import LayerSpec, PackedWeight, check_kernel_name, make_packed
+from .kernels import LayerSpec, PackedWeight, announce, check_kernel_name, make_packed
 from .kernels.native import Native
 from .linear import PackedLayer, QuantizedLinear, join
 from .rtn import GROUP_SIZES, Scheme, find_scheme
@@ -33,10 +34,15 @@ LM_HEAD_CHOICES = ("auto", "dense", "packed")
 
 @dataclass(eq=False)
 class QuantizedNetwork:
-    """The packed layers of a drafter, by their names in the shadow, and the projections that no kernel can hold."""
+    """The packed layers of a drafter, by their names in the shadow, and the projections that no kernel can hold.
+
+    Kernels may stand in for others until the first :meth:`refresh`, which measures: `build(True)` then makes the
+    network again, with measured kernels.
+    """
 
     layers: dict[str, PackedLayer]
     dense_layers: list[str]
+    build: "Callable[[bool], QuantizedNetwork]"
 
     @property
     def packed_bytes(self) -> int:
@@ -55,7 +61,8 @@ class QuantizedNetwork:
         return [name for name, layer in linear.items() if layer.inverse_scales is not None]
 
     def refresh(self, statistics: ActivationStatistics | None = None) -> None:
-        """Quantizes the live weights again, into the same buffers. Adapters are merged layer by layer.
+        """Quantizes the live weights again, into the same buffers. Adapters are merged layer by layer. The first time
+        kernels are measured where their times are not known, and layers may get others.
 
         Args:
             statistics: of the policy's newest forwards, for activation-aware schemes (AWQ, ER §C.4). Layers without
@@ -64,6 +71,7 @@ class QuantizedNetwork:
         Raises:
             ValueError: the statistics have other widths than the projections.
         """
+        self._measure()
         names = [] if statistics is None else self.activation_aware_layers
         activations = {name: statistics.of(name) for name in names if statistics is not None}
         for name, observed in activations.items():
@@ -77,6 +85,19 @@ class QuantizedNetwork:
         with torch.no_grad():
             for name, layer in self.layers.items():
                 layer.refresh(quantizer, activations.get(name))
+
+    @property
+    def stand_ins(self) -> list[LayerSpec]:
+        """The weights whose kernels stand in for others."""
+        weights = [packed for layer in self.layers.values() for packed in layer.packed_weights]
+        return [packed.layer for packed in weights if not packed.is_final]
+
+    def _measure(self) -> None:
+        """Replaces all layers, before they hold weights, if kernels stand in for others."""
+        if layers := self.stand_ins:
+            announce({layer.shape for layer in layers}, layers[0].device)
+            measured = self.build(True)
+            self.layers, self.dense_layers = measured.layers, measured.dense_layers
 
     def assert_all_called(self, aside: Collection[str] = ()) -> None:
         """Checks that every packed layer except `aside` ran since the last refresh; captured forwards do not count.
@@ -115,7 +136,7 @@ def quantize_projections(
         kernel: "auto" = the best for each layer; or a kernel's name.
         lm_head: "dense", "packed", or "auto" = packed if, left dense, it would make up at least a third of the
             weight bytes that a draft step reads. A head whose forward is patched or hooked stays dense.
-        pack: whether to quantize the present weights, or leave the buffers empty until `refresh()`.
+        pack: whether to quantize the present weights, or leave the buffers empty until `refresh()`, which measures.
 
     Raises:
         ValueError: a name that is not known; or "nf4", where no layer has a kernel.
@@ -124,7 +145,15 @@ def quantize_projections(
     wanted = choose_scheme(scheme, kernel, shadow)
     if lm_head not in LM_HEAD_CHOICES:
         raise ValueError(f"lm_head={lm_head!r} is not a choice; use one of {list(LM_HEAD_CHOICES)}")
-    builder = _Builder(shadow, wanted, kernel)
+    network = _build(shadow, wanted, kernel, lm_head, pack)
+    if pack:
+        network.refresh()
+    return network
+
+
+def _build(shadow: PreTrainedModel, wanted: Scheme, kernel: str, lm_head: str, measures: bool) -> QuantizedNetwork:
+    """Replaces layers of `shadow`, also those that were replaced before; `measures`: as of `make_packed`."""
+    builder = _Builder(shadow, wanted, kernel, measures)
     with torch.inference_mode(False), torch.no_grad():  # buffers made in inference mode could not be refreshed outside
         builder.replace_projections(shadow.get_decoder())
         builder.replace_lm_head(lm_head)
@@ -135,16 +164,15 @@ def quantize_projections(
             f"scheme={wanted.name!r} can pack no layer of this model: {'; '.join(reasons)}. 'rtn-w4-g64' has kernels "
             "that come with torch."
         )
-    network = QuantizedNetwork(layers, [name for names in reasons.values() for name in names])
-    if reasons:
+    dense = [name for names in reasons.values() for name in names]
+    network = QuantizedNetwork(layers, dense, partial(_build, shadow, wanted, kernel, lm_head))
+    if reasons and not network.stand_ins:  # else the next build says it
         count = len(network.dense_layers)
         warnings.warn(
             f"{count} of {count + len(layers)} layers of the drafter stay dense under scheme {wanted.name!r}: "
             + "; ".join(f"{_shorten(names)} ({reason})" for reason, names in reasons.items()),
-            stacklevel=2,
+            stacklevel=3,
         )
-    if pack:
-        network.refresh()
     return network
 
 
@@ -166,10 +194,14 @@ class _Builder:
     shadow: PreTrainedModel
     scheme: Scheme
     kernel: str
+    measures: bool
     layers: dict[str, PackedLayer] = field(default_factory=dict)
     left_dense: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # reason → names
 
     def __post_init__(self) -> None:
+        for name, module in list(self.shadow.named_modules()):
+            if isinstance(module, PackedLayer):
+                self.shadow.set_submodule(name, module.dense)
         self.names: dict[nn.Module, str] = {module: name for name, module in self.shadow.named_modules()}
 
     def replace_projections(self, parent: nn.Module) -> None:
@@ -230,14 +262,14 @@ class _Builder:
             self.layers[name] = replacement
 
     def _quantized_linear(self, module: nn.Module, layer: LayerSpec | str) -> QuantizedLinear | str:
-        packed = layer if isinstance(layer, str) else make_packed(self.kernel, layer)
+        packed = layer if isinstance(layer, str) else make_packed(self.kernel, layer, self.measures)
         return packed if isinstance(packed, str) else QuantizedLinear(module, packed, self.scheme.activation_aware)
 
     def _quantized_experts(self, module: nn.Module) -> QuantizedExperts | str:
         packed: list[list[PackedWeight]] = []
         for name in matrix_names(module):
             layer = layer_spec(inspect_experts(module, name), self.scheme)
-            first = layer if isinstance(layer, str) else make_packed(self.kernel, layer)
+            first = layer if isinstance(layer, str) else make_packed(self.kernel, layer, self.measures)
             if isinstance(first, str):
                 return first
             packed.append([first, *(type(first)(first.layer) for _ in matrices_of(module, name)[1:])])

@@ -202,6 +202,11 @@ class Control(ABC):
     def drop(self, index: int) -> None:
         """Excludes candidate `index`, which failed, for the rest of this rollout."""
 
+    def limit(self, index: int, max_rows: int) -> None:
+        """The kernels of candidate `index` serve at most `max_rows` rows, as its first draft has measured."""
+        for candidate in self.candidates[index : index + 1]:
+            candidate.max_rows = min(candidate.max_rows, max_rows)
+
     def finish(self) -> None:
         """Ends the rollout."""
         return

@@ -99,6 +99,11 @@ class Planner(Control):
         self._max_rows[index] = 0
         self._current.failed, self._current.lasts = True, 0.0  # possibly within a round, which then has no verdicts
 
+    def limit(self, index: int, max_rows: int) -> None:
+        super().limit(index, max_rows)
+        self._max_rows[index] = min(self._max_rows[index], max_rows)
+        self._current.lasts = 0.0
+
     def further_method(
         self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
     ) -> tuple[str, list[int]] | None:
@@ -214,7 +219,8 @@ class Planner(Control):
         best = int(gains.argmax()) if trial is None else trial
         gain, cost = math.exp(gains[best]), float(worst[best])
         if (most := int(self._max_rows.max())) < self._batch:
-            self._explanation = Explanation.too_many_rows(self._batch, most) if most else Explanation(None, FAILED)
+            failed = not most and any(candidate.max_rows for candidate in self.candidates)
+            self._explanation = Explanation(None, FAILED) if failed else Explanation.too_many_rows(self._batch, most)
             return
         if trial is None and not gain >= 1 + self._margin:  # NaN, where a prediction is infinite
             then = decision(gain, self._margin)

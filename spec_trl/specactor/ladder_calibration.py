@@ -103,7 +103,7 @@ def find_ladder(
     Raises:
         RuntimeError: a drafter failed.
     """
-    key = profile_key(model, config)
+    key = profile_key(model, config, measures=config.sd_toggle == "roofline")
     shape = _fingerprint(key, drafters, draft_lengths)
     path = _path(key, config, shape)
     session = Session.of(model)

@@ -105,7 +105,8 @@ class ExactLogprobs:
     def _read(self, policy: PreTrainedModel, ids: Tensor, mask: Tensor, width: int) -> tuple[Tensor, list[Tensor]]:
         """Returns log-probabilities `[B, width]`, and the inputs of the decoder layers after the first, `[B, T,
         hidden]` each; values at padding are undefined."""
-        prompts = [row[is_real.bool()] for row, is_real in zip(ids[:, :-width], mask[:, :-width], strict=True)]
+        texts, is_real = ids[:, :-width].cpu(), mask[:, :-width].bool().cpu()  # one copy for all rows
+        prompts = [text[real] for text, real in zip(texts, is_real, strict=True)]
         columns, exact = max(map(len, prompts)) + width, self._config.exact is True
         layers = range(1, len(decoder_layers(policy)))
         with Session.lend(policy) as session:
@@ -338,7 +339,10 @@ def read_completions(
 
     if layers:
         runner.listen(layers, hear)
-    admission = rows.admit([Request(at, prompt, len(prompt) + length, 0) for at, prompt in enumerate(prompts)])
+    where = completions.device
+    admission = rows.admit(
+        [Request(at, prompt, len(prompt) + length, 0, device=where) for at, prompt in enumerate(prompts)]
+    )
     _, logits = runner.read_prompts(rows, admission)  # [leaders, 1, V]
     assert logits is not None
     order = torch.tensor(rows.indices)  # [B]

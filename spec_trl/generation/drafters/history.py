@@ -78,8 +78,12 @@ class HistoryDrafter(Drafter):
         self.history.drop_indexes(set(prompts))
         del self._texts[admission.first :]
         self._texts += [self.history.start(prompt) for prompt in prompts[admission.first :]]
-        for row in admission.moved:
-            self.history.extend(self._texts[row], rows.tokens[row, rows.generated_span(row)].tolist())
+        spans = {row: rows.generated_span(row) for row in admission.moved}
+        if spans:
+            texts = torch.cat([rows.tokens[row, span] for row, span in spans.items()]).tolist()
+            for row, span in spans.items():
+                text, texts = texts[: span.stop - span.start], texts[span.stop - span.start :]
+                self.history.extend(self._texts[row], text)
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         self._catch_up()

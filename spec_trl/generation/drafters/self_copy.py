@@ -95,7 +95,7 @@ class SelfDrafter(NetworkDrafter):
         `quantized.activation_aware_layers`, and round to nearest without (ER §C.4).
         """
         self.quantized.refresh(statistics)
-        self.is_stale = False
+        self.is_stale, self.max_rows = False, self.quantized.max_rows  # the first one may measure the kernels
 
     def refresh_if_changed(self) -> None:
         """Requantizes before the next draft if the policy's weights have changed since the last check

@@ -45,7 +45,7 @@ class ImagePrompt:
     """A prompt with images; equal prompts with equal images are one object.
 
     Args:
-        tokens: `[length]` int64, without padding.
+        tokens: `[length]` int64, without padding, on the host.
         inputs: the family's inputs for this prompt alone, besides its tokens.
         offset: number to add to the column of a later token for its position (M-RoPE); 0 in most families.
 
@@ -61,11 +61,10 @@ class ImagePrompt:
     def read(self, network: PreTrainedModel, cache: RaggedCache, row: int, columns: int) -> None:
         """Writes K/V of its first `columns` tokens into a row of `cache`."""
         states, narrow = DynamicCache(), {"logits_to_keep": 1} if network._supports_logits_to_keep() else {}
+        tokens = self.tokens[None].to(network.device)  # [1, length]
         inputs = {name: value.to(network.device) for name, value in self.inputs.items()}
         with reading_prompts():
-            output = network(
-                input_ids=self.tokens[None], use_cache=True, **{cache_argument(network): states}, **inputs, **narrow
-            )
+            output = network(input_ids=tokens, use_cache=True, **{cache_argument(network): states}, **inputs, **narrow)
         self.logits = output.logits[:, -1:]
         kept = [(layer.keys[0, :, :columns], layer.values[0, :, :columns]) for layer in states.layers]
         cache.import_row(row, 0, dict(enumerate(kept)))
@@ -211,7 +210,7 @@ def _offset(model: PreTrainedModel, prompt: Tensor, inputs: Mapping[str, Tensor]
         return 0
     if "mm_token_type_ids" not in inputs:
         raise ValueError("mm_token_type_ids is missing, by which this family finds images; the processor returns it.")
-    types, grid = inputs["mm_token_type_ids"], inputs["image_grid_thw"]
+    types, grid = inputs["mm_token_type_ids"], inputs["image_grid_thw"].to(prompt.device)
     return int(positions(prompt[None], mm_token_type_ids=types, image_grid_thw=grid)[1])
 
 

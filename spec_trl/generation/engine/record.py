@@ -97,6 +97,17 @@ class Round:
     chains: DraftedChains | None = None
 
 
+def on_host(completions: Sequence[Completion]) -> list[Completion]:
+    """Copies `completions` to the host, all in one copy of their tokens and one of their logprobs."""
+    counts = [len(done.tokens) for done in completions]
+    logprobs = [done.logprobs for done in completions if done.logprobs is not None]
+    if not completions:
+        return []
+    tokens = torch.cat([done.tokens for done in completions]).cpu().split(counts)
+    scores = torch.cat(logprobs).cpu().split(counts) if logprobs else [None] * len(counts)
+    return [Completion(*each) for each in zip(tokens, scores, strict=True)]
+
+
 class PhaseTimer:
     """Seconds by phase on `device`. On CUDA it uses events, so that the host never waits."""
 
@@ -177,6 +188,9 @@ class Record:
     ) -> SpeculationStatistics:
         """The statistics of the whole rollout."""
         completed = {index: done for index, done in enumerate(self.completions) if done is not None}
+        completed = dict(zip(completed, on_host([*completed.values()]), strict=True))
+        for index, done in completed.items():
+            self.completions[index] = done
         explanation = control.explain()
         statistics = SpeculationStatistics(
             self._strategy,

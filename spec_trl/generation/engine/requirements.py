@@ -322,7 +322,7 @@ def _check_not_empty(input_ids: Tensor) -> None:
 def read_prompts(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> list[Tensor]:
-    """B prompts `[prompt length]` int64 without their left padding.
+    """B prompts `[prompt length]` int64 without their left padding, on the host.
 
     Args:
         model: the target.
@@ -335,6 +335,8 @@ def read_prompts(
             positions do not count from its first token.
     """
     _check_not_empty(input_ids)
+    input_ids = input_ids.cpu()  # one copy of all: a device would be waited for in each of the checks
+    attention_mask = None if attention_mask is None else attention_mask.cpu()
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if mask.shape != input_ids.shape:
         raise ValueError(
@@ -364,6 +366,7 @@ def read_prompts(
             "tokenizer, or mark padding by 0 in attention_mask."
         )
     if position_ids is not None:
+        position_ids = position_ids.cpu()
         counted = mask.cumsum(-1) - 1  # [B, width]; at padding anything will do
         fits = position_ids.shape[-2:] in (input_ids.shape, (1, input_ids.shape[1]))
         if not fits or bool(((position_ids != counted) & mask.bool()).any()):

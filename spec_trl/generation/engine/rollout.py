@@ -207,7 +207,11 @@ class Rollout:
     def _propose(self, which: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
         """Returns the proposal of drafter `which`; an empty one if it fails."""
         rows, shape = self.rows, (self.rows.active, draft_length, self._vocabulary)
+        drafter = self.drafters.in_use.get(which)
+        before = None if drafter is None else drafter.max_rows
         proposal = self.drafters.ask(which, lambda drafter: drafter.propose(draft_length, noise).checked(*shape))
+        if drafter is not None and drafter.max_rows != before:
+            self.control.limit(which, drafter.max_rows)
         if proposal is None:
             # K/V of its drafts may be broken: verifying as many tokens overwrites it.
             return Proposal(rows.window(-1, 1).expand(-1, draft_length), torch.zeros_like(rows.lengths))

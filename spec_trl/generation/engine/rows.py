@@ -47,7 +47,7 @@ class Request:
 
     Args:
         index: row of the caller's batch.
-        prompt: `[length]` int64, without padding.
+        prompt: `[length]` int64, without padding, on the host: reading it waits for no device.
         limit: most tokens, the prompt's included.
         stream: key of its noise.
         generated: `[n]` int64 tokens; None: it was not begun.
@@ -58,6 +58,7 @@ class Request:
         spans: columns of the prompt that earlier turns of a conversation have generated, without the last token of a
             turn, which the next turn reads: pairs of first and end, ascending.
         images: of the prompt; None: it is text.
+        device: of its rows; None: the prompt's.
     """
 
     index: int
@@ -71,11 +72,17 @@ class Request:
     method: str | None = None
     spans: Spans = ()
     images: "ImagePrompt | None" = None
+    device: torch.device | None = None
 
     @property
     def text(self) -> Text:
         """What decides the K/V of its prompt."""
         return self.prompt.cpu().numpy().tobytes(), self.spans, self.images
+
+    @property
+    def row_device(self) -> torch.device:
+        """The device of its rows."""
+        return self.device or self.prompt.device
 
     @property
     def length(self) -> int:
@@ -85,7 +92,7 @@ class Request:
     def pieces(self, start: int, stop: int) -> list[Piece]:
         """Columns `start..stop` in the pieces in which a conversation computes them, so that K/V is the same if it is
         computed again."""
-        pieces, column, short = [], 0, SHORT_PROMPT if self.prompt.device.type == "cpu" else 0
+        pieces, column, short = [], 0, SHORT_PROMPT if self.row_device.type == "cpu" else 0
         for first, end in (*self.spans, (len(self.prompt), self.length)):
             for begin, finish, generated in ((column, first, False), (first, end, True)):
                 if max(begin, start) < min(finish, stop):
@@ -296,9 +303,12 @@ class Rows:
         # Rows of similar length prefill with little padding.
         leaders.sort(key=lambda leader: (leader[1].images is None, leader[1].length))
         followers.sort(key=lambda follower: follower[1].images is not None)
+        texts = np.zeros((len(requests), max(len(request.prompt) for request in requests)), np.int64)
+        for text, (key, request) in zip(texts, leaders + followers, strict=True):
+            text[: len(request.prompt)] = np.frombuffer(key[0], np.int64)
+        self.tokens[first : first + len(texts), : texts.shape[1]] = sent(torch.from_numpy(texts), self.tokens.device)
         for row, (key, request) in enumerate(leaders + followers, start=first):
             prompt, length = len(request.prompt), request.length
-            self.tokens[row, :prompt] = request.prompt
             if request.generated is None:
                 row_of_prompt.setdefault(key, row)
             else:

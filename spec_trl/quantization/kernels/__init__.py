@@ -6,7 +6,7 @@ import torch
 
 from .base import LayerSpec, PackedWeight, QuantizedRows
 from .bitsandbytes_nf4 import BitsAndBytesNF4Cpu, BitsAndBytesNF4Cuda
-from .kernel_times import choose_measured
+from .kernel_times import announce, choose_measured, default_kernel, known_table
 from .marlin_humming import HummingInt4, MarlinInt4
 from .native import Native, NativeInt4, NativeInt8
 from .onnxruntime_int4 import OnnxRuntimeInt4, is_fastest
@@ -28,6 +28,7 @@ __all__ = [
     "LayerSpec",
     "PackedWeight",
     "QuantizedRows",
+    "announce",
     "check_kernel_name",
     "find_kernel",
     "fitting_kernels",
@@ -54,44 +55,52 @@ def fitting_kernels(name: str, layer: LayerSpec) -> list[type[PackedWeight]] | s
     return fitting or why or f"kernel {name!r} has nothing for {kind} weights on {layer.device.type}"
 
 
-def find_kernel(name: str, layer: LayerSpec) -> type[PackedWeight] | str:
+def find_kernel(name: str, layer: LayerSpec, measures: bool = True) -> type[PackedWeight] | str:
     """Returns the kernel for `layer`, or the reason why there is none.
 
     "auto" takes the fastest kernel that can hold the layer, on a CPU by a rule, on a GPU by measured times, and none
     if the dense layer is faster. Siblings get the kernel that is fastest for all, if one can hold all. It never takes
     "reference".
+
+    Args:
+        name: "auto" or a kernel's name.
+        layer: the weight.
+        measures: whether times that are not known are measured; else `default_kernel` is taken.
     """
-    choice = _choose(name, layer)
+    choice = _choose(name, layer, measures)
     return choice if isinstance(choice, str) else choice[0]
 
 
-def make_packed(name: str, layer: LayerSpec) -> PackedWeight | str:
+def make_packed(name: str, layer: LayerSpec, measures: bool = True) -> PackedWeight | str:
     """An empty packed weight of the kernel that `find_kernel` names, or the reason why there is none.
 
     Under "auto" on a GPU its `max_rows` is the measured one, otherwise the kernel's.
     """
-    choice = _choose(name, layer)
+    choice = _choose(name, layer, measures)
     if isinstance(choice, str):
         return choice
-    kernel, max_rows = choice
+    kernel, max_rows, is_final = choice
     packed = kernel(layer)
     packed.max_rows = packed.max_rows if max_rows is None else max_rows
+    packed.is_final = is_final
     return packed
 
 
-def _choose(name: str, layer: LayerSpec) -> tuple[type[PackedWeight], int | None] | str:
-    """Returns the kernel, and its max_rows if measured."""
+def _choose(name: str, layer: LayerSpec, measures: bool) -> tuple[type[PackedWeight], int | None, bool] | str:
+    """Returns the kernel, its max_rows if times decide, and whether the choice is final."""
     fitting = fitting_kernels(name, layer)
     if isinstance(fitting, str):
         return fitting
     if name != "auto" or layer.device.type != "cuda":
         native = [kernel for kernel in fitting if issubclass(kernel, Native)]
         if name == "auto" and native and layer.policy_dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
-            return native[0], None
+            return native[0], None, True
         preferred = name == "auto" and OnnxRuntimeInt4 in fitting and is_fastest(layer)
-        return OnnxRuntimeInt4 if preferred else fitting[0], None
+        return OnnxRuntimeInt4 if preferred else fitting[0], None, True
     shared = [kernel for kernel in fitting if all(kernel.unsupported(part) is None for part in layer.parts)]
-    measured = choose_measured(layer, shared) if shared else choose_measured(replace(layer, siblings=()), fitting)
-    if measured is None:
+    asked = (layer, shared) if shared else (replace(layer, siblings=()), fitting)
+    is_final = measures or known_table(*asked) is not None
+    choice = choose_measured(*asked) if is_final else default_kernel(asked[1])
+    if choice is None:
         return "no kernel was measured to be faster than the dense layer"
-    return next(kernel for kernel in fitting if kernel.name == measured.kernel), measured.max_rows
+    return next(kernel for kernel in fitting if kernel.name == choice.kernel), choice.max_rows, is_final

@@ -102,6 +102,7 @@ class PackedWeight(nn.Module, ABC):
         row_block: `pack_` takes blocks that begin at a multiple of this and (except the last) have a multiple of it.
         rows_along: the row dimension of every buffer, if a slice of the buffers is a weight.
         max_rows: above this many rows of x the policy's dense weight is faster.
+        is_final: False for a kernel that stands in until times are measured.
         activation_dtype: the dtype of x, y and the scales.
     """
 
@@ -115,6 +116,7 @@ class PackedWeight(nn.Module, ABC):
     row_block: ClassVar[int] = 1
     rows_along: ClassVar[dict[str, int]] = {}
     max_rows: int = 16
+    is_final: bool = True
     activation_dtype: torch.dtype
 
     def __init__(self, layer: LayerSpec) -> None:

@@ -1,33 +1,38 @@
-"""Times the kernels that can hold a layer, on its device, and caches the table: the choice of "auto" on a GPU."""
+"""Times the kernels that can hold a layer, on its device, and caches the table: the choice of "auto" on a GPU.
+
+A table is measured when a copy is packed first, before its first draft. Until then `default_kernel` stands in.
+"""
 
 import copy
 import dataclasses
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...cuda_graphs import capture, capture_stream
 from ...hardware import hardware_name
 from ...json_files import read_json, write_json
 from ...user_cache import cache_directory, file_name, read_cached, save_cached
 from .base import LayerSpec, PackedWeight, QuantizedRows, join_rows, normal_floats
 
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of x at which kernels are timed
-SMALL_ROWS = (1, 2, 4, 8)  # rows that count in the choice: drafting has few
+ROWS = (1, 8, 32)  # rows of x at which kernels are timed; tables of earlier releases have more
+SMALL_ROWS = 8  # most rows that count in the choice: drafting has few
+MOST_ROWS = 64  # most rows of a kernel: the line through the last two times is followed no further than twice the last
 REPLAYS = 20  # calls, of which the median counts
 MIN_CALLS, MAX_CALLS = 8, 128  # calls in a replay
 FILL = 1 << 24  # weights made at once
-UNMEASURED_ROWS = 16  # max_rows of a kernel if memory is too short to measure
 TOLERANCE = 0.05  # of an output's standard deviation: bfloat16 rounding of the largest outputs stays within half of it
 
 Times = dict[int, float]  # rows of x → seconds
@@ -63,7 +68,7 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """Seconds of one call.
+    """Seconds of one call, by rows of x; all kernels are timed at the same numbers of rows.
 
     Attributes:
         key: what the table is valid for.
@@ -79,28 +84,32 @@ class KernelTable:
 
     def __post_init__(self) -> None:
         for times in (self.dense, *self.kernels.values()):
-            if tuple(sorted(times)) != ROWS or not all(0 < seconds < math.inf for seconds in times.values()):
+            is_whole = times.keys() == self.dense.keys() >= set(ROWS)
+            if not is_whole or not all(0 < seconds < math.inf for seconds in times.values()):
                 raise ValueError(f"{times} are not positive times for {list(ROWS)} rows")
 
     def max_rows(self, kernel: str) -> int:
-        """The largest measured number of rows up to which `kernel` beats the dense layer at every number measured."""
-        best = 0
-        for rows in ROWS:
-            if not self.kernels[kernel][rows] < self.dense[rows]:
-                break
-            best = rows
-        return best
+        """The largest number of rows, at most `MOST_ROWS`, up to which `kernel` beats the dense layer; straight lines
+        join the measured times, and the last one goes on."""
+        measured = sorted(self.dense)
+        gains = [self.dense[rows] - self.kernels[kernel][rows] for rows in measured]
+        if measured[-1] < MOST_ROWS:
+            slope = (gains[-1] - gains[-2]) / (measured[-1] - measured[-2])
+            gains.append(gains[-1] + slope * (MOST_ROWS - measured[-1]))
+            measured.append(MOST_ROWS)
+        wins = np.interp(np.arange(1, MOST_ROWS + 1), measured, gains) > 0  # [MOST_ROWS]
+        return MOST_ROWS if wins.all() else int(wins.argmin())
 
     def choose(self) -> KernelChoice | None:
-        """The kernel that is fastest at SMALL_ROWS, in geometric mean; None where the dense layer wins at one row.
+        """The kernel that is fastest up to SMALL_ROWS, in geometric mean; None where the dense layer wins at one row.
 
         Beyond its `max_rows` a kernel counts with the time of the dense layer, which then runs.
         """
 
         def small(kernel: str) -> float:
             limit = self.max_rows(kernel)
-            times = [(self.kernels[kernel] if rows <= limit else self.dense)[rows] for rows in SMALL_ROWS]
-            return math.fsum(map(math.log, times))
+            few = [rows for rows in self.dense if rows <= SMALL_ROWS]
+            return math.fsum(math.log((self.kernels[kernel] if rows <= limit else self.dense)[rows]) for rows in few)
 
         useful = [kernel for kernel in self.kernels if self.max_rows(kernel)]
         if not useful:
@@ -132,11 +141,12 @@ def time_replays(name: str, rows: int, calls: Sequence[Callable[[], Tensor]]) ->
     """The timer for a GPU: all calls captured in one CUDA graph, which is what a drafter replays."""
     device = calls[0]().device  # compiles what is compiled at first use
     with torch.cuda.device(device):
+        stream = capture_stream(device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # so that libraries allocate workspaces here, not in a pool
+            calls[0]()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for call in calls:
-                call()
+        graph, _ = capture(lambda: [call() for call in calls][-1], device)
         graph.replay()
         seconds = []
         for _ in range(REPLAYS):
@@ -150,17 +160,47 @@ def time_replays(name: str, rows: int, calls: Sequence[Callable[[], Tensor]]) ->
     return statistics.median(seconds)
 
 
+def default_kernel(kernels: Sequence[type[PackedWeight]]) -> KernelChoice:
+    """The choice without times: Triton's, else the first, and the dense layer for more than `MOST_ROWS` rows. Triton
+    comes with torch for CUDA, compiles in seconds, and its kernel reads a weight once for up to 32 rows."""
+    names = [kernel.name for kernel in kernels]
+    return KernelChoice("triton" if "triton" in names else names[0], MOST_ROWS)
+
+
 def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> KernelChoice | None:
     """Returns the fastest of `kernels` for `layer`; None if the dense layer is faster than all."""
     try:
         return kernel_table(layer, kernels).choose()
     except torch.OutOfMemoryError as error:
+        choice = default_kernel(kernels)
         warnings.warn(
             f"too little memory is free to measure the kernels for a layer of {layer.shape}, which takes "
-            f"{kernels[0].name!r} unmeasured: {error}",
+            f"{choice.kernel!r} unmeasured: {error}",
             stacklevel=2,
         )
-        return KernelChoice(kernels[0].name, UNMEASURED_ROWS)
+        return choice
+
+
+def announce(shapes: Collection[str], device: torch.device) -> None:
+    """Says that kernels are measured now for layers of these shapes."""
+    warnings.warn(
+        f"the kernels of the quantized copy are measured on {device} now, before its first draft: {len(shapes)} "
+        f"shapes of layers ({', '.join(sorted(shapes))}) with {', '.join(map(str, ROWS))} rows. This takes seconds "
+        "per shape, and minutes where a kernel such as Marlin's or Humming's has to be compiled. The times are kept "
+        f'in {cache_directory()}; draft_kernel="triton" measures nothing.',
+        stacklevel=2,
+    )
+
+
+def known_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> KernelTable | None:
+    """The :func:`kernel_table` if it was measured before."""
+    key = _key(layer, kernels)
+    if key not in tables:
+        table = read_cached(key.path, lambda _: KernelTable.load(key), ", and the kernels are measured again")
+        if table is None:
+            return None
+        tables[key] = table
+    return tables[key]
 
 
 def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer = time_replays) -> KernelTable:
@@ -171,15 +211,14 @@ def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer:
     A kernel that fails, or whose product differs from that of the codes by more than bfloat16 rounding, is not in
     the table. One warning names it, and such a table is not saved.
     """
-    key = _key(layer, kernels)
-    if key not in tables:
-        table = read_cached(key.path, lambda _: KernelTable.load(key), ", and the kernels are measured again")
-        if table is None:
-            table = measure(layer, kernels, timer)
-            if len(table.kernels) == len(kernels):
-                save_cached(lambda _: table.save(), key.path, "times of the kernels")
-        tables[key] = table
-    return tables[key]
+    table = known_table(layer, kernels)
+    if table is None:
+        table = tables[_key(layer, kernels)] = measure(layer, kernels, timer)
+        if len(table.kernels) == len(kernels):
+            save_cached(lambda _: table.save(), table.key.path, "times of the kernels")
+        if layer.device.type == "cuda":
+            torch.cuda.empty_cache()  # weights, and memory of the captures
+    return table
 
 
 def measure(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer) -> KernelTable:

@@ -35,19 +35,22 @@ from tests.tiny_families import make
 
 
 NAME = "pretended"
+SOME = [0, 1, 6]  # rows, of which two have one prompt
 _SHAPES_FROM_DATA = ("nonzero", "equal", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
 _COPIES = ("_to_copy", "copy_", "_copy_from")  # between devices
 
 
 class Audit(TorchDispatchMode):
-    """Notes, with their places, the waits of each round, copies for which the host waits, and operations that mix
-    devices. What is copied to the host without waiting arrives at the next wait alone, as it may on a GPU."""
+    """Notes, with their places, the waits of each round, copies for which the host waits, both outside of rounds, and
+    operations that mix devices. What is copied to the host without waiting arrives at the next wait alone, as it may
+    on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[list[str]] = []
         self.copies: Counter[str] = Counter()
         self.mixed: Counter[str] = Counter()
+        self.outside: Counter[str] = Counter()
         self.overheard = 0
         self.is_round = False
         self._late: list[tuple[Tensor, Tensor]] = []
@@ -75,8 +78,8 @@ class Audit(TorchDispatchMode):
         if is_read == (to.type == NAME):
             return func(*args, **kwargs)
         waits = not (kwargs.get("non_blocking") or (len(tensors) > 1 and True in args[2:]))
-        if not is_read and waits and self.is_round:
-            self.copies[_place()] += 1
+        if not is_read and waits:
+            (self.copies if self.is_round else self.outside)[_place()] += 1
         if is_read and waits:
             self._wait()
         elif is_read:
@@ -88,8 +91,11 @@ class Audit(TorchDispatchMode):
     def _wait(self) -> None:
         place = _place()
         # Once a capture its replay is compared, and once a call the copy looks whether weights have changed.
-        if self.is_round and not any(name in place for name in ("engine/graph_", "generation/session.py")):
-            self.waits[-1].append(place)
+        if not any(name in place for name in ("engine/graph_", "generation/session.py")):
+            if self.is_round:
+                self.waits[-1].append(place)
+            else:
+                self.outside[place] += 1
         for late, source in self._late:
             late.copy_(source)
         self._late.clear()
@@ -110,8 +116,8 @@ class Calls(TorchFunctionMode):
         elif name in ("__getitem__", "__setitem__"):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             copies = args[0].device.type == NAME and any(isinstance(part, list) for part in index)
-        if copies and self._audit.is_round:
-            self._audit.copies[_place()] += 1
+        if copies:
+            (self._audit.copies if self._audit.is_round else self._audit.outside)[_place()] += 1
         return found
 
 
@@ -196,6 +202,7 @@ def main(library: str, *titles: str) -> None:
         ("none", "none", {}, {}),
         ("top-p", "none", {}, top_p),
         ("self", "self", {}, {}),
+        ("fewer rows", "self", {}, {"request_ids": SOME}),
         ("refill", "self", {"max_batch_size": 2}, {}),
         ("ngram", "ngram", {}, {}),
         ("history", "history", {}, {}),
@@ -212,15 +219,16 @@ def main(library: str, *titles: str) -> None:
         audits.append(audit := Audit())
         with audit, Calls(audit):
             target = hybrid if title == "states" else model
-            result = generate(target, there, strategy, config, **common, **options)
+            asked = {name: tensor[SOME] for name, tensor in there.items()} if "request_ids" in options else there
+            result = generate(target, asked, strategy, config, **common, **options)
         host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in result.items()}
         texts = with_states if title == "states" else expected[bool(options.get("top_p"))]
-        same = outputs(type(result)(**host)) == texts
+        same = outputs(type(result)(**host)) == [texts[row] for row in options.get("request_ids", range(len(texts)))]
         statistics = result.statistics
         told = dict(
             same=same, rounds=statistics.rounds, drafted=statistics.total.drafted, graphs=statistics.graphs,
             failure=statistics.drafter_failure, overheard=audit.overheard, waits=audit.waits, copies=audit.copies,
-            mixed=audit.mixed,
+            mixed=audit.mixed, outside={place: count for place, count in audit.outside.items() if " < " in place},
         )  # fmt: skip
         print(json.dumps({"title": title} | told), flush=True)
 

@@ -1,4 +1,5 @@
-"""The engine on a device that pretends to be a GPU: a round waits for it once, and mixes no devices."""
+"""The engine on a device that pretends to be a GPU: a round waits for it once, a call as often for many rows as for
+few, and no devices are mixed."""
 
 import json
 import subprocess
@@ -47,3 +48,11 @@ def test_a_round_waits_once(told: dict[str, Any], title: str) -> None:
     assert own["overheard"] > 0 or title not in ("auto", "best_of_n")
     assert [len(waits) for waits in own["waits"]] == [1] * own["rounds"], own["waits"]
     assert not own["copies"] and not own["mixed"]
+
+
+def test_rows_that_enter_and_end_wait_for_nothing(told: dict[str, Any]) -> None:
+    """Waits and copies outside of rounds are the same for three rows and for seven, and each occurs once or twice."""
+    few, many = told["fewer rows"], told["self"]
+    assert few["same"] and few["drafted"] > 0 and max(many["outside"].values()) <= 2, many["outside"]
+    tables = {place: count for place, count in many["outside"].items() if place not in few["outside"]}
+    assert few["outside"] | tables == many["outside"] and sum(tables.values()) <= 1  # once for a session

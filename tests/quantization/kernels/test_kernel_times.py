@@ -81,7 +81,7 @@ def test_every_kernel_and_the_dense_layer_are_timed_once(monkeypatch: pytest.Mon
     table = kernel_times.kernel_table(LAYER, both, timer)
     expected = [(name, rows) for name in ("dense", "slow", "torch_int4") for rows in ROWS]
     assert timer.timed == expected
-    assert table.kernels["slow"][64] == pytest.approx(20e-6)
+    assert table.kernels["slow"][32] == pytest.approx(20e-6)
     assert table.choose().kernel == "torch_int4"
     assert kernel_times.kernel_table(LAYER, both, timer) is table
     new_process(monkeypatch)
@@ -174,7 +174,7 @@ def test_too_little_memory_takes_a_kernel_unmeasured(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernel_times, "measure", full)
     with pytest.warns(UserWarning, match="too little memory"):
         choice = kernel_times.choose_measured(LAYER, [SLOW])
-    assert choice == KernelChoice("slow", kernel_times.UNMEASURED_ROWS)
+    assert choice == KernelChoice("slow", kernel_times.MOST_ROWS)
 
 
 ON_GPU = dict(
@@ -189,7 +189,7 @@ def test_the_choice_on_a_gpu_goes_by_the_table(monkeypatch: pytest.MonkeyPatch) 
     for names in ("FAST_KERNELS", "KERNELS"):
         monkeypatch.setattr(kernel_choice, names, (FIRST, SECOND))
     layer = layer_spec(96, device="cuda")
-    for first, second, expected, max_rows in ((3, 2, SECOND, 16), (3, 4, FIRST, 64), (10, 10, None, 0)):
+    for first, second, expected, max_rows in ((3, 2, SECOND, 29), (3, 4, FIRST, 64), (10, 10, None, 0)):
         times = {"first": dict.fromkeys(ROWS, first), "second": dict.fromkeys(ROWS, second) | {32: 11}}
         table = KernelTable(TableKey("GPU", "torch", "96x256", "first, second"), dict.fromkeys(ROWS, 10), times)
         monkeypatch.setattr(kernel_times, "kernel_table", lambda layer, kernels, table=table: table)
@@ -212,31 +212,38 @@ def test_auto_on_a_cpu_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- the choice by a table, and its file ----------------------------------------------------------------------------
 
 
+EARLIER = (1, 2, 4, 8, 16, 32, 64)  # rows in tables of earlier releases, which stay valid
+
+
 def times(*microseconds: float) -> dict[int, float]:
-    return {rows: m * 1e-6 for rows, m in zip(ROWS, microseconds, strict=True)}
+    rows = ROWS if len(microseconds) == len(ROWS) else EARLIER
+    return {count: m * 1e-6 for count, m in zip(rows, microseconds, strict=True)}
 
 
 DENSE = times(10, 10, 10, 10, 10, 12, 14)
 
 
 def table(**kernels: dict[int, float]) -> KernelTable:
-    return KernelTable(KEY, DENSE, kernels)
+    dense = next(({rows: DENSE[rows] for rows in own} for own in kernels.values()), DENSE)
+    return KernelTable(KEY, dense, kernels)
 
 
 @pytest.mark.parametrize(
     ("kernels", "choice"),
     [
         # The fastest with few rows wins, though it ends earlier.
-        (dict(few=times(3, 3, 3, 4, 20, 40, 80), many=times(5, 5, 5, 5, 5, 5, 5)), ("few", 8)),
-        # From 8 rows on it is not used, so 100 costs nothing: it counts as dense there.
-        (dict(small=times(2, 2, 2, 100, 100, 100, 100), all=times(4, 4, 4, 4, 5, 5, 20)), ("small", 4)),
-        (dict(one=times(2, 20, 20, 20, 20, 20, 20), all=times(5, 5, 5, 5, 5, 5, 5)), ("all", 64)),
-        # A tie goes to the one that lasts longer.
-        (dict(short=times(3, 3, 3, 3, 20, 3, 3), long=times(3, 3, 3, 3, 9, 20, 3)), ("long", 16)),
-        # The limit is the last before the first defeat.
-        (dict(a=times(3, 3, 11, 3, 3, 3, 3)), ("a", 2)),
+        (dict(few=times(3, 4, 40), many=times(5, 5, 5)), ("few", 12)),
+        # Beyond one row it is not used, so 100 costs nothing: it counts as dense there.
+        (dict(small=times(2, 100, 100), all=times(5, 5, 5)), ("small", 1)),
+        (dict(one=times(2, 20, 20), all=times(4, 4, 4)), ("all", 64)),
+        # The line goes on after 32 rows, to the dense layer's time or to 64 rows.
+        (dict(rises=times(3, 3, 10)), ("rises", 41)),
+        (dict(follows=times(3, 3, 5)), ("follows", 64)),
+        # Earlier tables: a tie goes to the one that lasts longer; the limit is the last before the first defeat.
+        (dict(short=times(3, 3, 3, 3, 20, 3, 3), long=times(3, 3, 3, 3, 9, 20, 3)), ("long", 17)),
+        (dict(a=times(3, 3, 11, 3, 3, 3, 3)), ("a", 3)),
         # As fast as dense is not faster.
-        (dict(a=DENSE), None),
+        (dict(a=times(10, 10, 12)), None),
         (dict(a=times(11, 1, 1, 1, 1, 1, 1)), None),
         ({}, None),
     ],
@@ -270,7 +277,7 @@ def test_a_damaged_table_is_refused() -> None:
     table().save()
     text = KEY.path.read_text()
     for part, damaged in (
-        ("0.000012", "0.0"), ("0.000012", "NaN"), ('"64"', '"65"'), ('"version": 1', '"version": 2'), ("{", "")
+        ("0.000012", "0.0"), ("0.000012", "NaN"), ('"32"', '"33"'), ('"version": 1', '"version": 2'), ("{", "")
     ):  # fmt: skip
         assert part in text
         KEY.path.write_text(text.replace(part, damaged))

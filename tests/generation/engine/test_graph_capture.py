@@ -1,0 +1,95 @@
+"""Captures: what the host does for each on a pretended CUDA, and which ones a check refuses."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spec_trl import cuda_graphs
+from spec_trl.generation.engine.graph_capture import CudaRecorder, _agree
+
+
+DEVICE = torch.device("cpu")
+
+
+class Graph:
+    """A capture that notes its calls."""
+
+    def capture_begin(self, **options: Any) -> None:
+        CALLS.append("begin")
+
+    def capture_end(self) -> None:
+        CALLS.append("end")
+
+    def replay(self) -> None: ...
+
+
+CALLS: list[str] = []
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The free bytes that the device will tell."""
+    CALLS.clear()
+    free = SimpleNamespace(bytes=1 << 40)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: stream)
+    monkeypatch.setattr("spec_trl.generation.engine.graph_capture.capture_stream", lambda device: stream)
+
+    @contextmanager
+    def on(stream: object) -> Any:
+        CALLS.append("enter")
+        try:
+            yield
+        finally:
+            CALLS.append("leave")
+
+    for name, stand_in in dict(
+        CUDAGraph=Graph, stream=on, device=nullcontext, current_stream=lambda: stream, graph_pool_handle=lambda: 1,
+        mem_get_info=lambda device: (free.bytes, 1 << 40), empty_cache=lambda: CALLS.append("empty"),
+        synchronize=lambda: None, get_sync_debug_mode=lambda: 0, set_sync_debug_mode=lambda mode: None,
+    ).items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return free
+
+
+def test_memory_is_emptied_once_for_all_captures(free: SimpleNamespace) -> None:
+    """And before each one while little is free, since a capture cannot free what the allocator has cached."""
+    recorder = CudaRecorder(DEVICE)
+    for _ in range(5):
+        recorder.record(lambda: (torch.zeros(1), None))
+    assert CALLS.count("empty") == 1 and CALLS.count("begin") == CALLS.count("end") == 6
+    assert CALLS.index("empty") < CALLS.index("begin")
+    free.bytes = 1 << 20
+    recorder.record(lambda: (torch.zeros(1), None))
+    assert CALLS.count("empty") == 2
+
+
+def test_a_failing_capture_ends_and_leaves_its_stream(free: SimpleNamespace) -> None:
+    def fail() -> Any:
+        if CALLS[-1] == "begin":
+            raise RuntimeError("no kernel")
+        return torch.zeros(1), None
+
+    recorder = CudaRecorder(DEVICE)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        recorder.record(fail)
+    assert CALLS.count("begin") == CALLS.count("end") == 2 and CALLS[-2:] == ["end", "leave"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_capture_that_is_wrong_in_one_row_is_refused(dtype: torch.dtype) -> None:
+    """Others may be off by rounding, and some by another expert."""
+    expected = torch.randn(8, 3, 50, generator=torch.Generator().manual_seed(0))  # [B, q, V]
+    routed = expected.clone()
+    routed[2] += 0.3 * expected.flip(0)[2]
+    assert _agree(expected * 1.001, expected, dtype) and _agree(routed, expected, dtype)
+    for wrong in (torch.nan, 0.0, expected[0]):
+        found = expected.clone()
+        found[5] = wrong
+        assert not _agree(found, expected, dtype)
+    assert not _agree(expected * 1.3, expected, dtype)  # too many
+    expected[5] = torch.nan  # of broken weights, which is reported elsewhere
+    assert _agree(found, expected, dtype)
