@@ -150,7 +150,7 @@ def test_exact_results_do_not_depend_on_what_else_is_attended(
     """Each query alone, over a shorter cache and over pages: the same bits. Rows are of any length, and a window
     begins within a block; shares are short here, so that there are several."""
     monkeypatch.setattr(ragged_attention, "_EXACT_SHARE", 64)
-    monkeypatch.setattr(ragged_attention, "_EXACT_AT_ONCE", 32)
+    monkeypatch.setattr(ragged_attention, "WORK_SPACE", 2**15)
     torch.manual_seed(length)
     heads = 3 if batch * length < 20 else 1
     query, keys, values = queries(batch, heads, length, 16, dtype), *(cache(batch, 1, 16, dtype) for _ in range(2))
@@ -176,7 +176,7 @@ def test_exact_results_do_not_depend_on_what_else_is_attended(
 @pytest.mark.parametrize("length", [1, 6])
 def test_exact_results_are_right(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ragged_attention, "_EXACT_SHARE", 64)
-    monkeypatch.setattr(ragged_attention, "_EXACT_AT_ONCE", 4)
+    monkeypatch.setattr(ragged_attention, "WORK_SPACE", 2**15)
     torch.manual_seed(0)
     query, spans = queries(3, 14, length, 24), causal([2, 70, COLUMNS - length], length, window=80)
     compare(query, cache(3, 2, 24), cache(3, 2, 8), spans, 0.5, 5.0, random(14), exact=True)
