@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spec_trl.generation.engine import attention, fused_layers, graph_runner, runner_choice, shadow
+from spec_trl.generation.engine import attention, fused_layers, graph_runner, runner, runner_choice, shadow
 from spec_trl.generation.engine.cache import RaggedCache
+from spec_trl.generation.engine.kernels import ragged_attention
 from spec_trl.generation.engine.linear_layers import ExactConv1D, ExactLinear, NarrowProduct, make_copies
 from spec_trl.generation.engine.pages import PagedCache
+from spec_trl.generation.engine.rows import Request, Rows
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow, not_exact
 from spec_trl.generation.session import Session
@@ -110,6 +112,24 @@ def test_what_is_not_exact_is_named(on_a_gpu) -> None:
     gpt_neo = dict(hidden_size=32, num_layers=1, attention_types=[[["global"], 1]], num_heads=2, vocab_size=64)
     config = AutoConfig.for_model("gpt_neo", **gpt_neo)
     assert not_exact(make_shadow(AutoModelForCausalLM.from_config(config), exact=True)) == []
+
+
+@torch.no_grad()
+def test_a_prompt_has_the_bits_of_its_tokens_in_steps(on_a_gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, of several blocks, shares and launches; of two layers, so that K/V of the second one tells what each
+    token attended to."""
+    monkeypatch.setattr(runner, "QUERIES_PER_FORWARD", 40)
+    monkeypatch.setattr(ragged_attention, "_EXACT_SHARE", 64)
+    monkeypatch.setattr(ragged_attention, "WORK_SPACE", 2**13)
+    network = make_shadow(model_of("llama", num_hidden_layers=2), exact=True)
+    rows, (text,) = Rows(1, 128, torch.device("cpu")), random_rows([66])
+    reader = EagerRunner(network, PagedCache.with_pages(network, 1, 128, None))
+    _, logits = reader.read_prompts(rows, rows.admit([Request(0, text, 100, 0)]))
+    steps = RaggedCache.for_network(network, 1, 128)
+    expected = logits_of(network, text[None], steps, [36, *[1] * 6, 20, *[1] * 4])  # [1, 66, V], over both borders
+    assert logits is not None and reader.eager_forwards == 2 and torch.equal(logits[0], expected[0, -1:])
+    found, kept = (cache.export_row(0, 0, 66) for cache in (reader.cache, steps))
+    assert all(torch.equal(*pair) for layer in found for pair in zip(found[layer], kept[layer], strict=True))
 
 
 @pytest.mark.parametrize("strategy", ["self", "ngram"])
