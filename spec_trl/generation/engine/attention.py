@@ -388,8 +388,8 @@ class ReadsSpans(Protocol):
 
 
 def attended(runner: ReadsSpans, run: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
-    """Returns `run()`, a forward of `runner`. If that fails under spans, warns and returns `undo(); run()` under masks,
-    which `runner` uses from now on."""
+    """Returns `run()`, a forward of `runner`. If it fails under spans, warns, calls `undo`, and returns `run()` under
+    masks, which `runner` uses from now on."""
     try:
         return run()
     except Exception as error:

@@ -59,9 +59,9 @@ class RowNeeds:
         in_pool: bool = False,
         states: int = 0,
     ) -> "RowNeeds":
-        """The needs of `model` and its `drafters`, if `verified` tokens of a row, of `columns` at most, are verified at
-        once and at most `prefilled` tokens are read. `in_pool`: K/V lies in the pages of a pool. `states`: bytes of a
-        row's states of `model` (what a verification holds of its inputs is a tenth)."""
+        """The needs of `model` and its `drafters`, if `verified` tokens of a row are verified at once, and at most
+        `prefilled` tokens are read, in rows of `columns` at most. `in_pool`: K/V lies in the pages of a pool.
+        `states`: bytes of a row's states of `model` (what a verification holds of its inputs is a tenth)."""
         autocast, config = autocast_dtype(model.device), model.config.get_text_config(decoder=True)
         dtype, copies = (model.dtype, 0) if autocast is None else (autocast, bytes_of_copies(model, autocast))
         tokens = min(prefilled, TOKENS_PER_FORWARD)
@@ -107,7 +107,7 @@ def mask_bytes(model: PreTrainedModel, dtype: torch.dtype, tokens: int, columns:
     layer type, and in a layer its copies for the heads of a group, or the scores of all heads."""
     heads, _layers, kv_heads, _size = attention_shape(model)
     types = len(MaskPlan.for_network(model).layer_types)
-    in_layer = heads // max(kv_heads, 1) if calls_attention(model) else 4 * heads  # scores, softmax in float32, weights
+    in_layer = heads // max(kv_heads, 1) if calls_attention(model) else 4 * heads  # scores, softmax, weights
     queries = min(tokens, QUERIES_PER_FORWARD)
     squares = max(tokens * min(columns, QUERIES_PER_FORWARD), queries * columns)  # many short rows, or a long one
     return squares * (1 + (types + in_layer) * dtype.itemsize)  # 1: what is masked

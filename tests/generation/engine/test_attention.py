@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -75,8 +74,8 @@ class Largest(TorchDispatchMode):
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5_text"])
 def test_a_long_prompt_makes_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: of 8,192 tokens, under windows and beside states too. The kernel's place is held: a program of 2,048
-    queries takes the interpreter minutes."""
+    """As on a GPU: of 8,192 tokens, under windows and beside states too. The kernel itself would take the interpreter
+    minutes."""
     kernel = pytest.importorskip("spec_trl.generation.engine.kernels.ragged_attention", exc_type=ImportError)
     calls: list[int] = []
 

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spec_trl.generation.engine import attention, fused_layers, graph_runner, runner, runner_choice, shadow
+from spec_trl.generation.engine import attention, fused_layers, graph_runner, runner_choice, shadow
 from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.kernels import ragged_attention
 from spec_trl.generation.engine.linear_layers import ExactConv1D, ExactLinear, NarrowProduct, make_copies
 from spec_trl.generation.engine.pages import PagedCache
-from spec_trl.generation.engine.rows import Request, Rows
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow, not_exact
 from spec_trl.generation.session import Session
@@ -51,25 +49,31 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
 
 
 @torch.no_grad()
-def logits_of(network: PreTrainedModel, tokens: Tensor, cache: RaggedCache, counts: list[int], row: int = 0) -> Tensor:
-    """`[B, n, V]` for tokens `[B, n]` of the cache's rows from `row` on, of which each forward runs the next `counts`;
-    a first row other than 0 makes it a prompt's."""
+def logits_of(
+    network: PreTrainedModel, tokens: Tensor, cache: RaggedCache, counts: list[int], row: int = 0, prompt: bool = False
+) -> Tensor:
+    """`[B, n, V]` for tokens `[B, n]` of the cache's rows from `row` on, of which each forward runs the next `counts`,
+    as pieces of a prompt or as a step or verification."""
     runner, logits = EagerRunner(network, cache), []
     ends = torch.tensor(counts).cumsum(0).tolist()
     for count, end in zip(counts, ends, strict=True):
         positions = torch.arange(end - count, end).expand(len(tokens), -1)
         cache.reserve([end] * len(tokens), row)
-        logits.append(runner.forward(tokens[:, end - count : end], positions, end, row))
+        fed, places = tokens[:, end - count : end], [(b, at) for b in range(len(tokens)) for at in range(count)]
+        given = fed, positions, end, row
+        found = runner.prefill(*given, places) if prompt else runner.forward(*given)
+        assert found is not None
+        logits.append(found.view(len(tokens), count, -1))
     return torch.cat(logits, dim=1)
 
 
 def check_bits(network: PreTrainedModel) -> None:
-    """A row alone, step by step, over another cache, against rows that read it as a prompt, or verify it."""
+    """A row alone, step by step, over another cache, against rows that read it as a prompt in pieces, or verify it."""
     tokens = torch.stack(random_rows([7, 7]))  # [2, 7]
     ragged, paged = partial(RaggedCache.for_network, network), partial(PagedCache.with_pages, network)
     steps = logits_of(network, tokens[1:2], ragged(1, 64), [1] * 7)
-    for cache, counts, row in ((ragged(4, 640), [3, 4], 2), (paged(2, 128, 4), [7], 0)):
-        whole = logits_of(network, tokens, cache, counts, row)
+    for cache, counts, row in ((ragged(4, 640), [7], 0), (paged(4, 128, 4), [3, 4], 2)):
+        whole = logits_of(network, tokens, cache, counts, row, prompt=row > 0)
         assert torch.equal(whole[1:2], steps), (type(cache).__name__, counts)
 
 
@@ -112,24 +116,6 @@ def test_what_is_not_exact_is_named(on_a_gpu) -> None:
     gpt_neo = dict(hidden_size=32, num_layers=1, attention_types=[[["global"], 1]], num_heads=2, vocab_size=64)
     config = AutoConfig.for_model("gpt_neo", **gpt_neo)
     assert not_exact(make_shadow(AutoModelForCausalLM.from_config(config), exact=True)) == []
-
-
-@torch.no_grad()
-def test_a_prompt_has_the_bits_of_its_tokens_in_steps(on_a_gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces, of several blocks, shares and launches; of two layers, so that K/V of the second one tells what each
-    token attended to."""
-    monkeypatch.setattr(runner, "QUERIES_PER_FORWARD", 40)
-    monkeypatch.setattr(ragged_attention, "_EXACT_SHARE", 64)
-    monkeypatch.setattr(ragged_attention, "WORK_SPACE", 2**13)
-    network = make_shadow(model_of("llama", num_hidden_layers=2), exact=True)
-    rows, (text,) = Rows(1, 128, torch.device("cpu")), random_rows([66])
-    reader = EagerRunner(network, PagedCache.with_pages(network, 1, 128, None))
-    _, logits = reader.read_prompts(rows, rows.admit([Request(0, text, 100, 0)]))
-    steps = RaggedCache.for_network(network, 1, 128)
-    expected = logits_of(network, text[None], steps, [36, *[1] * 6, 20, *[1] * 4])  # [1, 66, V], over both borders
-    assert logits is not None and reader.eager_forwards == 2 and torch.equal(logits[0], expected[0, -1:])
-    found, kept = (cache.export_row(0, 0, 66) for cache in (reader.cache, steps))
-    assert all(torch.equal(*pair) for layer in found for pair in zip(found[layer], kept[layer], strict=True))
 
 
 @pytest.mark.parametrize("strategy", ["self", "ngram"])

@@ -238,8 +238,8 @@ def test_what_attention_of_prompts_needs_on_a_gpu(monkeypatch: pytest.MonkeyPatc
     with torch.no_grad(), Squares():
         EagerRunner(network, RaggedCache.for_network(network, 1, 320)).prefill(positions % 64, positions, 320)
     assert taken == row_memory.mask_bytes(model, torch.float64, 320, 320) == 320**2 * (1 + (1 + 2) * 8)
-    long = row_memory.mask_bytes(model, torch.float64, 8192, 32_768), row_memory.mask_bytes(model, torch.float64, 8192, 9)
-    assert long == (2048 * 32_768 * 25, 8192 * 9 * 25), "a piece of a long row, or many short rows"
+    of_many = [row_memory.mask_bytes(model, torch.float64, 8192, columns) for columns in (32_768, 9)]
+    assert of_many == [2048 * 32_768 * 25, 8192 * 9 * 25], "a piece of a long row, or many short rows"
     before = RowNeeds.of(model, [], verified=6, prefilled=10, columns=99)
     monkeypatch.setattr(row_memory, "reads_spans", lambda network: True)
     assert RowNeeds.of(model, [], verified=6, prefilled=10, columns=99).fixed == before.fixed + row_memory.WORK_SPACE

@@ -217,7 +217,7 @@ def ragged_decode_attention(
     table: Tensor | None = None,
     exact: bool = False,
 ) -> Tensor:
-    """Attention of queries over columns of their row in the cache; no gradient. Takes about :data:`WORK_SPACE` at most.
+    """Attention of queries over columns of their row in the cache; no gradient. It takes about :data:`WORK_SPACE`.
 
     A call compiles kernels where shapes or strides are new; so call once before capturing.
 

@@ -263,13 +263,13 @@ def test_prompts_of_one_head_of_keys_fit_on_a_device(exact: bool, monkeypatch: p
             return self.launch
 
         def launch(self, *given: Any, **_: Any) -> None:
-            tensors = [each for each in given if isinstance(each, torch.Tensor) and each.dtype == torch.float32]
-            taken.append(sum(tensor.nbytes for tensor in tensors))
+            tensors = {id(each): each for each in given if isinstance(each, torch.Tensor)}.values()
+            taken.append(sum(tensor.nbytes for tensor in tensors if tensor.dtype == torch.float32))
 
     monkeypatch.setattr(ragged_attention, "_attend", Watched())
     monkeypatch.setattr(ragged_attention, "_merge", Watched())
     query = torch.empty(1, 71, 2048, 64, dtype=torch.float16)
-    pool, table = torch.empty(2, 1, 64, 64, dtype=torch.float16), torch.zeros(1, 512, dtype=torch.int32)  # 32 k columns
+    pool, table = torch.empty(2, 1, 64, 64, dtype=torch.float16), torch.zeros(1, 512).int()  # 32,768 columns
     output = attend(query, pool, pool, torch.zeros(1, 2048, 2).long(), 0.1, table=table, exact=exact)
     assert output.shape == (1, 2048, 71, 64) and len(grids) == (20 if exact else 2)
     assert all(max(grid[1:]) < 2**16 for grid in grids)
