@@ -209,7 +209,7 @@ def speculative_decoding(
         # One row shares memory with no other.
         free = free_for_cache(session, device) if in_pool or capacity > 1 else 0
         states = snapshot.find("states", partial(state_bytes, model)) if has_states else 0
-        needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, columns if in_pool else 0, states)
+        needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, columns, in_pool, states)
         expected = columns if not has_states else -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
         if in_pool and not in_step:
             expected = min(max(columns // _LIMIT_OVER_LENGTH, max(lengths) + PAGE_COLUMNS), columns)

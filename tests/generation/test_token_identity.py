@@ -295,7 +295,7 @@ def test_tokens_are_those_of_plain_decoding(scenario: Scenario, targets: Targets
     answers, eos = plain(scenario.sampling, scenario.eos, scenario.dtype)
     model, make = targets[scenario.dtype]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_QUERIES_PER_FORWARD", scenario.prefill[0])
+        patch.setattr(runner, "QUERIES_PER_FORWARD", scenario.prefill[0])
         patch.setattr(runner, "TOKENS_PER_FORWARD", scenario.prefill[1])
         patch.setattr(guarded_drafters, "SHARE", 1e9)  # however long lookups take, they draft
         patch.setattr(processors, "keep_top_p", functools.partial(keep_top_p, count=2))  # of a small vocabulary

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from .cpu_layers import attend
 from .kernels import run_on
 
 
+T = TypeVar("T")
 RAGGED_ATTENTION = "spec_trl_ragged"
 EXACT_ATTENTION = "spec_trl_exact"
 
@@ -379,10 +380,26 @@ class _RaggedCalls(TorchFunctionMode):
 _REWRITTEN = {"GPTNeoSelfAttention": _Method, "GPTJAttention": _Method, "FalconAttention": _Call}
 
 
-def warn_of_masks(network: nn.Module, error: Exception) -> None:
-    """Warns that the attention kernel failed with `error`, and that `network` uses masks from now on."""
-    warnings.warn(
-        f"the attention kernel failed under {type(network).__name__}, which goes on under masks, with the same tokens "
-        f"but slower: {type(error).__name__}: {error}",
-        stacklevel=3,
-    )
+class ReadsSpans(Protocol):
+    """A runner of `network`, which attends under spans if `uses_spans`, else under masks."""
+
+    network: Any
+    uses_spans: bool
+
+
+def attended(runner: ReadsSpans, run: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+    """Returns `run()`, a forward of `runner`. If it fails under spans, warns, calls `undo`, and returns `run()` under
+    masks, which `runner` uses from now on."""
+    try:
+        return run()
+    except Exception as error:
+        if not runner.uses_spans or isinstance(error, torch.OutOfMemoryError):
+            raise
+        undo()
+        runner.uses_spans = False
+        warnings.warn(
+            f"the attention kernel failed under {type(runner.network).__name__}, which goes on under masks, with the "
+            f"same tokens but slower: {type(error).__name__}: {error}",
+            stacklevel=3,
+        )
+    return run()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .accept import Proposal
-from .attention import takes_spans, warn_of_masks
+from .attention import takes_spans
 from .cache import RaggedCache, autocast_dtype
 from .drafter import Forward, NetworkDraft
 from .graph_capture import (
@@ -213,28 +213,18 @@ class CapturedFeatures(FeatureRunner):
     def draft(self, draft: NetworkDraft, over: Over, columns: int) -> Proposal:
         """Like the eager runner's. Tensors of a captured loop are valid until the same shape drafts again."""
         if draft.drawn_by is None:
-            return self._draft_eagerly(draft, over, columns)
+            return super().draft(draft, over, columns)
         visible = self.cache.columns if self.uses_spans else column_bucket(columns, self.cache.columns)
         rows = row_bucket(len(draft.tokens), self.cache.rows)
         shape = ForwardKey(rows, draft.known, visible, autocast_dtype(self._device))
         loop = self._loops.get(draft, shape)
         if loop is not None:
             return loop.replay(draft)
-        proposal = self._draft_eagerly(draft, over, columns)
+        proposal = super().draft(draft, over, columns)
         if self.budget.allows_more() and self._is_due(self._loops.ask(draft, shape)):
             record = partial(self._record, shape.autocast)
             self._loops.capture(draft, shape, proposal, over(visible), record, type(self.network).__name__)
         return proposal
-
-    def _draft_eagerly(self, draft: NetworkDraft, over: Over, columns: int) -> Proposal:
-        try:
-            return super().draft(draft, over, columns)
-        except Exception as error:
-            if not self.uses_spans or isinstance(error, torch.OutOfMemoryError):
-                raise
-            self.uses_spans = False
-            warn_of_masks(self.network, error)
-            return super().draft(draft, over, columns)
 
     def _capture_intake(self, key: ForwardKey, features: Tensor, positions: Tensor, keep: TakeIn) -> None:
         """Captures storing of the features that were just stored; warns if that fails."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..session import addresses
 from .accept import Proposal
-from .attention import keeps_states, warn_of_masks
+from .attention import attended, keeps_states
 from .cache import RaggedCache, autocast_dtype
 from .drafter import NetworkDraft
 from .graph_capture import (
@@ -198,7 +198,7 @@ class GraphRunner(EagerRunner):
             def forward(tokens: Tensor, positions: Tensor, step: int) -> Tensor:
                 if step == 0:
                     self.cache.begin_drafts(shape.rows)
-                return runner._run(tokens, positions, shape.columns, spans=self._uses_spans)[0]
+                return runner._run(tokens, positions, shape.columns, spans=self.uses_spans)[0]
 
             record = partial(self._record, runner, shape)
             self._loops.capture(draft, shape, proposal, forward, record, type(self.network).__name__)
@@ -215,14 +215,12 @@ class GraphRunner(EagerRunner):
         Both change rounding, and a seed must sample the same tokens before and after a capture."""
         rows = len(tokens)
         padded, places = pad(tokens, key.rows), pad(positions, key.rows)  # [key.rows, q]
-        try:
-            logits, features = self._run(padded, places, key.columns, spans=self._uses_spans)
-        except Exception as error:
-            if not self._uses_spans or isinstance(error, torch.OutOfMemoryError):
-                raise
-            self._uses_spans = False
-            warn_of_masks(self.network, error)
-            return self.forward(tokens, positions, columns)
+
+        def run() -> tuple[Tensor, Tensor | None]:
+            visible = self._key(tokens, columns).columns  # fewer under masks
+            return self._run(padded, places, visible, spans=self.uses_spans)
+
+        logits, features = attended(self, run)
         self.forwards += 1
         if features is not None:
             self._tell(features[:rows], positions, 0)
@@ -244,7 +242,7 @@ class GraphRunner(EagerRunner):
 
     def _key(self, tokens: Tensor, columns: int) -> ForwardKey:
         """The key under which a forward of this shape is captured."""
-        visible = self.cache.columns if self._uses_spans else column_bucket(columns, self.cache.columns)
+        visible = self.cache.columns if self.uses_spans else column_bucket(columns, self.cache.columns)
         rows = row_bucket(len(tokens), self.cache.rows)
         return ForwardKey(rows, tokens.shape[1], visible, autocast_dtype(tokens.device))
 
@@ -270,7 +268,7 @@ class GraphRunner(EagerRunner):
         # Filled with this call: the warm-up writes the K/V that the call writes anyway.
         buffers = pad(tokens, key.rows), pad(positions, key.rows)  # [rows, q]
         try:
-            expected, _ = self._run(tokens, positions, columns)
+            expected, _ = self._run(tokens, positions, columns, spans=self.uses_spans)
             runner = self._compiled_runner if self._mode == "compiled" else self
             recording, taken = self._record_forward(runner, *buffers, key, expected, "an eager forward's")
         except Exception as error:
@@ -303,7 +301,7 @@ class GraphRunner(EagerRunner):
         shared = self.budget.logits(shape, expected.dtype, expected.device)
 
         def forward() -> Outputs:
-            logits, features = runner._run(tokens, positions, key.columns, spans=self._uses_spans)
+            logits, features = runner._run(tokens, positions, key.columns, spans=self.uses_spans)
             # The hooks of a compiled twin are those of this runner, and store the states here.
             return shared.copy_(logits), features if runner is self or not self._kept else self._features()
 

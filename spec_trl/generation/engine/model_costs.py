@@ -40,7 +40,7 @@ def model_constants(
     active = sum(_count(p) for p in stacks.values()) * per_token / max(experts, 1)
     expert_bytes = sum(p.numel() * min(p.element_size(), itemsize) for p in stacks.values())
 
-    heads, layers, _kv_heads, head_dim = _attention_shape(model)
+    heads, layers, _kv_heads, head_dim = attention_shape(model)
     packed = saved = packed_experts = saved_experts = 0.0
     for layer in quantized.layers.values() if quantized is not None else ():
         dense = layer.weight_count * itemsize
@@ -63,11 +63,11 @@ def model_constants(
 
 def kv_bytes(model: PreTrainedModel, dtype: torch.dtype | None = None) -> float:
     """κ, the bytes of K/V per token of `model`, which computes in `dtype`; None: the weights' dtype."""
-    _heads, layers, kv_heads, head_dim = _attention_shape(model)
+    _heads, layers, kv_heads, head_dim = attention_shape(model)
     return 2.0 * layers * kv_heads * head_dim * (dtype or model.dtype).itemsize
 
 
-def _attention_shape(model: PreTrainedModel) -> tuple[int, int, int, int]:
+def attention_shape(model: PreTrainedModel) -> tuple[int, int, int, int]:
     """Heads, layers that attend, K/V heads and the size of a head."""
     config = model.config.get_text_config(decoder=True)
     shape = vars(config)  # architectures leave out different keys

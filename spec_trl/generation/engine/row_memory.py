@@ -9,16 +9,17 @@ import torch
 from transformers import PreTrainedModel
 
 from .accept import Integers
-from .attention import reads_spans
+from .attention import MaskPlan, calls_attention, reads_spans
 from .cache import PAGE_COLUMNS, autocast_dtype, pages_of
 from .drafter import Drafter
+from .kernels import WORK_SPACE
 from .linear_layers import bytes_of_copies
 from .memory import free_memory
-from .model_costs import kv_bytes
+from .model_costs import attention_shape, kv_bytes
 from .pages import PagedCache
 from .parked_rows import ParkedRows
 from .rows import Request, Rows
-from .runner import TOKENS_PER_FORWARD
+from .runner import QUERIES_PER_FORWARD, TOKENS_PER_FORWARD
 
 
 _LOGITS = 3  # float32 tensors of the size of the logits that verification keeps: logits, processed scores, noise
@@ -37,7 +38,8 @@ class RowNeeds:
         column: K/V of one column of a row, in the target's cache and its drafters'.
         row: a row's activations in a verification, its states and, where K/V lies in the pages of a pool, the K/V
             that does not.
-        fixed: activations of a prefill, copies of weights for autocast, and captured forwards (:meth:`with_graphs`).
+        fixed: activations of a prefill, on CUDA what its attention takes beside them, copies of weights for autocast,
+            and captured forwards (:meth:`with_graphs`).
         states: part of `row` that a row takes when it enters, and does not free when it leaves.
     """
 
@@ -53,12 +55,13 @@ class RowNeeds:
         drafters: Sequence[Drafter],
         verified: int,
         prefilled: int,
-        in_pool: int = 0,
+        columns: int = 0,
+        in_pool: bool = False,
         states: int = 0,
     ) -> "RowNeeds":
-        """The needs of `model` and its `drafters`, if `verified` tokens of a row are verified at once and at most
-        `prefilled` tokens are read. `in_pool`: columns of a row, where K/V lies in the pages of a pool. `states`:
-        bytes of a row's states of `model` (what a verification holds of its inputs is a tenth)."""
+        """The needs of `model` and its `drafters`, if `verified` tokens of a row are verified at once, and at most
+        `prefilled` tokens are read, in rows of `columns` at most. `in_pool`: K/V lies in the pages of a pool.
+        `states`: bytes of a row's states of `model` (what a verification holds of its inputs is a tenth)."""
         autocast, config = autocast_dtype(model.device), model.config.get_text_config(decoder=True)
         dtype, copies = (model.dtype, 0) if autocast is None else (autocast, bytes_of_copies(model, autocast))
         tokens = min(prefilled, TOKENS_PER_FORWARD)
@@ -73,12 +76,12 @@ class RowNeeds:
                 column += drafter.column_bytes
         states += sum(drafter.row_bytes for drafter in drafters)
         logits = _LOGITS * verified * config.vocab_size * torch.float32.itemsize
-        return cls(
-            column=column,
-            row=logits + in_pool * whole + states,
-            fixed=_ACTIVATIONS * tokens * config.hidden_size * dtype.itemsize + copies,
-            states=states,
-        )
+        fixed = _ACTIVATIONS * tokens * config.hidden_size * dtype.itemsize + copies
+        if reads_spans(model):
+            fixed += WORK_SPACE
+        elif model.device.type == "cuda":
+            fixed += mask_bytes(model, dtype, tokens, columns)
+        return cls(column, row=logits + (columns * whole if in_pool else 0.0) + states, fixed=fixed, states=states)
 
     def graph_memory(self, rows: int, columns: int, free: int, most: float) -> float:
         """Bytes for captured forwards, of `free` bytes: `most`, or less if `rows` rows of `columns` would not fit
@@ -97,6 +100,17 @@ class RowNeeds:
     def pages_that_fit(self, rows: int, free: int) -> int:
         """Number of pages that fit into `free` bytes beside the other needs of `rows` rows; 0 or less: none."""
         return int((free - self.fixed - rows * self.row) // (PAGE_COLUMNS * self.column))
+
+
+def mask_bytes(model: PreTrainedModel, dtype: torch.dtype, tokens: int, columns: int) -> int:
+    """Bytes that masks take in a forward over `tokens` tokens of prompts in rows of `columns` at most: a mask for each
+    layer type, and in a layer its copies for the heads of a group, or the scores of all heads."""
+    heads, _layers, kv_heads, _size = attention_shape(model)
+    types = len(MaskPlan.for_network(model).layer_types)
+    in_layer = heads // max(kv_heads, 1) if calls_attention(model) else 4 * heads  # scores, softmax, weights
+    queries = min(tokens, QUERIES_PER_FORWARD)
+    squares = max(tokens * min(columns, QUERIES_PER_FORWARD), queries * columns)  # many short rows, or a long one
+    return squares * (1 + (types + in_layer) * dtype.itemsize)  # 1: what is masked
 
 
 warned_of: set[torch.device] = set()

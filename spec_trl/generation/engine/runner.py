@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ...cpu_products import reading_prompts
 from ...native_code import compiler
 from .accept import ChainLayout, Proposal
-from .attention import EXACT_ATTENTION, MaskPlan, calls_attention, keeps_states, reads_spans
+from .attention import EXACT_ATTENTION, MaskPlan, attended, calls_attention, keeps_states, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .cpu_layers import SCALARS
 from .drafter import Forward, NetworkDraft
@@ -34,7 +34,7 @@ from .states import cache_for
 COLUMN_BUCKET = 32
 # Tokens and columns of one prefill forward, padding included: they bound the memory of activations and masks.
 TOKENS_PER_FORWARD = 8192
-_QUERIES_PER_FORWARD = 2048
+QUERIES_PER_FORWARD = 2048
 # Logits of one prefill forward of a network that names no head: half a GiB in float32.
 _LOGITS_PER_FORWARD = 2**27
 _facts: "WeakKeyDictionary[nn.Module, tuple[MaskPlan, int | None, str, bool]]" = WeakKeyDictionary()
@@ -67,7 +67,7 @@ class FeatureRunner:
     """
 
     uses_spans = False
-    """Whether drafts attend under spans (:meth:`~spec_trl.generation.engine.attention.MaskPlan.spans`)."""
+    """Whether texts and drafts attend under spans (:meth:`~spec_trl.generation.engine.attention.MaskPlan.spans`)."""
 
     def __init__(self, network: nn.Module, cache: RaggedCache) -> None:
         self.network, self.cache = network, cache
@@ -84,7 +84,7 @@ class FeatureRunner:
 
     def draft(self, draft: NetworkDraft, over: Over, columns: int) -> Proposal:
         """Drafts, with attention over columns `0..columns`."""
-        return draft.run(over(columns))
+        return attended(self, lambda: draft.run(over(columns)))
 
 
 class EagerRunner:
@@ -97,6 +97,7 @@ class EagerRunner:
     Attributes:
         forwards: since the generation began.
         eager_forwards: runs of the network's modules, warm-ups of captures included.
+        uses_spans: whether prompts attend under spans, and what a :class:`GraphRunner` captures.
         preparations: number of warm-up and capture forwards so far, those of the drafters' networks included.
         captured: number and bytes of captured forwards of this network and its drafters' networks.
     """
@@ -110,9 +111,9 @@ class EagerRunner:
         self.forwards = 0
         self.eager_forwards = 0
         self._masks, self._position_limit, self._cache_argument, self._keeps_last_logits = _facts_of(network)
-        self._uses_spans = reads_spans(network)
-        # Then prompts attend under spans too.
-        self._is_exact = self._uses_spans and network.config._attn_implementation == EXACT_ATTENTION
+        self.uses_spans = reads_spans(network)
+        # Then all forwards attend under spans.
+        self._is_exact = self.uses_spans and network.config._attn_implementation == EXACT_ATTENTION
         self._states: dict[int, Tensor] = {}
         self._kept: tuple[int, ...] = ()  # layers whose hidden states hooks keep
         self._listeners: list[tuple[tuple[int, ...], Heard]] = []
@@ -172,8 +173,17 @@ class EagerRunner:
         """Like :meth:`forward`, but returns logits `[n, 1, vocab]` only at n `places`, pairs of row and token index of
         `tokens`. None without places."""
         self.forwards += 1
+
+        def run(kept_logits: int) -> tuple[Tensor, Tensor | None]:
+            return self._run(tokens, positions, columns, first_row, kept_logits, spans=self.uses_spans)
+
+        def undo() -> None:
+            if self.cache.has_states and positions[:, 0].any():
+                raise RuntimeError("the states of a row have taken in a part of its text")
+            self.cache.forget(range(first_row, first_row + len(tokens)))
+
         if not places:
-            _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # few, if it can
+            _, features = attended(self, lambda: run(1), undo)  # few logits, if it can
             if features is not None:
                 self._tell(features, positions, first_row)
             return None
@@ -188,7 +198,7 @@ class EagerRunner:
         head = self.network.get_output_embeddings()
         hook = None if head is None else head.register_forward_pre_hook(narrow)
         try:
-            logits, features = self._run(tokens, positions, columns, first_row, logits_to_keep=kept_logits)
+            logits, features = attended(self, lambda: run(kept_logits), undo)
         finally:
             if hook is not None:
                 hook.remove()
@@ -250,7 +260,7 @@ class EagerRunner:
         logits, first = list[Tensor](), admission.first
         self.cache.reserve(lengths[: admission.leaders], first)
         self.cache.forget([row for row in range(first, first + len(lengths)) if not known.get(row)])
-        most, queries = TOKENS_PER_FORWARD, _QUERIES_PER_FORWARD
+        most, queries = TOKENS_PER_FORWARD, QUERIES_PER_FORWARD
         if ends and self.network.get_output_embeddings() is None:  # a forward may then compute logits of all tokens
             vocabulary: int = self.network.config.get_text_config(decoder=True).vocab_size
             most = min(most, max(_LOGITS_PER_FORWARD // vocabulary, 1))
@@ -387,9 +397,10 @@ class EagerRunner:
         self.cache.point_at(positions if places is None else places, columns, first_row)
         dtype = autocast_dtype(tokens.device) or self.network.dtype
         keys = self.cache.key_positions
-        spans = spans or (self._is_exact and self._uses_spans and places is None)  # chains need a mask
+        # Chains, and keys whose positions are not their columns, need a mask.
+        spans = (spans or (self._is_exact and places is None)) and keys is None
         # Attention of torch and of our C++ reads contiguous columns.
-        table = self.cache.table_to_read(len(tokens)) if spans and self._uses_spans else None
+        table = self.cache.table_to_read(len(tokens)) if spans and self.uses_spans else None
         if spans:
             masks = self._masks.spans(positions, table, places)
         else:

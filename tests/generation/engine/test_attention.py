@@ -9,9 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from spec_trl.generation.engine import attention
-from spec_trl.generation.engine.attention import MaskPlan, ragged_attention
+from spec_trl.generation.engine.attention import MaskPlan, keeps_states, ragged_attention
+from spec_trl.generation.engine.pages import PagedCache
+from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.generation.engine.runner import EagerRunner
+from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.generation.engine.states import cache_for
+from tests.tiny_families import make
 
 
 RULES: dict[str, Callable[[int, int], bool]] = {
@@ -49,6 +57,43 @@ def test_spans_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     masked, _ = ragged_attention(torch.nn.Module(), query, key, value, masks, **options)
     spanned, _ = ragged_attention(torch.nn.Module(), query, key, value, plan.spans(positions), **options)
     torch.testing.assert_close(spanned, masked, rtol=1e-5, atol=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [each.numel() for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        self.elements = max(self.elements, *made, 0)
+        return result
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5_text"])
+def test_a_long_prompt_makes_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: of 8,192 tokens, under windows and beside states too. The kernel itself would take the interpreter
+    minutes."""
+    kernel = pytest.importorskip("spec_trl.generation.engine.kernels.ragged_attention", exc_type=ImportError)
+    calls: list[int] = []
+
+    def hold(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> torch.Tensor:
+        calls.append(query.shape[2])
+        return query.transpose(1, 2).contiguous()
+
+    monkeypatch.setattr(kernel, "ragged_decode_attention", hold)
+    monkeypatch.setattr(attention, "run_on", lambda device: True)
+    network = make_shadow(make(family).float())
+    pool = not keeps_states(network.config)
+    cache = PagedCache.with_pages(network, 1, 8256, None) if pool else cache_for(network, 1, 8256)
+    rows = Rows(1, 8256, torch.device("cpu"))
+    admission = rows.admit([Request(0, torch.arange(8192) % 64, 8250, 0)])
+    with Largest() as largest:
+        _, logits = EagerRunner(network, cache).read_prompts(rows, admission)
+    assert logits is not None and logits.shape == (1, 1, 64) and sum(calls) % 8192 == 0 and max(calls) == 2048
+    assert largest.elements < 2048 * 2048, "else it has a number for each query and column"
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -49,25 +49,31 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
 
 
 @torch.no_grad()
-def logits_of(network: PreTrainedModel, tokens: Tensor, cache: RaggedCache, counts: list[int], row: int = 0) -> Tensor:
-    """`[B, n, V]` for tokens `[B, n]` of the cache's rows from `row` on, of which each forward runs the next `counts`;
-    a first row other than 0 makes it a prompt's."""
+def logits_of(
+    network: PreTrainedModel, tokens: Tensor, cache: RaggedCache, counts: list[int], row: int = 0, prompt: bool = False
+) -> Tensor:
+    """`[B, n, V]` for tokens `[B, n]` of the cache's rows from `row` on, of which each forward runs the next `counts`,
+    as pieces of a prompt or as a step or verification."""
     runner, logits = EagerRunner(network, cache), []
     ends = torch.tensor(counts).cumsum(0).tolist()
     for count, end in zip(counts, ends, strict=True):
         positions = torch.arange(end - count, end).expand(len(tokens), -1)
         cache.reserve([end] * len(tokens), row)
-        logits.append(runner.forward(tokens[:, end - count : end], positions, end, row))
+        fed, places = tokens[:, end - count : end], [(b, at) for b in range(len(tokens)) for at in range(count)]
+        given = fed, positions, end, row
+        found = runner.prefill(*given, places) if prompt else runner.forward(*given)
+        assert found is not None
+        logits.append(found.view(len(tokens), count, -1))
     return torch.cat(logits, dim=1)
 
 
 def check_bits(network: PreTrainedModel) -> None:
-    """A row alone, step by step, over another cache, against rows that read it as a prompt, or verify it."""
+    """A row alone, step by step, over another cache, against rows that read it as a prompt in pieces, or verify it."""
     tokens = torch.stack(random_rows([7, 7]))  # [2, 7]
     ragged, paged = partial(RaggedCache.for_network, network), partial(PagedCache.with_pages, network)
     steps = logits_of(network, tokens[1:2], ragged(1, 64), [1] * 7)
-    for cache, counts, row in ((ragged(4, 640), [3, 4], 2), (paged(2, 128, 4), [7], 0)):
-        whole = logits_of(network, tokens, cache, counts, row)
+    for cache, counts, row in ((ragged(4, 640), [7], 0), (paged(4, 128, 4), [3, 4], 2)):
+        whole = logits_of(network, tokens, cache, counts, row, prompt=row > 0)
         assert torch.equal(whole[1:2], steps), (type(cache).__name__, counts)
 
 

@@ -339,11 +339,18 @@ def over_pages(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mas
 
 @each_kind
 def test_spans_over_pages_give_the_same_drafts(kind: str, drafter, tiny, tape, replays, monkeypatch) -> None:
+    masked = []
+
+    def watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Any:
+        masked.append(mask.is_floating_point())
+        return over_pages(module, query, key, value, mask)
+
     monkeypatch.setattr(graph_runner, "CapturedFeatures", WithSpans)
-    monkeypatch.setattr("spec_trl.generation.drafters.feature_network.ragged_attention", over_pages)
+    monkeypatch.setattr("spec_trl.generation.drafters.feature_network.ragged_attention", watched)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, RAGGED_ATTENTION, over_pages)  # of a layer of the target's class
-    check(run(tiny, drafter), run(tiny, drafter, "eager"))
-    assert len(replays) > 4
+    found = run(tiny, drafter)
+    assert len(replays) > 4 and not any(masked), "texts are read without masks too"
+    check(found, run(tiny, drafter, "eager"))
 
 
 @pytest.mark.parametrize("name", reference.VARIANTS)

@@ -19,6 +19,7 @@ from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.races import Plans, random_plans
+from tests.tiny_families import make
 
 
 PROMPTS = pad_left(random_rows([5, 9, 1, 12, 7, 7, 3]))
@@ -322,10 +323,12 @@ def no_compiler(*_: Any) -> None:
     raise RuntimeError("no compiler here")
 
 
-def test_an_attention_kernel_that_fails_gives_way_to_masks(tape, monkeypatch) -> None:
-    """At once, before anything is captured, and what is captured then attends under masks too."""
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_an_attention_kernel_that_fails_gives_way_to_masks(family: str, tape, monkeypatch) -> None:
+    """At once, in the first prompt, and what is captured then attends under masks too. A prompt that is read again
+    finds the states of its rows as they were."""
     kernels = pytest.importorskip("spec_trl.generation.engine.kernels.ragged_attention", exc_type=ImportError)
-    model = tiny_llama().float()
+    model = tiny_llama().float() if family == "llama" else make(family).float()
     expected = outputs(eager(model))
     monkeypatch.setattr(runner, "reads_spans", lambda network: True)
     monkeypatch.setattr(attention, "run_on", lambda device: True)

@@ -321,7 +321,7 @@ def test_without_a_number_rows_are_as_many_as_a_pool_holds_at_a_quarter_of_their
 
 def test_what_a_row_needs_beside_pages(tiny: LlamaForCausalLM, drafters) -> None:
     eagle, model = drafters("eagle3", "model")
-    needs = RowNeeds.of(tiny, [eagle, model], verified=6, prefilled=10, in_pool=100)
+    needs = RowNeeds.of(tiny, [eagle, model], verified=6, prefilled=10, columns=100, in_pool=True)
     target = 2 * 2 * 2 * 16 * 8
     assert needs.column == target + eagle.column_bytes + model.column_bytes
     assert needs.row == 3 * 6 * 64 * 4 + 100 * target / 2

@@ -179,7 +179,7 @@ def test_texts_and_heads_are_read_together(
     limits: tuple[int, int], tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row that another rank has begun has fewer columns to read than a shorter prompt, or none."""
-    for name, limit in zip(("_QUERIES_PER_FORWARD", "TOKENS_PER_FORWARD"), limits, strict=True):
+    for name, limit in zip(("QUERIES_PER_FORWARD", "TOKENS_PER_FORWARD"), limits, strict=True):
         monkeypatch.setattr(f"spec_trl.generation.engine.runner.{name}", limit)
     runner = EagerRunner(network := make_shadow(tiny), RaggedCache.for_network(network, rows=6, columns=32))
     rows, (short, long, other, copied) = Rows(6, 32, CPU), random_rows([6, 9, 8, 9])

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LlamaForCausalLM,
     LogitsProcessor,
@@ -17,10 +18,14 @@ from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.engine import memory, row_memory
+from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.parked_rows import ParkedRows
 from spec_trl.generation.engine.row_memory import RowMemory, RowNeeds
 from spec_trl.generation.engine.rows import Request, RequestQueue, Rows
+from spec_trl.generation.engine.runner import EagerRunner
+from spec_trl.generation.engine.shadow import make_shadow
+from tests.conftest import tiny_llama
 from tests.distributed import test_pool as pools
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
@@ -213,6 +218,31 @@ def test_what_a_row_needs(tiny: LlamaForCausalLM, tiny_assistant: LlamaForCausal
     """2 layers x K and V x 2 heads x 16 in float64, 64 tokens, hidden size 64."""
     needs = RowNeeds.of(tiny, [], verified=6, prefilled=10)
     assert needs == RowNeeds(column=2 * 2 * 2 * 16 * 8, row=3 * 6 * 64 * 4, fixed=16 * 10 * 64 * 8)
+
+
+def test_what_attention_of_prompts_needs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's work space; or masks, as many bytes as a prompt takes for them."""
+    model = tiny_llama(num_hidden_layers=1, max_position_embeddings=512)
+    network = make_shadow(model)
+    taken = 0
+
+    class Squares(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            nonlocal taken
+            result = func(*args, **(kwargs or {}))
+            is_new = isinstance(result, torch.Tensor) and not any(result is each for each in args)
+            taken += result.nbytes if is_new and result.numel() >= 320 * 320 and result.shape[-1] == 320 else 0
+            return result
+
+    positions = torch.arange(320)[None]
+    with torch.no_grad(), Squares():
+        EagerRunner(network, RaggedCache.for_network(network, 1, 320)).prefill(positions % 64, positions, 320)
+    assert taken == row_memory.mask_bytes(model, torch.float64, 320, 320) == 320**2 * (1 + (1 + 2) * 8)
+    of_many = [row_memory.mask_bytes(model, torch.float64, 8192, columns) for columns in (32_768, 9)]
+    assert of_many == [2048 * 32_768 * 25, 8192 * 9 * 25], "a piece of a long row, or many short rows"
+    before = RowNeeds.of(model, [], verified=6, prefilled=10, columns=99)
+    monkeypatch.setattr(row_memory, "reads_spans", lambda network: True)
+    assert RowNeeds.of(model, [], verified=6, prefilled=10, columns=99).fixed == before.fixed + row_memory.WORK_SPACE
 
 
 def test_requests_that_are_put_back_come_first() -> None:

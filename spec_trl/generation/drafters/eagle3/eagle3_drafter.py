@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...engine.accept import Integers
-from ...engine.attention import FULL, MaskPlan, as_spans
+from ...engine.attention import FULL, MaskPlan, as_spans, attended
 from ...engine.drafter import DraftSession, Forward
 from ...engine.memory import sent
 from ...engine.rows import Admission
@@ -168,7 +168,8 @@ class Eagle3Drafter(FeatureDrafter):
         self.forwards += 1
         rows = torch.arange(first_row, first_row + len(columns), device=columns.device)[:, None]  # [B, 1]
         tokens = self.session.rows.tokens[rows, columns + 1]  # [B, q]
-        self._run(tokens, columns, self._states(columns, first_row), visible, first_row)
+        runner, states = self._runner, self._states(columns, first_row)
+        attended(runner, lambda: self._run(tokens, columns, states, visible, first_row, runner.uses_spans))
 
     def _run(
         self, tokens: Tensor, columns: Tensor, states: Tensor, visible: int, first_row: int = 0, spans: bool = False

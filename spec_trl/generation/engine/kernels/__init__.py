@@ -12,6 +12,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LIBRARY = torch.library.Library("spec_trl", "FRAGMENT")
+WORK_SPACE = 2**28
+"""Bytes that attention takes at once beside its result, about: longer prompts attend in parts."""
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""Decode attention over the ragged cache in Triton. Import it only where Triton is wanted.
+"""Attention of prompts, steps and drafts over the ragged cache in Triton. Import it only where Triton is wanted.
 
-A row's few queries see columns of the cache from a first to a last one, both read from tensors: the shapes, and with
+A row's queries see columns of the cache from a first to a last one, both read from tensors: the shapes, and with
 them a captured CUDA graph, are the same however long the rows are, and what lies past a row's end is never read.
 
 One program takes a share of one row's columns (split K/V, Dao et al., "Flash-Decoding", 2023) for one K/V head and all
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import operator
+from . import WORK_SPACE, operator
 
 
 # Chosen by reasoning about bfloat16 with d = 128 on Hopper, not measured yet.
@@ -41,7 +41,6 @@ _INTERPRETED_SMS = 16  # where there is no device to ask
 _EXACT_QUERIES = 32
 # More of them take less memory for the shares' results, fewer let one short row occupy more multiprocessors.
 _EXACT_SHARE = 512  # columns
-_EXACT_AT_ONCE = 256  # queries of a row per launch: they bound that memory for prompts
 
 _LOG2E = math.log2(math.e)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -162,9 +161,9 @@ def _merge(
 ) -> None:  # fmt: skip
     """One query of one head from its splits; out `[B, q, heads, d_v]`. AT_ONCE of them are added, and these sums in
     ascending order: splits without columns, however many a longer cache has, add zeros."""
-    row = tl.program_id(0).to(tl.int64)
-    kv_heads, folded = tl.num_programs(1), tl.num_programs(2)
-    head, m = tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(2).to(tl.int64)
+    kv_heads, folded = tl.num_programs(1), tl.num_programs(0)  # one axis takes more than 65,535 programs
+    head, m = tl.program_id(1), tl.program_id(0)
     e = tl.arange(0, BLOCK_E)  # [E]
     base = (row * kv_heads + head) * splits * folded + m
 
@@ -218,7 +217,7 @@ def ragged_decode_attention(
     table: Tensor | None = None,
     exact: bool = False,
 ) -> Tensor:
-    """Attention of few queries per row over columns of the row in the cache; no gradient.
+    """Attention of queries over columns of their row in the cache; no gradient. It takes about :data:`WORK_SPACE`.
 
     A call compiles kernels where shapes or strides are new; so call once before capturing.
 
@@ -237,8 +236,7 @@ def ragged_decode_attention(
         table: `[B, pages]` int64 or int32, last dimension contiguous: keys and values are then pages
             `[any, kv_heads, 64, d]`, and row b's column c is column c % 64 of page `table[b, c // 64]`. The 64 may be
             any power of two from 64 on. None: row b's columns lie in row b.
-        exact: the bits of a query's result depend on that query and the keys and values it sees alone. Takes float32
-            `[B, heads, min(q, 256), d_v]` of memory for every 512 columns.
+        exact: the bits of a query's result depend on that query and the keys and values it sees alone.
 
     Returns:
         `[B, q, heads, d_v]` contiguous, in query's dtype; computed in float32.
@@ -247,13 +245,6 @@ def ragged_decode_attention(
         ValueError: shapes, dtypes or strides do not fit.
     """
     _check(query, keys, values, first, last, softcap, sinks, table)
-    if exact and query.shape[2] > _EXACT_AT_ONCE:
-        some = (part.split(_EXACT_AT_ONCE, dim) for part, dim in ((query, 2), (first, 1), (last, 1)))
-        outputs = [
-            ragged_decode_attention(query, keys, values, first, last, scale, softcap, sinks, table, exact)
-            for query, first, last in zip(*some, strict=True)
-        ]
-        return torch.cat(outputs, dim=1)
     batch, heads, length, head_dim = query.shape
     kv_heads, columns, value_dim = values.shape[1:]
     page = 0
@@ -276,6 +267,14 @@ def ragged_decode_attention(
     splits = triton.cdiv(columns, _EXACT_SHARE)
     if not exact:
         splits = _splits(batch * blocks * kv_heads, triton.cdiv(columns, block_n), _multiprocessors(query.device))
+    at_once = max(WORK_SPACE // (batch * heads * splits * (value_dim + 2) * torch.float32.itemsize), 1)  # queries
+    if at_once < length:
+        some = (part.split(at_once, dim) for part, dim in ((query, 2), (first, 1), (last, 1)))
+        for part, (queries, begins, ends) in zip(out.split(at_once, 1), zip(*some, strict=True), strict=True):
+            part.copy_(
+                ragged_decode_attention(queries, keys, values, begins, ends, scale, softcap, sinks, table, exact)
+            )
+        return out
     is_wide = block_m > 64
     if block_m == 64 and max(block_d, block_e) >= 128:
         is_wide = not _multiplies_from_memory(query.device)
@@ -297,7 +296,7 @@ def ragged_decode_attention(
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_E=block_e,
             num_warps=8 if is_wide else 4, num_stages=_NUM_STAGES,
         )  # fmt: skip
-        _merge[(batch, kv_heads, folded)](
+        _merge[(folded, kv_heads, batch)](
             partial, maximum, total, total if sinks is None else sinks.contiguous(), out,
             splits, length,
             GROUPS=groups, VALUE_DIM=value_dim, SINKS=sinks is not None,

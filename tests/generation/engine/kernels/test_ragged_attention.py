@@ -1,5 +1,8 @@
 """Attention over a ragged cache against the textbook, in the interpreter or on a device."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -150,7 +153,7 @@ def test_exact_results_do_not_depend_on_what_else_is_attended(
     """Each query alone, over a shorter cache and over pages: the same bits. Rows are of any length, and a window
     begins within a block; shares are short here, so that there are several."""
     monkeypatch.setattr(ragged_attention, "_EXACT_SHARE", 64)
-    monkeypatch.setattr(ragged_attention, "_EXACT_AT_ONCE", 32)
+    monkeypatch.setattr(ragged_attention, "WORK_SPACE", 2**15)
     torch.manual_seed(length)
     heads = 3 if batch * length < 20 else 1
     query, keys, values = queries(batch, heads, length, 16, dtype), *(cache(batch, 1, 16, dtype) for _ in range(2))
@@ -176,7 +179,7 @@ def test_exact_results_do_not_depend_on_what_else_is_attended(
 @pytest.mark.parametrize("length", [1, 6])
 def test_exact_results_are_right(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ragged_attention, "_EXACT_SHARE", 64)
-    monkeypatch.setattr(ragged_attention, "_EXACT_AT_ONCE", 4)
+    monkeypatch.setattr(ragged_attention, "WORK_SPACE", 2**15)
     torch.manual_seed(0)
     query, spans = queries(3, 14, length, 24), causal([2, 70, COLUMNS - length], length, window=80)
     compare(query, cache(3, 2, 24), cache(3, 2, 8), spans, 0.5, 5.0, random(14), exact=True)
@@ -249,6 +252,30 @@ def test_splits_come_from_shapes() -> None:
     assert splits(programs=10_000, blocks=1000, multiprocessors=132) == 1
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_prompts_of_one_head_of_keys_fit_on_a_device(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA launches at most 65,535 programs along the second and third axis; and long caches take no more memory."""
+    grids, taken = [], []
+
+    class Watched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return self.launch
+
+        def launch(self, *given: Any, **_: Any) -> None:
+            tensors = {id(each): each for each in given if isinstance(each, torch.Tensor)}.values()
+            taken.append(sum(tensor.nbytes for tensor in tensors if tensor.dtype == torch.float32))
+
+    monkeypatch.setattr(ragged_attention, "_attend", Watched())
+    monkeypatch.setattr(ragged_attention, "_merge", Watched())
+    query = torch.empty(1, 71, 2048, 64, dtype=torch.float16)
+    pool, table = torch.empty(2, 1, 64, 64, dtype=torch.float16), torch.zeros(1, 512).int()  # 32,768 columns
+    output = attend(query, pool, pool, torch.zeros(1, 2048, 2).long(), 0.1, table=table, exact=exact)
+    assert output.shape == (1, 2048, 71, 64) and len(grids) == (20 if exact else 2)
+    assert all(max(grid[1:]) < 2**16 for grid in grids)
+    assert max(taken) <= ragged_attention.WORK_SPACE
+
+
 @pytest.mark.slow
 def test_offsets_beyond_31_bits() -> None:
     """Strides that fit into 32 bits, and a row that does not. Of the 4 GiB next to nothing is touched."""
@@ -302,8 +329,8 @@ def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:
 
 # Query heads, K/V heads, queries, d, d_v, dtype, softcap, sinks.
 SHAPES = [
-    (28, 4, 1, 128, 128, "bfloat16", None, False), (28, 4, 64, 128, 128, "bfloat16", None, False),
-    (32, 32, 6, 80, 80, "float16", None, False), (8, 4, 64, 256, 256, "bfloat16", 50.0, False),
+    (28, 4, 1, 128, 128, "bfloat16", None, False), (28, 4, 2048, 128, 128, "bfloat16", None, False),
+    (32, 32, 6, 80, 80, "float16", None, False), (8, 4, 2048, 256, 256, "bfloat16", 50.0, False),
     (64, 8, 6, 64, 64, "bfloat16", None, True), (28, 4, 6, 128, 128, "float32", None, False),
     (28, 4, 6, 128, 128, "bfloat16", None, False), (32, 8, 1, 128, 128, "bfloat16", None, False),
 ]  # fmt: skip
