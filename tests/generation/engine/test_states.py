@@ -15,10 +15,10 @@ from spec_trl import release
 from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import cpu_states, memory, scans
-from spec_trl.generation.engine.cpu_states import Replay
+from spec_trl.generation.engine import cpu_states, memory, scans, states
 from spec_trl.generation.engine.model_costs import kv_bytes
 from spec_trl.generation.engine.requirements import check_model
+from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.generation.engine.row_memory import RowMemory, RowNeeds
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
@@ -177,25 +177,86 @@ def test_preempted_rows_are_read_again(family: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", *CAPTURED])
 @pytest.mark.parametrize(
-    ("strategy", "options", "captures"),
-    [("none", {}, 1), ("self", {}, 2), ("self", {"repetition_penalty": 1.3}, 1)],  # the last one's drafts go by steps
+    ("strategy", "options", "captures", "sends"),
+    # A step writes its states; a verification has a commit. The last one's drafts go by single steps.
+    [("none", {}, 1, 0), ("self", {}, 3, 1), ("self", {"repetition_penalty": 1.3}, 2, 1)],
     ids=["none", "self", "steps"],
 )
 def test_captured_forwards(
-    family: str, strategy: str, options: dict[str, Any], captures: int, tape: Tape
+    family: str,
+    strategy: str,
+    options: dict[str, Any],
+    captures: int,
+    sends: int,
+    tape: Tape,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A replay holds what it feeds anew; a draft captured whole begins at the committed states each time, and single
-    steps, which advance them, run once."""
+    """A replay holds what it feeds anew, and one more commits it, in all layers; a draft captured whole begins at the
+    committed states each time, and single steps, which advance them, run once."""
     network, config = make(family), {"draft_length": 3}
     options = options | {"max_new_tokens": NEW}
     expected = generate(network, PROMPTS, strategy, config | {"runner": "eager"}, **options)
     assert not tape.recorded
+    rounds = rounds_of(tape, monkeypatch)
     for _ in range(2):  # captured, then kept
+        rounds.clear()
         result = generate(network, PROMPTS, strategy, config | {"runner": "graph"}, **options)
         assert outputs(result) == outputs(expected) and result.statistics.total == expected.statistics.total
-    assert tape.recorded == captures and tape.replayed > 5
+    assert tape.recorded == captures and max(rounds) == (captures, sends)
+    assert rounds.count((captures, sends)) >= len(rounds) - 2 > 2  # the last ones have other shapes
     assert strategy == "none" or expected.statistics.total.accepted > 20
     release(network)
+
+
+def rounds_of(tape: Tape, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Numbers of replays, and of tensors sent for states, of each round from now on."""
+    rounds, sends, sent, decode_round = list[tuple[int, int]](), list[Tensor](), memory.sent, Rollout.decode_round
+
+    def send(values: Tensor, device: torch.device) -> Tensor:
+        sends.append(values)
+        return sent(values, device)
+
+    def watched(rollout: Rollout, plan: Any) -> None:
+        before = tape.replayed, len(sends)
+        decode_round(rollout, plan)
+        rounds.append((tape.replayed - before[0], len(sends) - before[1]))
+
+    monkeypatch.setattr(scans, "sent", send)
+    monkeypatch.setattr(states, "sent", send)
+    monkeypatch.setattr(Rollout, "decode_round", watched)
+    return rounds
+
+
+LIMITED = ("nemotron_h", (1.0, math.inf), 8)  # padding would move these states
+
+
+@pytest.mark.parametrize(
+    ("family", "limit", "groups"),
+    [("qwen3_5_text", None, 1), ("mamba", None, 1), ("falcon_h1", None, 1), LIMITED]
+    + [pytest.param("kimi_linear", None, 1, marks=pytest.mark.slow)],
+)
+def test_prompts_of_several_lengths_are_read_together(
+    family: str, limit: tuple[float, float] | None, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU; on a CPU each one alone."""
+    network, found = make(family), set[int]()
+    for module in network.modules():
+        if limit and hasattr(module, "time_step_limit"):
+            module.time_step_limit = limit
+    together, prompts = scans._groups, pad_left(random_rows([5, 9, 1, 12, 7, 3, 20, 2]))
+
+    def grouped(lengths: Sequence[int], alone: bool, pads: bool) -> list[tuple[int, list[int]]]:
+        done = together(lengths, False, pads)
+        found.add(len(done))
+        return done
+
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=4)
+    alone = generate(network, prompts, **options)
+    monkeypatch.setattr(scans, "_groups", grouped)
+    result = generate(network, prompts, **options)
+    assert outputs(result) == outputs(alone) == reference_outputs(network, prompts, max_new_tokens=4)
+    torch.testing.assert_close(result.logprobs, alone.logprobs, rtol=1e-5, atol=1e-6)
+    assert found == {groups}
 
 
 def test_completions_are_read_in_pieces(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,13 +319,19 @@ def test_drafts_begin_at_the_committed_states_and_change_states_of_their_own(mod
     EagerRunner(shadow, cache).prefill(torch.stack(random_rows([4, 4])), torch.arange(4).expand(2, -1), 4)
     draft = cache.for_drafts()
     assert isinstance(cache, States) and isinstance(draft, States)
-    committed = states_of(cache)
-    for _ in range(2):  # rounds
-        draft.begin_drafts(2)
-        assert all(map(torch.equal, states_of(draft), committed))
-        EagerRunner(shadow, draft).forward(torch.tensor([[5], [6]]), torch.tensor([[4], [4]]), 5)
+    committed, after = states_of(cache), list[Tensor]()
+    for at in (4, 5, 4, 5):  # two rounds of two steps
+        if at == 4:
+            draft.begin_drafts(2)
+        EagerRunner(shadow, draft).forward(torch.tensor([[5], [6]]), torch.tensor([[at], [at]]), at + 1)
+        after += states_of(draft)
         assert not any(map(torch.equal, states_of(draft), committed))
         assert all(map(torch.equal, states_of(cache), committed))
+    first, second = after[: len(after) // 2], after[len(after) // 2 :]
+    assert all(map(torch.equal, first, second))
+    cache.feeds(is_step=True)
+    EagerRunner(shadow, cache).forward(torch.tensor([[5], [6]]), torch.tensor([[4], [4]]), 5, is_step=True)
+    assert all(map(torch.equal, first, states_of(cache)))
 
 
 def test_a_round_takes_one_forward_and_one_commit(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,12 +340,12 @@ def test_a_round_takes_one_forward_and_one_commit(model: PreTrainedModel, monkey
     commit, forward, hold = States.commit, EagerRunner.forward, States.hold
 
     def count(cache: States, lengths: Sequence[int]) -> None:
-        held.append(cache.holds)
+        held.append(bool(cache.held))
         commit(cache, lengths)
 
-    def read(cache: States, key: object, replay: Replay) -> None:
+    def read(cache: States, key: object, replay: Any) -> None:
         reads.append(key)
-        hold(cache, key, lambda lengths: writes.append(key) or replay(lengths))  # type: ignore[func-returns-value]
+        hold(cache, key, lambda taken: writes.append(key) or replay(taken))  # type: ignore[func-returns-value]
 
     def run(runner: EagerRunner, *args: Any, **kwargs: Any) -> Tensor:
         if type(runner.cache) is States:
@@ -290,8 +357,8 @@ def test_a_round_takes_one_forward_and_one_commit(model: PreTrainedModel, monkey
     monkeypatch.setattr(EagerRunner, "forward", run)
     statistics = generate(model, PROMPTS, "self", {"draft_length": 3}, max_new_tokens=NEW).statistics
     assert sum(held) == statistics.drafted_rounds > 0 and len(forwards) == statistics.rounds
-    states = 2 * model.config.layer_types.count("linear_attention")  # a window and a recurrent state
-    assert reads == writes and len(reads) == states * statistics.drafted_rounds
+    kept = 2 * model.config.layer_types.count("linear_attention")  # a window and a recurrent state
+    assert reads == writes and len(reads) == kept * statistics.drafted_rounds
 
 
 def test_the_copy_packs_mixers_but_for_what_sets_decay(model: PreTrainedModel) -> None:
