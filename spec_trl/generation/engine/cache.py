@@ -103,9 +103,7 @@ class RaggedCache(Cache):
     def forget(self, rows: Sequence[int]) -> None:
         """Resets the states of `rows` for new texts. K/V needs nothing."""
 
-    def feeds(
-        self, prompt: Sequence[int] | None = None, is_step: bool = False, counts: Tensor | None = None
-    ) -> None:
+    def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False, counts: Tensor | None = None) -> None:
         """Announces the next forward's tokens: `prompt[b]` tokens of row b's prompt, then padding; or one text token
         per row (`is_step`), or where `counts` (`[B]` int64, 0 or 1) says so; or tokens of which :meth:`commit` commits
         some. K/V needs nothing."""

@@ -79,9 +79,7 @@ class States(RaggedCache):
         self.held: dict[object, Callable[[Taken], None]] = {}
         self._fed: tuple[int, int] | None = None  # key of the window that a convolution in C++ reads next
 
-    def feeds(
-        self, prompt: Sequence[int] | None = None, is_step: bool = False, counts: Tensor | None = None
-    ) -> None:
+    def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False, counts: Tensor | None = None) -> None:
         self.prompt, self.is_step, self.counts = prompt, is_step, counts
 
     def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
@@ -103,7 +101,7 @@ class States(RaggedCache):
         """A cache with the same K/V, and states that follow drafts."""
         draft = object.__new__(DraftStates)
         states: dict[str, Any] = {"_windows": {}, "_recurrent": {}, "committed": self, "_fresh": set()}
-        step = {"prompt": None, "is_step": True, "counts": None, "held": {}, "_fed": None, "_taken": None}
+        step: dict[str, Any] = {"prompt": None, "is_step": True, "counts": None, "held": {}, "_fed": None}
         draft.__dict__ = self.__dict__ | states | step
         return draft
 
@@ -257,9 +255,7 @@ class DraftStates(States):
     _fresh: set[int]  # layers whose state is the committed one
     is_repeatable = False  # a draft is, from its first step on
 
-    def feeds(
-        self, prompt: Sequence[int] | None = None, is_step: bool = False, counts: Tensor | None = None
-    ) -> None:
+    def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False, counts: Tensor | None = None) -> None:
         """Every forward of a draft is a step."""
 
     def begin_drafts(self, rows: int) -> None:

@@ -122,11 +122,11 @@ def delta_rule(
     :func:`spec_trl.generation.engine.cpu_states.delta_rule`. `state` is float32; other tensors are of any dtype.
     `writes` may be `[B]` int64: which rows write, those without a 0. With `initial_state` the scan begins there.
     """
-    parts = [given[name] for name in ("query", "key", "value", "g", "beta")]
+    query, key, value, g, beta = (given[name] for name in ("query", "key", "value", "g", "beta"))
     norms, begin = given["use_qk_l2norm_in_kernel"], given.get("initial_state")
     rows, writes = (writes, True) if isinstance(writes, Tensor) else (None, writes)
 
     def replay(lengths: Tensor) -> None:
-        _run(*parts, None, state, lengths, norms, True, False)
+        _run(query, key, value, g, beta, None, state, lengths, norms, True, False)
 
-    return _run(*parts, begin, state, rows, norms, writes, True), replay
+    return _run(query, key, value, g, beta, begin, state, rows, norms, writes, True), replay

@@ -109,6 +109,18 @@ def test_bits_do_not_depend_on_other_rows_or_tokens(name: str) -> None:
                 assert torch.equal(committed[row], alone[0])
 
 
+@cases
+def test_a_step_writes_the_rows_that_are_counted_and_may_begin_elsewhere(name: str) -> None:
+    given, state = make(name, 1)
+    before, written, counted, own = state.clone(), state.clone(), state.clone(), torch.zeros_like(state)
+    expected, _ = delta_rule(given, written, True)
+    outputs, _ = delta_rule(given, counted, torch.tensor([1, 0, 1], device=DEVICE))
+    assert torch.equal(outputs, expected) and torch.equal(counted[::2], written[::2])
+    assert torch.equal(counted[1], before[1]) and not torch.equal(written[1], before[1])
+    outputs, _ = delta_rule(given | {"initial_state": state}, own, True)
+    assert torch.equal(outputs, expected) and torch.equal(own, written) and torch.equal(state, before)
+
+
 def test_no_rows() -> None:
     given, state = make("grouped", 2)
     outputs, replay = delta_rule(given | {part: given[part][:0] for part in TOKENS}, state[:0], False)
