@@ -71,7 +71,7 @@ class RaggedCache(Cache):
     has_states = False
     """Whether layers keep states beside K/V (:class:`~spec_trl.generation.engine.states.States`)."""
     held: dict[Any, Any] = {}
-    """Inputs of states that the last forward held; a replay of that forward holds them again."""
+    """What replays inputs of states that the last forward held."""
     is_repeatable = True
     """Whether a forward that is not a prompt's may run twice."""
     state_bytes = 0
@@ -103,9 +103,10 @@ class RaggedCache(Cache):
     def forget(self, rows: Sequence[int]) -> None:
         """Resets the states of `rows` for new texts. K/V needs nothing."""
 
-    def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
+    def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False, counts: Tensor | None = None) -> None:
         """Announces the next forward's tokens: `prompt[b]` tokens of row b's prompt, then padding; or one text token
-        per row (`is_step`); or tokens of which :meth:`commit` commits some. K/V needs nothing."""
+        per row (`is_step`), or where `counts` (`[B]` int64, 0 or 1) says so; or tokens of which :meth:`commit` commits
+        some. K/V needs nothing."""
 
     def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
         """Makes the next forward write row `first_row + b` at columns `positions[b]` (`[B, q]` int64), and read

@@ -20,7 +20,7 @@ from .cpu_layers import SCALARS
 
 
 Replay = Callable[[Tensor], None]
-"""Advances the states by the first `lengths[b]` tokens (int64 on the CPU) of every row."""
+"""Advances the states by the first `lengths[b]` tokens (int64, on their device) of every row."""
 _DTYPES = torch.float32, torch.float64
 _PER_THREAD = 1 << 17  # bytes of states: with fewer, a second thread saves less than waking it takes
 

@@ -118,13 +118,13 @@ class GraphBudget:
             )
         return False
 
-    def record(self, forward: Callable[[], Outputs]) -> tuple[Recording, int]:
-        """Captures `forward`; returns the recording and its bytes."""
+    def record(self, forward: Callable[[], Outputs], graphs: int = 1) -> tuple[Recording, int]:
+        """Captures `forward`, as part of the graph before if `graphs` is 0; returns the recording and its bytes."""
         before = self.recorder.bytes()
         recording = self.recorder.record(forward)
         taken = max(self.recorder.bytes() - before, 0)
         self.bytes += taken
-        self.graphs += 1
+        self.graphs += graphs
         return recording, taken
 
     def record_checked(
@@ -216,7 +216,8 @@ class CapturedForward:
     bytes: int  # that it took
     filled: int  # rows of the buffers that a call has filled; the others have position 0
     replays: int = 0
-    held: dict[Any, Any] = field(default_factory=dict)  # as of the cache
+    counts: Tensor | None = None  # [rows] int64, static: tokens that states take
+    commit: Recording | None = None  # of these tokens; None: the forward takes them
 
     def fill(self, tokens: Tensor, positions: Tensor) -> None:
         """Copies this call into the buffers: a replay writes only K/V of this call."""
@@ -226,6 +227,18 @@ class CapturedForward:
         if self.filled > rows:
             self.positions[rows:] = 0  # so that free rows read one column, not many
         self.filled = rows
+        if self.counts is not None and self.commit is None:
+            self.counts[:rows], self.counts[rows:] = 1, 0
+
+    @property
+    def held(self) -> dict[Any, Any]:
+        """As of a cache with states."""
+        return {} if self.commit is None else {None: self._commit}
+
+    def _commit(self, taken: Any) -> None:
+        assert self.counts is not None and self.commit is not None
+        self.counts.copy_(taken.lengths)
+        self.commit.replay()
 
 
 def uncached_autocast(device: torch.device, dtype: torch.dtype | None, work: Callable[[], T]) -> Callable[[], T]:

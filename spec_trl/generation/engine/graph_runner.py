@@ -36,6 +36,7 @@ from .graph_capture import (
 from .graph_drafts import CapturedFeatures, CapturedLoops
 from .linear_layers import copied_bytes
 from .runner import EagerRunner, FeatureRunner, Heard
+from .scans import Taken
 from .shadow import decoder_layers, make_shadow
 
 
@@ -156,9 +157,10 @@ class GraphRunner(EagerRunner):
     ) -> Tensor:
         if first_row or tokens.shape[1] > MOST_QUERIES:
             return super().forward(tokens, positions, columns, first_row)
-        self.cache.feeds()  # even one token is held: a forward runs twice where it is captured
         key = self._key(tokens, columns)
         may = self.cache.is_repeatable and not self._gave_up
+        if self.cache.has_states and key.queries == 1:  # such a capture takes its tokens
+            may = may and is_step
         graph = self._graph_for(key, tokens, positions, columns) if may else None
         if graph is None:
             return self._forward_padded(key, tokens, positions, columns)
@@ -167,7 +169,7 @@ class GraphRunner(EagerRunner):
             self._try_compiled(graph)
         recording, rows = graph.recording, len(tokens)
         recording.replay()
-        if self.cache.has_states:  # which are committed by what the capture held
+        if self.cache.has_states:
             self.cache.point_at(graph.positions, key.columns, 0)
             self.cache.held = graph.held
         self.forwards += 1
@@ -214,6 +216,7 @@ class GraphRunner(EagerRunner):
         """Runs eagerly like a captured forward of `key`: over the same number of rows, and under spans if that does.
         Both change rounding, and a seed must sample the same tokens before and after a capture."""
         rows = len(tokens)
+        self.cache.feeds()  # even one token is held: rows that pad take none
         padded, places = pad(tokens, key.rows), pad(positions, key.rows)  # [key.rows, q]
 
         def run() -> tuple[Tensor, Tensor | None]:
@@ -267,16 +270,39 @@ class GraphRunner(EagerRunner):
         """Captures the forward of `key`; None, with a warning, if that fails."""
         # Filled with this call: the warm-up writes the K/V that the call writes anyway.
         buffers = pad(tokens, key.rows), pad(positions, key.rows)  # [rows, q]
+        counts = torch.zeros(key.rows, dtype=torch.int64, device=tokens.device) if self.cache.has_states else None
         try:
+            self.cache.feeds()
             expected, _ = self._run(tokens, positions, columns, spans=self.uses_spans)
             runner = self._compiled_runner if self._mode == "compiled" else self
+            self.cache.feeds(counts=counts if key.queries == 1 else None)  # zeros: a warm-up changes no state
             recording, taken = self._record_forward(runner, *buffers, key, expected, "an eager forward's")
+            graph = CapturedForward(key, *buffers, recording, taken, len(tokens), counts=counts)
+            if counts is not None and key.queries > 1:
+                self._record_commit(graph, counts)
         except Exception as error:
             self._note_failure(key, error)
             return None
-        graph = CapturedForward(key, *buffers, recording, taken, len(tokens), held=self.cache.held)
         self._graphs[key] = graph
         return graph
+
+    def _record_commit(self, graph: CapturedForward, counts: Tensor) -> None:
+        """Captures the commit of what the forward that was just captured held."""
+        held = self.cache.held
+
+        def work() -> Outputs:
+            taken = Taken(counts, graph.key.queries)
+            for replay in held.values():
+                replay(taken)
+            return counts, None
+
+        try:
+            uncached = uncached_autocast(counts.device, graph.key.autocast, work)
+            graph.commit, taken = self.budget.record(uncached, graphs=0)
+        except BaseException:
+            self.budget.give_back(graph.bytes)
+            raise
+        graph.bytes += taken
 
     def _note_failure(self, key: ForwardKey, error: Exception) -> None:
         """After a failure: stops compiling; or runs this shape eagerly, or all shapes if it was the first."""

@@ -3,8 +3,9 @@
 :func:`mixer_class` gives a mixer's forward a twin with other functions under the names of the family's scan over many
 tokens and of its convolution; the family's functions stay reachable, including kernels of transformers.
 
-* Prompts run through the family's function without padding, on a CPU one by one: products of several matrices at once
-  sum in an order that depends on their number. Elsewhere rows of equal length run together.
+* Prompts run through the family's function, on a CPU one by one and without padding: products of several matrices at
+  once sum in an order that depends on their number. Elsewhere all rows of a forward run together, padded by tokens
+  that change no state; only rows of equal length, where the family's function bounds time steps from below.
 * Later tokens, on a CPU with a compiler: our C++ (:mod:`cpu_states`): steps write states, verifications hold inputs,
   commits replay them. So does Triton for the gated delta rule on CUDA without `fla`. Elsewhere a step is the mixer's,
   and a verification runs the family's function for one token repeatedly, with the sums of decoding.
@@ -14,8 +15,8 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from importlib.util import find_spec
 from types import FunctionType
 from typing import Any, Protocol
@@ -26,14 +27,13 @@ from transformers.activations import ACT2FN
 
 from ...cpu_products import by_registers
 from . import cpu_states
-from .cpu_states import Replay
 from .kernels import run_on
 from .memory import sent
 
 
 Arguments = dict[str, Any]
 """Arguments of a scan, by name."""
-Compiled = Callable[[Arguments, Tensor, bool], tuple[Tensor, Replay]]
+Compiled = Callable[[Arguments, Tensor, Any], tuple[Tensor, Callable[[Tensor], None]]]
 _IDLE_STEP = -1e4  # of a Mamba time step: its softplus is exactly 0, in half precision too
 
 
@@ -69,15 +69,43 @@ class Scan:
     compiled: Compiled
 
 
+@dataclass(frozen=True)
+class Taken:
+    """How many tokens of a forward the states take. What layers compute of it, they share."""
+
+    lengths: Tensor  # [B] int64, on the states' device
+    most: int  # that a row takes
+    _columns: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> "Taken":
+        return cls(sent(torch.tensor(lengths), device), max(lengths))
+
+    def columns(self, kernel: int) -> Tensor:
+        """`[B, kernel]`: columns of a window, followed by all tokens, up to the last token that is taken."""
+        if kernel not in self._columns:
+            self._columns[kernel] = self.lengths[:, None] + torch.arange(kernel, device=self.lengths.device)
+        return self._columns[kernel]
+
+    @cached_property
+    def others(self) -> Tensor:
+        """`[B, most]` bool, the tokens that are not taken."""
+        return torch.arange(self.most, device=self.lengths.device) >= self.lengths[:, None]
+
+
 class Holder(Protocol):
     """Interface of the current forward's cache for a mixer's functions."""
 
     prompt: Sequence[int] | None
     is_step: bool
 
+    def taken(self, device: torch.device) -> Taken | None: ...
+
     def recurrent_state(self, layer: int) -> Tensor | None: ...
 
-    def hold(self, key: object, replay: Replay) -> None: ...
+    def first_state(self, layer: int) -> Tensor | None: ...
+
+    def hold(self, key: object, replay: Callable[[Taken], None]) -> None: ...
 
     def fed_window(self) -> tuple[object, Tensor] | None: ...
 
@@ -265,7 +293,7 @@ class _Convolution:
         is_silu = activation in ("silu", "swish")
         outputs, replay = cpu_states.convolve(x, state, weight, bias, is_silu, cache.is_step)
         if not cache.is_step:
-            cache.hold(key, replay)
+            cache.hold(key, lambda taken: replay(taken.lengths))
         return outputs if is_silu or activation is None else ACT2FN[activation](outputs)
 
 
@@ -285,17 +313,26 @@ class _Scanner:
         given = self._defaults | dict(zip(self._names, args, strict=False)) | kwargs
         state = cache.recurrent_state(mixer.layer_idx)
         if cache.prompt is not None:
-            return self._over_prompts(given, state, cache.prompt)
+            return self._over_prompts(given, state, cache)
         if state is None:  # no row has a text: a probe
             return self._many(**given)
-        compiled = self.compiled(state)
+        compiled, taken = self.compiled(state), cache.taken(state.device)
+        if (begin := cache.first_state(mixer.layer_idx)) is None:
+            pass
+        elif compiled in (None, self._scan.compiled):
+            state.copy_(begin)
+        else:  # read there, and written here
+            given["initial_state"] = begin
         if compiled is not None:
-            outputs, replay = compiled(given, state, cache.is_step)
+            outputs, replay = compiled(given, state, cache.is_step if taken is None else taken.lengths)
+            if not cache.is_step and taken is None:
+                cache.hold(mixer.layer_idx, lambda taken: replay(taken.lengths))
         else:
-            outputs, _ = self._scan.run(mixer, self._step, given, state)
-            replay = partial(self._replay, mixer, given, state)
-        if not cache.is_step:
-            cache.hold(mixer.layer_idx, replay)
+            outputs, after = self._scan.run(mixer, self._step, given, state)
+            if taken is not None:
+                state.copy_(state.where(taken.others.view(-1, *[1] * (state.dim() - 1)), after))
+            elif not cache.is_step:
+                cache.hold(mixer.layer_idx, partial(self._replay, mixer, given, state))
         return outputs, state
 
     def compiled(self, state: Tensor) -> Compiled | None:
@@ -308,19 +345,25 @@ class _Scanner:
 
         return delta_rule
 
-    def _over_prompts(self, given: Arguments, state: Tensor | None, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Outputs and states of the first `lengths[b]` tokens of each row; outputs of other tokens are zeros."""
-        scan, outputs = self._scan, None
+    def _over_prompts(self, given: Arguments, state: Tensor | None, cache: Holder) -> tuple[Tensor, Tensor]:
+        """Outputs and states of the first `cache.prompt[b]` tokens of each row; outputs of other tokens are any."""
+        scan, outputs, lengths = self._scan, None, cache.prompt
+        assert lengths is not None
         first, axis = next((given[name], axis) for name, axis in scan.axes.items() if given[name] is not None)
-        tokens = first.shape[axis]
-        for length, rows in _groups(lengths, alone=first.device.type == "cpu"):
+        tokens, pads = first.shape[axis], given.get("dt_limit", (0.0,))[0] <= 0
+        for length, rows in _groups(lengths, alone=first.device.type == "cpu", pads=pads):
+            picked = slice(None) if len(rows) == len(lengths) else rows  # a list is sent to the device
+            if min(lengths[row] for row in rows) < length:
+                taken = cache.taken(first.device)
+                assert taken is not None
+                given = self._idle(given, taken)
             part = {
-                name: value[rows].narrow(scan.axes[name], 0, length)
+                name: value[picked].narrow(scan.axes[name], 0, length)
                 if name in scan.axes and value is not None
                 else value
                 for name, value in given.items()
             }
-            before = None if state is None else state[rows]
+            before = None if state is None else state[picked]
             if scan.state is None and before is not None and bool(before.any()):
                 # The function would begin with zeros.
                 result, after = scan.run(_present.mixer, self._step, part, before)
@@ -332,31 +375,36 @@ class _Scanner:
                 outputs = result.new_zeros(shape)
                 state = after.new_zeros(len(lengths), *after.shape[1:]) if state is None else state.clone()
             assert state is not None
-            outputs.narrow(scan.out_axis, 0, length)[rows] = result
-            state[rows] = after.to(state.dtype)
+            outputs.narrow(scan.out_axis, 0, length)[picked] = result
+            state[picked] = after.to(state.dtype)
         assert outputs is not None and state is not None
         return outputs, state
 
-    def _replay(self, mixer: _Mixer, given: Arguments, state: Tensor, lengths: Tensor) -> None:
-        """Replays the first `lengths[b]` tokens of every row of the held arguments into `state`."""
-        scan, most = self._scan, int(lengths.max())
+    def _replay(self, mixer: _Mixer, given: Arguments, state: Tensor, taken: Taken) -> None:
+        """Replays the tokens that are taken of the held arguments into `state`."""
+        state.copy_(self._scan.run(mixer, self._step, self._idle(given, taken), state)[1])
+
+    def _idle(self, given: Arguments, taken: Taken) -> Arguments:
+        """`given` with the first `taken.most` tokens, of which those not taken change no state."""
         given = dict(given)
-        stays = torch.arange(most)[None] >= lengths[:, None]  # [B, most]
-        for name, axis in scan.axes.items():
+        for name, axis in self._scan.axes.items():
             if given[name] is None:
                 continue
-            given[name] = value = given[name].narrow(axis, 0, most)
-            if name in scan.idle:
+            given[name] = value = given[name].narrow(axis, 0, taken.most)
+            if name in self._scan.idle:
                 shape = [1] * value.dim()
-                shape[0], shape[axis] = stays.shape
-                given[name] = value.masked_fill(sent(stays.view(shape), value.device), scan.idle[name])
-        state.copy_(scan.run(mixer, self._step, given, state)[1])
+                shape[0], shape[axis] = taken.others.shape
+                given[name] = value.masked_fill(taken.others.view(shape), self._scan.idle[name])
+        return given
 
 
-def _groups(lengths: Sequence[int], alone: bool) -> list[tuple[int, list[int]]]:
-    """Lengths other than 0, each with the rows that have it; `alone`: one row each."""
+def _groups(lengths: Sequence[int], alone: bool, pads: bool) -> list[tuple[int, list[int]]]:
+    """Rows that a scan runs over together, and its tokens: `alone`, one row each; all rows if it `pads`; otherwise
+    those of one length. Rows of a length of 0 may be left out."""
     if alone:
         return [(count, [row]) for row, count in enumerate(lengths) if count]
+    if pads:
+        return [(max(lengths), [*range(len(lengths))])]
     return [
         (length, [row for row, count in enumerate(lengths) if count == length]) for length in sorted({*lengths} - {0})
     ]

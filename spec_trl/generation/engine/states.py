@@ -5,10 +5,13 @@ the inputs of convolutions and scans, and :meth:`States.commit` replays a row's 
 without running the network again. Prompts, and rounds without drafts, write at once.
 
 So a round with drafts reads the states twice and writes them once, whatever the draft length; a round without drafts
-reads and writes them once. Mixers reach the states by transformers' Cache API, and by the functions of `scans.py`.
+reads and writes them once. Where forwards are captured, one of one token writes the states of the rows in use; beside
+a longer one its commit is captured, of all layers, and is sent the numbers of accepted tokens in one copy.
+
+Mixers reach the states by transformers' Cache API, and by the functions of `scans.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,10 +22,9 @@ from transformers import PreTrainedModel
 from . import cpu_states
 from .attention import keeps_states
 from .cache import RaggedCache, RowStates, copy_rows_of
-from .cpu_states import Replay
 from .family_hooks import CACHE_NAMES
 from .memory import sent
-from .scans import convolves, forward_of, keeps_windows, steps_compiled
+from .scans import Taken, convolves, forward_of, keeps_windows, steps_compiled
 
 
 _SCAN = -1
@@ -60,22 +62,37 @@ class States(RaggedCache):
     """States of rows, beside the K/V of a ragged cache. A row without text has states of zeros, the initial state.
 
     Attributes:
-        prompt, is_step: tokens of the current forward, see :meth:`feeds`. With neither it holds its inputs.
+        prompt, is_step, counts: tokens of the current forward, see :meth:`feeds`. With none it holds its inputs.
     """
 
     has_states = True
     prompt: Sequence[int] | None = None
     is_step = False
+    counts: Tensor | None = None
+    _taken: Taken | None = None
 
     def __init__(self, layers: int, rows: int, columns: int) -> None:
         super().__init__(layers, rows, columns)
         self._windows: dict[tuple[int, int], Tensor] = {}  # [rows, channels, kernel] by layer and index
         self._recurrent: dict[int, Tensor] = {}  # [rows, ...] by layer
-        self.held: dict[object, Replay] = {}  # of the last forward, by key of a window or layer
+        # Of the last forward, by key of a window or layer.
+        self.held: dict[object, Callable[[Taken], None]] = {}
         self._fed: tuple[int, int] | None = None  # key of the window that a convolution in C++ reads next
 
-    def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
-        self.prompt, self.is_step = prompt, is_step
+    def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False, counts: Tensor | None = None) -> None:
+        self.prompt, self.is_step, self.counts = prompt, is_step, counts
+
+    def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
+        super().point_at(positions, columns, first_row)
+        self._taken = None  # a capture computes what follows from counts anew
+
+    def taken(self, device: torch.device) -> Taken | None:
+        """What states on `device` take of a forward of prompts, or with :attr:`counts`; None for others."""
+        if self._taken is None and self.prompt is not None:
+            self._taken = Taken.of(self.prompt, device)
+        elif self._taken is None and self.counts is not None:
+            self._taken = Taken(self.counts, 1)
+        return self._taken
 
     def like(self, network: PreTrainedModel) -> RaggedCache:
         return cache_for(network, self.rows, self.columns)
@@ -83,20 +100,21 @@ class States(RaggedCache):
     def for_drafts(self) -> "DraftStates":
         """A cache with the same K/V, and states that follow drafts."""
         draft = object.__new__(DraftStates)
-        states: dict[str, Any] = {"_windows": {}, "_recurrent": {}, "committed": self}
-        draft.__dict__ = self.__dict__ | states | {"prompt": None, "is_step": True, "held": {}, "_fed": None}
+        states: dict[str, Any] = {"_windows": {}, "_recurrent": {}, "committed": self, "_fresh": set()}
+        step: dict[str, Any] = {"prompt": None, "is_step": True, "counts": None, "held": {}, "_fed": None}
+        draft.__dict__ = self.__dict__ | states | step
         return draft
 
     def commit(self, lengths: Sequence[int]) -> None:
         """Replays the first `lengths[b]` tokens of every row, of those that the last forward held, into the states."""
         held, self.held = self.held, {}  # a captured forward keeps the dictionary
         if held:
-            free = self._span.stop - self._span.start - len(lengths)
-            counts = torch.tensor([*lengths, *[0] * free])  # [B], with rows that pad a captured forward
+            free = self._span.stop - self._span.start - len(lengths)  # rows that pad a captured forward
+            taken = Taken.of([*lengths, *[0] * free], self.states[0].device)  # [B]
             for replay in held.values():
-                replay(counts)
+                replay(taken)
 
-    def hold(self, key: object, replay: Replay) -> None:
+    def hold(self, key: object, replay: Callable[[Taken], None]) -> None:
         """Holds inputs of a window or scan of the current forward."""
         self.held[key] = replay
 
@@ -105,17 +123,16 @@ class States(RaggedCache):
         state = self._recurrent.get(layer)
         return None if state is None else state[self._span]
 
+    def first_state(self, layer: int) -> Tensor | None:
+        """`[B, ...]`, at which the current forward begins instead of its own state, to be asked once."""
+        return None
+
     def forget(self, rows: Sequence[int]) -> None:
         """Resets the states of `rows` for new texts."""
         if states := self.states:
             at = sent(torch.tensor(rows, dtype=torch.int64), states[0].device)  # [n]
             for state in states:
                 state[at] = 0
-
-    @property
-    def holds(self) -> bool:
-        """Whether the last forward held its inputs."""
-        return bool(self.held)
 
     @property
     def state_bytes(self) -> int:  # type: ignore[override]
@@ -141,9 +158,9 @@ class States(RaggedCache):
             return conv_states
         state = self._windows[key][self._span]
         window = torch.cat([state, conv_states], dim=-1)  # [B, channels, kernel + q]
-        if self.prompt is not None:
-            _write_window(state, window, torch.tensor(self.prompt))
-        elif self.is_step:  # no transfer from the host while a draft is captured
+        if (taken := self.taken(state.device)) is not None:
+            _write_window(state, window, taken)
+        elif self.is_step:
             state.copy_(window[..., -state.shape[-1] :])
         else:
             self.hold(key, partial(_write_window, state, window))
@@ -152,7 +169,10 @@ class States(RaggedCache):
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         # With a state and one token a mixer takes a step of its family.
         state = self.recurrent_state(layer_idx) if self.is_step else None
-        return None if state is None or steps_compiled(state) else state
+        if state is None or steps_compiled(state):
+            return None
+        begin = self.first_state(layer_idx)
+        return state if begin is None else state.copy_(begin)
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         if layer_idx not in self._recurrent:
@@ -222,24 +242,32 @@ class States(RaggedCache):
         return None if key is None else (key, self._windows[key][self._span])
 
 
-def _write_window(state: Tensor, window: Tensor, lengths: Tensor) -> None:
-    """Takes the first `lengths[b]` new columns of each row of `window` [B, channels, kernel + q] into `state`."""
-    columns = lengths[:, None] + torch.arange(state.shape[-1])  # [B, kernel], up to the last token
-    state.copy_(window.gather(-1, sent(columns, window.device)[:, None].expand(-1, state.shape[1], -1)))
+def _write_window(state: Tensor, window: Tensor, taken: Taken) -> None:
+    """Takes the new columns that are `taken` of each row of `window` [B, channels, kernel + q] into `state`."""
+    columns = taken.columns(state.shape[-1])[:, None].expand(-1, state.shape[1], -1)  # [B, channels, kernel]
+    torch.gather(window.to(state.dtype), -1, columns, out=state)
 
 
 class DraftStates(States):
     """The target's K/V, and states that begin at the committed ones in every round and advance with drafts."""
 
     committed: States
+    _fresh: set[int]  # layers whose state is the committed one
     is_repeatable = False  # a draft is, from its first step on
 
-    def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False) -> None:
+    def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False, counts: Tensor | None = None) -> None:
         """Every forward of a draft is a step."""
 
     def begin_drafts(self, rows: int) -> None:
         if len(self._windows) < len(self.committed._windows):
             self._windows = {key: torch.zeros_like(state) for key, state in self.committed._windows.items()}
             self._recurrent = {key: torch.zeros_like(state) for key, state in self.committed._recurrent.items()}
-        for mine, committed in zip(self.states, self.committed.states, strict=True):
-            mine[:rows] = committed[:rows]
+        self._fresh = {*self._recurrent}  # large: the first step reads the committed ones
+        for key, window in self._windows.items():
+            window[:rows] = self.committed._windows[key][:rows]
+
+    def first_state(self, layer: int) -> Tensor | None:
+        if layer not in self._fresh:
+            return None
+        self._fresh.remove(layer)
+        return self.committed._recurrent[layer][self._span]

@@ -48,6 +48,7 @@ class Audit(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[list[str]] = []
+        self.sends: list[int] = []  # for states
         self.copies: Counter[str] = Counter()
         self.mixed: Counter[str] = Counter()
         self.outside: Counter[str] = Counter()
@@ -80,6 +81,8 @@ class Audit(TorchDispatchMode):
         waits = not (kwargs.get("non_blocking") or (len(tensors) > 1 and True in args[2:]))
         if not is_read and waits:
             (self.copies if self.is_round else self.outside)[_place()] += 1
+        if not is_read and not waits and self.is_round:
+            self.sends[-1] += any(name in _place() for name in ("engine/states.py", "engine/scans.py"))
         if is_read and waits:
             self._wait()
         elif is_read:
@@ -164,6 +167,7 @@ def _watch(patch: pytest.MonkeyPatch) -> list[Audit]:
 
     def watched(self: Rollout, plan: Any) -> None:
         audits[-1].waits.append([])
+        audits[-1].sends.append(0)
         audits[-1].is_round = True
         decode_round(self, plan)
         audits[-1].is_round = False
@@ -211,6 +215,7 @@ def main(library: str, *titles: str) -> None:
         ("best_of_n", "best_of_n", {}, {}),
         ("decoupled", "self", {}, {"drafter": DecoupledDrafter(Apart(SelfDrafter(model, kernel="reference")))}),
         ("states", "self", {"max_batch_size": 2}, {}),
+        ("states, none", "none", {}, {}),
         ("states, model", "model", {}, {"assistant_model": hybrid}),
     )
     for title, strategy, config, options in scenarios:
@@ -218,17 +223,18 @@ def main(library: str, *titles: str) -> None:
             continue
         audits.append(audit := Audit())
         with audit, Calls(audit):
-            target = hybrid if title == "states" else model
+            target = hybrid if title in ("states", "states, none") else model
             asked = {name: tensor[SOME] for name, tensor in there.items()} if "request_ids" in options else there
             result = generate(target, asked, strategy, config, **common, **options)
         host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in result.items()}
-        texts = with_states if title == "states" else expected[bool(options.get("top_p"))]
+        texts = with_states if target is hybrid else expected[bool(options.get("top_p"))]
         same = outputs(type(result)(**host)) == [texts[row] for row in options.get("request_ids", range(len(texts)))]
         statistics = result.statistics
         told = dict(
             same=same, rounds=statistics.rounds, drafted=statistics.total.drafted, graphs=statistics.graphs,
             failure=statistics.drafter_failure, overheard=audit.overheard, waits=audit.waits, copies=audit.copies,
             mixed=audit.mixed, outside={place: count for place, count in audit.outside.items() if " < " in place},
+            sends=audit.sends,
         )  # fmt: skip
         print(json.dumps({"title": title} | told), flush=True)
 

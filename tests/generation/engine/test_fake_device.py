@@ -37,14 +37,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 TITLES = ("none", "top-p", "self", "refill", "ngram", "history", "model", "auto", "best_of_n", "decoupled")
-TITLES += ("states", "states, model")
+TITLES += ("states", "states, none", "states, model")
 
 
 @pytest.mark.parametrize("title", TITLES)
 def test_a_round_waits_once(told: dict[str, Any], title: str) -> None:
     own = told[title]
     assert own["same"] and own["failure"] is None
-    assert own["drafted"] > 0 or title in ("none", "top-p", "auto", "best_of_n")
+    assert own["drafted"] > 0 or title in ("none", "top-p", "auto", "best_of_n", "states, none")
     assert own["overheard"] > 0 or title not in ("auto", "best_of_n")
     assert [len(waits) for waits in own["waits"]] == [1] * own["rounds"], own["waits"]
     assert not own["copies"] and not own["mixed"]
@@ -56,3 +56,10 @@ def test_rows_that_enter_and_end_wait_for_nothing(told: dict[str, Any]) -> None:
     assert few["same"] and few["drafted"] > 0 and max(many["outside"].values()) <= 2, many["outside"]
     tables = {place: count for place, count in many["outside"].items() if place not in few["outside"]}
     assert few["outside"] | tables == many["outside"] and sum(tables.values()) <= 1  # once for a session
+
+
+def test_states_are_sent_one_tensor_a_round(told: dict[str, Any]) -> None:
+    """The numbers of accepted tokens; none where a captured step writes them."""
+    assert set(told["states"]["sends"]) == {1} and told["none"]["sends"] == [0] * told["none"]["rounds"]
+    sends = told["states, none"]["sends"]
+    assert set(sends[:2]) == {1} and set(sends[2:]) == {0} and len(sends) > 10  # from the first capture on

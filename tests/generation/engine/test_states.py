@@ -16,7 +16,6 @@ from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import cpu_states, memory, scans
-from spec_trl.generation.engine.cpu_states import Replay
 from spec_trl.generation.engine.model_costs import kv_bytes
 from spec_trl.generation.engine.requirements import check_model
 from spec_trl.generation.engine.row_memory import RowMemory, RowNeeds
@@ -29,7 +28,6 @@ from spec_trl.trainers import exact_logprobs
 from spec_trl.trainers.exact_logprobs import read_completions
 from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows, reference_outputs
-from tests.generation.engine.tape import Tape
 from tests.generation.races import Knowing, Plans
 from tests.tiny_families import make
 
@@ -39,7 +37,6 @@ if TRANSFORMERS < (5, 21):
 
 # One of each kind of scan and convolution, and of each way in. The first one's scan takes seconds in transformers.
 FAMILIES = ["kimi_linear", "qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h", "zamba2", "jamba", "mamba", "mamba2"]
-CAPTURED = [pytest.param(family, marks=pytest.mark.slow) for family in ("lfm2", "falcon_h1", "mamba2")]
 ROWS = random_rows([5, 9, 1, 12, 7, 3])
 PROMPTS = pad_left([*ROWS, ROWS[3]])  # a prompt of one token, and two copies
 NEW = 16
@@ -175,29 +172,6 @@ def test_preempted_rows_are_read_again(family: str, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(result.logprobs, plain.logprobs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", *CAPTURED])
-@pytest.mark.parametrize(
-    ("strategy", "options", "captures"),
-    [("none", {}, 1), ("self", {}, 2), ("self", {"repetition_penalty": 1.3}, 1)],  # the last one's drafts go by steps
-    ids=["none", "self", "steps"],
-)
-def test_captured_forwards(
-    family: str, strategy: str, options: dict[str, Any], captures: int, tape: Tape
-) -> None:
-    """A replay holds what it feeds anew; a draft captured whole begins at the committed states each time, and single
-    steps, which advance them, run once."""
-    network, config = make(family), {"draft_length": 3}
-    options = options | {"max_new_tokens": NEW}
-    expected = generate(network, PROMPTS, strategy, config | {"runner": "eager"}, **options)
-    assert not tape.recorded
-    for _ in range(2):  # captured, then kept
-        result = generate(network, PROMPTS, strategy, config | {"runner": "graph"}, **options)
-        assert outputs(result) == outputs(expected) and result.statistics.total == expected.statistics.total
-    assert tape.recorded == captures and tape.replayed > 5
-    assert strategy == "none" or expected.statistics.total.accepted > 20
-    release(network)
-
-
 def test_completions_are_read_in_pieces(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece goes on from the states after the one before."""
     rows = random_rows([5, 9, 9])
@@ -258,13 +232,19 @@ def test_drafts_begin_at_the_committed_states_and_change_states_of_their_own(mod
     EagerRunner(shadow, cache).prefill(torch.stack(random_rows([4, 4])), torch.arange(4).expand(2, -1), 4)
     draft = cache.for_drafts()
     assert isinstance(cache, States) and isinstance(draft, States)
-    committed = states_of(cache)
-    for _ in range(2):  # rounds
-        draft.begin_drafts(2)
-        assert all(map(torch.equal, states_of(draft), committed))
-        EagerRunner(shadow, draft).forward(torch.tensor([[5], [6]]), torch.tensor([[4], [4]]), 5)
+    committed, after = states_of(cache), list[Tensor]()
+    for at in (4, 5, 4, 5):  # two rounds of two steps
+        if at == 4:
+            draft.begin_drafts(2)
+        EagerRunner(shadow, draft).forward(torch.tensor([[5], [6]]), torch.tensor([[at], [at]]), at + 1)
+        after += states_of(draft)
         assert not any(map(torch.equal, states_of(draft), committed))
         assert all(map(torch.equal, states_of(cache), committed))
+    first, second = after[: len(after) // 2], after[len(after) // 2 :]
+    assert all(map(torch.equal, first, second))
+    cache.feeds(is_step=True)
+    EagerRunner(shadow, cache).forward(torch.tensor([[5], [6]]), torch.tensor([[4], [4]]), 5, is_step=True)
+    assert all(map(torch.equal, first, states_of(cache)))
 
 
 def test_a_round_takes_one_forward_and_one_commit(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,12 +253,12 @@ def test_a_round_takes_one_forward_and_one_commit(model: PreTrainedModel, monkey
     commit, forward, hold = States.commit, EagerRunner.forward, States.hold
 
     def count(cache: States, lengths: Sequence[int]) -> None:
-        held.append(cache.holds)
+        held.append(bool(cache.held))
         commit(cache, lengths)
 
-    def read(cache: States, key: object, replay: Replay) -> None:
+    def read(cache: States, key: object, replay: Any) -> None:
         reads.append(key)
-        hold(cache, key, lambda lengths: writes.append(key) or replay(lengths))  # type: ignore[func-returns-value]
+        hold(cache, key, lambda taken: writes.append(key) or replay(taken))  # type: ignore[func-returns-value]
 
     def run(runner: EagerRunner, *args: Any, **kwargs: Any) -> Tensor:
         if type(runner.cache) is States:
@@ -290,8 +270,8 @@ def test_a_round_takes_one_forward_and_one_commit(model: PreTrainedModel, monkey
     monkeypatch.setattr(EagerRunner, "forward", run)
     statistics = generate(model, PROMPTS, "self", {"draft_length": 3}, max_new_tokens=NEW).statistics
     assert sum(held) == statistics.drafted_rounds > 0 and len(forwards) == statistics.rounds
-    states = 2 * model.config.layer_types.count("linear_attention")  # a window and a recurrent state
-    assert reads == writes and len(reads) == states * statistics.drafted_rounds
+    kept = 2 * model.config.layer_types.count("linear_attention")  # a window and a recurrent state
+    assert reads == writes and len(reads) == kept * statistics.drafted_rounds
 
 
 def test_the_copy_packs_mixers_but_for_what_sets_decay(model: PreTrainedModel) -> None:

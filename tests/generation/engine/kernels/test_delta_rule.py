@@ -87,7 +87,7 @@ def test_is_right(name: str, tokens: int) -> None:
     before = state.clone()
     _, replay = delta_rule(given, state, False)
     assert torch.equal(state, before)
-    replay(torch.tensor(lengths))
+    replay(torch.tensor(lengths, device=DEVICE))
     torch.testing.assert_close(state.double(), last, rtol=1e-5, atol=1e-5)
     assert torch.equal(state[1], before[1])
 
@@ -98,7 +98,7 @@ def test_bits_do_not_depend_on_other_rows_or_tokens(name: str) -> None:
     given, state = make(name, 5)
     committed, lengths = state.clone(), [5, 1, 2]
     outputs, replay = delta_rule(given, committed, False)
-    replay(torch.tensor(lengths))
+    replay(torch.tensor(lengths, device=DEVICE))
     for row, length in enumerate(lengths):
         alone = state[row : row + 1].clone()
         for at in range(5):
@@ -109,17 +109,29 @@ def test_bits_do_not_depend_on_other_rows_or_tokens(name: str) -> None:
                 assert torch.equal(committed[row], alone[0])
 
 
+@cases
+def test_a_step_writes_the_rows_that_are_counted_and_may_begin_elsewhere(name: str) -> None:
+    given, state = make(name, 1)
+    before, written, counted, own = state.clone(), state.clone(), state.clone(), torch.zeros_like(state)
+    expected, _ = delta_rule(given, written, True)
+    outputs, _ = delta_rule(given, counted, torch.tensor([1, 0, 1], device=DEVICE))
+    assert torch.equal(outputs, expected) and torch.equal(counted[::2], written[::2])
+    assert torch.equal(counted[1], before[1]) and not torch.equal(written[1], before[1])
+    outputs, _ = delta_rule(given | {"initial_state": state}, own, True)
+    assert torch.equal(outputs, expected) and torch.equal(own, written) and torch.equal(state, before)
+
+
 def test_no_rows() -> None:
     given, state = make("grouped", 2)
     outputs, replay = delta_rule(given | {part: given[part][:0] for part in TOKENS}, state[:0], False)
-    replay(torch.empty(0, dtype=torch.int64))
+    replay(torch.empty(0, dtype=torch.int64, device=DEVICE))
     assert outputs.shape == (0, 2, 4, 32)
 
 
 @pytest.mark.parametrize("tests", ["test_schema", "test_faketensor"])
 def test_is_a_proper_operator(tests: str) -> None:
     given, state = make("grouped", 2)
-    inputs = *(given[part] for part in TOKENS), state, True, True
+    inputs = *(given[part] for part in TOKENS), None, state, None, True, True, True
     torch.library.opcheck(torch.ops.spec_trl.delta_rule.default, inputs, test_utils=tests)
 
 
