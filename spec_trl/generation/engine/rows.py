@@ -220,6 +220,7 @@ class Rows:
         host_lengths, host_prompt_lengths, host_limits: `[active]`, the same three on the host.
         texts: `[active]`, of the request in each row.
         most: `host_lengths` when their sum was largest, over the times at which rows left.
+        commits: calls of :meth:`commit`; as long as it and `indices` stay, texts stay.
     """
 
     lengths: Tensor
@@ -242,6 +243,7 @@ class Rows:
         self._host = np.zeros((3, capacity), np.int64)
         self.set_active(0)
         self.most: list[int] = []
+        self.commits = 0
         self.prompts: list[bytes] = []
         self.texts: list[Text] = []
         self.indices: list[int] = []
@@ -355,6 +357,7 @@ class Rows:
         if logprobs is not None:
             columns = self.columns_after(0, logprobs.shape[1])  # [active, n]
             self.logprobs[: self.active].scatter_(1, columns, logprobs.float())
+        self.commits += 1
         self.host_lengths[:] = lengths
         new = torch.from_numpy(lengths)  # [active]
         # Pinned memory makes the copy asynchronous.

@@ -1,0 +1,93 @@
+"""The repetition penalty of `generate` on text that lies on the device: nothing is asked of the host, so that a draft
+loop which applies it can be captured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from .rows import PrefixView
+
+
+NOTHING = 1 << 62
+"""In the place of a token: none was seen there."""
+_ROOM = 16  # elements after a row of scores; kernels read 16 at a time where 16 divides the distance of rows
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Tokens before the positions of B rows.
+
+    Args:
+        text: `[B, W]` int64, before all positions, in any order; ids outside of the vocabulary count as nothing.
+        drafts: `[B, γ]` int64, tokens after the text: those of position `i` are the first `i`.
+    """
+
+    text: Tensor
+    drafts: Tensor
+
+
+def penalise(logits: Tensor, penalty: float, seen: Seen, first: int = 0) -> Tensor:
+    """Returns logits `[B, n, vocabulary]` of the positions `first..first + n`, in at least float32, in which positive
+    ones of seen tokens are divided by `penalty`, and others multiplied."""
+    batch, count, vocabulary = logits.shape
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    room = logits.new_empty(batch, count, vocabulary + _ROOM, dtype=dtype)
+    room[..., :vocabulary] = logits
+    at, drafts = seen.text, seen.drafts[:, : first + count - 1]  # [B, W], [B, m]
+    if drafts.shape[1]:
+        at = torch.cat([at, drafts], dim=1)
+    at = at.clamp(max=vocabulary)[:, None].expand(-1, count, -1)  # [B, n, W + m]; behind the vocabulary: nothing
+    if count > 1 and drafts.shape[1]:
+        later = torch.ones(count, at.shape[2], dtype=torch.bool, device=at.device)
+        at = at.masked_fill(later.triu(seen.text.shape[1] + first), vocabulary)
+    score = room.gather(2, at)
+    room.scatter_(2, at, torch.where(score < 0, score * penalty, score / penalty))
+    return room[..., :vocabulary]
+
+
+def ignored_by(
+    processor: RepetitionPenaltyLogitsProcessor, view: PrefixView, batch_size: int, row: Tensor
+) -> Tensor | int | None:
+    """First tokens of the prefixes of `row` (`[n]` int64) that it ignores, as it stores them; `[n]` if it has them by
+    row of the caller's batch, of `batch_size` rows: since transformers 5.23 these are padding."""
+    ignored = processor.prompt_ignore_length
+    if not isinstance(ignored, Tensor):
+        return ignored
+    requests, copies = view.rows.requests[row], batch_size // len(ignored)  # copies: num_return_sequences
+    return ignored.to(row.device)[requests if copies == 1 else requests // copies]
+
+
+class PenalisedText:
+    """Text that `processor` looks at."""
+
+    def __init__(self, processor: RepetitionPenaltyLogitsProcessor, view: PrefixView, batch_size: int) -> None:
+        self._processor, self._view, self._batch_size = processor, view, batch_size
+        self._made_for: object = None
+        self._newest: Tensor
+
+    def of_rows(self) -> Tensor:
+        """`[B, W]` int64, `text` of :class:`Seen`: of the rows in flight, of committed tokens. The drafter and the
+        target of a round share it."""
+        rows = self._view.rows
+        made_for = (rows.commits, *rows.indices)
+        if made_for != self._made_for:
+            longest = self._view.widths([int(rows.host_generated.argmax())], [0])[0]
+            row = torch.arange(rows.active, device=rows.tokens.device)
+            self._newest = self._before(row, rows.generated + (longest - int(rows.host_generated.max())), longest)
+            self._made_for = made_for
+        return self._newest
+
+    def before(self, row: Sequence[int], widths: Sequence[int]) -> Tensor:
+        """The same of prefixes of `row` with `widths`, n each."""
+        return self._before(self._view.on_device(row), self._view.on_device(widths), max(widths))
+
+    def _before(self, row: Tensor, widths: Tensor, longest: int) -> Tensor:
+        place = torch.arange(longest, device=row.device)
+        seen = place < widths[:, None]  # [n, longest]
+        ignored = ignored_by(self._processor, self._view, self._batch_size, row)
+        if ignored is not None:
+            seen &= place >= (ignored[:, None] if isinstance(ignored, Tensor) else ignored)
+        return self._view.prefixes(row, longest).where(seen, NOTHING)
