@@ -49,15 +49,16 @@ def penalise(logits: Tensor, penalty: float, seen: Seen, first: int = 0) -> Tens
 
 
 def ignored_by(
-    processor: RepetitionPenaltyLogitsProcessor, view: PrefixView, batch_size: int, row: Tensor
+    processor: RepetitionPenaltyLogitsProcessor, view: PrefixView, batch_size: int, row: Tensor | None
 ) -> Tensor | int | None:
-    """First tokens of the prefixes of `row` (`[n]` int64) that it ignores, as it stores them; `[n]` if it has them by
-    row of the caller's batch, of `batch_size` rows: since transformers 5.23 these are padding."""
-    ignored = processor.prompt_ignore_length
+    """First tokens that it ignores in the prefixes of `row` (`[n]` int64; None: of all), as it stores them; `[n]` if
+    it has them by row of the caller's batch, of `batch_size` rows: since transformers 5.23 these are padding."""
+    ignored, requests = processor.prompt_ignore_length, view.rows.requests
     if not isinstance(ignored, Tensor):
         return ignored
-    requests, copies = view.rows.requests[row], batch_size // len(ignored)  # copies: num_return_sequences
-    return ignored.to(row.device)[requests if copies == 1 else requests // copies]
+    requests = requests if row is None else requests[row]  # [n]
+    copies = batch_size // len(ignored)  # num_return_sequences
+    return ignored.to(requests.device)[requests if copies == 1 else requests // copies]
 
 
 class PenalisedText:
@@ -74,20 +75,22 @@ class PenalisedText:
         rows = self._view.rows
         made_for = (rows.commits, *rows.indices)
         if made_for != self._made_for:
-            longest = self._view.widths([int(rows.host_generated.argmax())], [0])[0]
-            row = torch.arange(rows.active, device=rows.tokens.device)
-            self._newest = self._before(row, rows.generated + (longest - int(rows.host_generated.max())), longest)
-            self._made_for = made_for
+            width = self._view.padded + int(rows.host_generated.max())
+            self._newest, self._made_for = self._before(None, rows.generated, width), made_for
         return self._newest
 
     def before(self, row: Sequence[int], widths: Sequence[int]) -> Tensor:
         """The same of prefixes of `row` with `widths`, n each."""
-        return self._before(self._view.on_device(row), self._view.on_device(widths), max(widths))
+        view = self._view
+        return self._before(view.on_device(row), view.on_device(widths) - view.padded, max(widths))
 
-    def _before(self, row: Tensor, widths: Tensor, longest: int) -> Tensor:
-        place = torch.arange(longest, device=row.device)
-        seen = place < widths[:, None]  # [n, longest]
-        ignored = ignored_by(self._processor, self._view, self._batch_size, row)
-        if ignored is not None:
-            seen &= place >= (ignored[:, None] if isinstance(ignored, Tensor) else ignored)
-        return self._view.prefixes(row, longest).where(seen, NOTHING)
+    def _before(self, row: Tensor | None, generated: Tensor, width: int) -> Tensor:
+        view = self._view
+        place = view.places[:width]
+        hidden = place >= generated[:, None]  # [n, width]
+        ignored = ignored_by(self._processor, view, self._batch_size, row)
+        if isinstance(ignored, Tensor):
+            hidden |= place < (ignored - view.padded)[:, None]
+        elif ignored:
+            hidden |= place < ignored - view.padded
+        return view.prefixes(row, width).masked_fill_(hidden, NOTHING)
