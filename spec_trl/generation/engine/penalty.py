@@ -13,7 +13,6 @@ from .rows import PrefixView
 
 NOTHING = 1 << 62
 """In the place of a token: none was seen there."""
-_ROOM = 16  # elements after a row of scores; kernels read 16 at a time where 16 divides the distance of rows
 
 
 @dataclass(frozen=True)
@@ -33,19 +32,21 @@ def penalise(logits: Tensor, penalty: float, seen: Seen, first: int = 0) -> Tens
     """Returns logits `[B, n, vocabulary]` of the positions `first..first + n`, in at least float32, in which positive
     ones of seen tokens are divided by `penalty`, and others multiplied."""
     batch, count, vocabulary = logits.shape
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    room = logits.new_empty(batch, count, vocabulary + _ROOM, dtype=dtype)
-    room[..., :vocabulary] = logits
-    at, drafts = seen.text, seen.drafts[:, : first + count - 1]  # [B, W], [B, m]
+    # One more element, for what is not seen.
+    flat = logits.new_empty(logits.numel() + 1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    processed = flat[:-1].view(logits.shape).copy_(logits)
+    token, drafts = seen.text, seen.drafts[:, : first + count - 1]  # [B, W], [B, m]
     if drafts.shape[1]:
-        at = torch.cat([at, drafts], dim=1)
-    at = at.clamp(max=vocabulary)[:, None].expand(-1, count, -1)  # [B, n, W + m]; behind the vocabulary: nothing
+        token = torch.cat([token, drafts], dim=1)
+    token = token[:, None]  # [B, 1, W + m]
     if count > 1 and drafts.shape[1]:
-        later = torch.ones(count, at.shape[2], dtype=torch.bool, device=at.device)
-        at = at.masked_fill(later.triu(seen.text.shape[1] + first), vocabulary)
-    score = room.gather(2, at)
-    room.scatter_(2, at, torch.where(score < 0, score * penalty, score / penalty))
-    return room[..., :vocabulary]
+        later = torch.ones(count, token.shape[2], dtype=torch.bool, device=token.device)
+        token = token.masked_fill(later.triu(seen.text.shape[1] + first), NOTHING)  # [B, n, W + m]
+    start = torch.arange(0, logits.numel(), vocabulary, device=token.device).view(batch, count, 1)
+    at = torch.where(token < vocabulary, token + start, logits.numel()).flatten()  # [B * n * (W + m)]
+    score = flat.gather(0, at)
+    flat.scatter_(0, at, torch.where(score < 0, score * penalty, score / penalty))
+    return processed
 
 
 def ignored_by(
