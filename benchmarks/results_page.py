@@ -65,7 +65,7 @@ CLAIMS = {
     "sampler_mismatch": ": TRL's",
     "exact_logprobs": "forward with|both with|sampler, exact_logprobs",
     "between_commits": "rows",
-    **dict.fromkeys(("cpu_attention", "dense_linear", "states"), ""),
+    **dict.fromkeys(("cpu_attention", "dense_linear", "states", "registers"), ""),
     "kv_memory": "K/V",
     "specactor": "SpecActor over veRL;",
 }
@@ -74,7 +74,7 @@ _PARTS = re.compile(
     r"^(?:float32 weights, autocast|float32|bfloat16)(?=: (?:seconds|largest))|(?<=, )\d+ rows\b|"
     r"batch \d+|\d+ layers|rows: \d+|\d+ tokens over \d+ columns|(?:all rows|rows are) [a-z ]+|(?<=sampler, )[^:]+|"
     r"(?:first|second)(?= call: auto)|(?<=[ \"])(?:self|model|ngram|history)(?=[:\"]| is)|(?<=noise )[^:,]+|"
-    r"^(?:Qwen3\.5|Falcon-H1|LFM2)"
+    r"^(?:Qwen3\.5|Falcon-H1|LFM2)|^\d+\.\d(?=: most)"
 )
 """What sets the findings of one row apart."""
 

@@ -124,7 +124,7 @@ class NetworkDrafter(TrainableDrafter):
         columns = rows.columns_after(-known, known + draft_length).clamp(min=0)  # [B, known + γ]
         tokens = rows.tokens[: rows.active].gather(1, columns)  # [B, known + γ]
         columns = columns[:, :-1]  # of all that are fed
-        draft = NetworkDraft(tokens, columns, known, noise, session.draw, rows.write, session.drawn_by)
+        draft = NetworkDraft(tokens, columns, known, noise, session.draw, rows.write, session.drawn_by, session.text)
         proposal = draft.run(self._step) if has_states else self._runner.draft(draft, rows.longest)
         if self._cached is not None:
             self._cached[: rows.active] = rows.host_lengths

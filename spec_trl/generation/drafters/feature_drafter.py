@@ -272,7 +272,8 @@ class FeatureDrafter(TrainableDrafter):
         where = rows.columns_after(-known, known + steps).clamp(min=self.lag)  # [B, known + steps]
         tokens = rows.tokens[: rows.active].gather(1, where)  # [B, known + steps]
         drawn_by = None if self.casts_weights else session.drawn_by
-        draft = NetworkDraft(tokens, where[:, :-1] - self.lag, known, noise, session.draw, rows.write, drawn_by)
+        places = where[:, :-1] - self.lag
+        draft = NetworkDraft(tokens, places, known, noise, session.draw, rows.write, drawn_by, session.text)
         columns = max(rows.longest + self.reach(steps), 1)
         drafted = self._runner.draft(draft, lambda columns: self._over_target(columns, steps), columns)
         self.forwards += self.forwards_of(steps)

@@ -19,6 +19,7 @@ from ..configuration import SpeculativeConfig
 from .accept import Integers, Proposal
 from .cache import RaggedCache, RowStates
 from .noise import Draw, RoundNoise, draw, stream_keys, widen
+from .penalty import Seen
 from .processors import Filters, LogitsPipeline, draw_processed
 from .rows import Admission, PrefixView, Request, Rows
 from .statistics import LearningStatistics
@@ -61,22 +62,33 @@ class DraftSession:
 
     @property
     def drawn_by(self) -> Filters | None:
-        """Filters, if :meth:`draw` depends on nothing else besides logits and noise; None: also on the text, or it
-        keeps logits."""
+        """Filters, if :meth:`draw` depends on nothing else besides logits, noise and what it is told to be seen; None:
+        also on the rows, or it keeps logits."""
         return None if self.keep_logits else self.pipeline.only_filters
 
+    @property
+    def text(self) -> Tensor | None:
+        """`[B, W]` int64: the text that :meth:`draw` must be told to be seen, if `drawn_by` has a penalty."""
+        return self.pipeline.text if self.drawn_by is not None else None
+
     def draw(
-        self, logits: Tensor, noise: RoundNoise | None, step: int, previous: Draw | None = None
+        self,
+        logits: Tensor,
+        noise: RoundNoise | None,
+        step: int,
+        previous: Draw | None = None,
+        seen: Seen | None = None,
     ) -> tuple[Draw, Tensor | None]:
         """Draws the draft tokens at `step` as the target would from the same logits `[B, 1, V]`; returns the draw and,
-        if proposals must carry them, the processed logits `[B, 1, V]`.
+        if proposals must carry them, the processed logits `[B, 1, V]`. `seen`: text and drafts, if `drawn_by` has a
+        penalty.
 
         A row for which processors allow no token, or whose prefix they refuse, gets a score of -inf: its draft ends
         there, and processors do not see it again (`previous` is the draw at the step before).
         """
         if not self.pipeline.may_refuse:
             if not self.keep_logits:
-                return self.pipeline.draw(logits, noise, step), None
+                return self.pipeline.draw(logits, noise, step, seen=seen), None
             processed = self.pipeline(widen(logits), step).clone()  # the next forward may overwrite them
             return draw(processed, noise, step), processed
         shown = self.rows.lengths > 0 if previous is None else previous.scores[:, 0] > -torch.inf  # [B]
@@ -305,7 +317,7 @@ class Drafter(CandidateGenerator):
 # ---- drafting token by token --------------------------------------------------------------------------------------
 
 
-Drawing = Callable[[Tensor, RoundNoise | None, int, Draw | None], tuple[Draw, Tensor | None]]
+Drawing = Callable[[Tensor, RoundNoise | None, int, Draw | None, Seen | None], tuple[Draw, Tensor | None]]
 """As :meth:`~spec_trl.generation.engine.drafter.DraftSession.draw`."""
 
 Forward = Callable[[Tensor, Tensor, int], Tensor]
@@ -323,8 +335,8 @@ class NetworkDraft:
         noise: of the round; None: greedy.
         draw: of the session.
         show: called with the step and its tokens `[B, 1]`, for processors that read the text.
-        drawn_by: filters, if a draw depends on nothing else besides logits and noise, and no logits are returned: such
-            loops can be captured. None: otherwise.
+        drawn_by: of the session: such loops can be captured. None: otherwise.
+        text: `[B, W]` int64, of :class:`~spec_trl.generation.engine.penalty.Seen`, if a draw needs it.
     """
 
     tokens: Tensor
@@ -334,6 +346,7 @@ class NetworkDraft:
     draw: Drawing
     show: Callable[[int, Tensor], None]
     drawn_by: Filters | None
+    text: Tensor | None = None
 
     @property
     def draft_length(self) -> int:
@@ -343,11 +356,12 @@ class NetworkDraft:
     def run(self, forward: Forward) -> Proposal:
         """Drafts: draws one token of every row from each forward, and writes it before the next one reads it."""
         tokens, scores, processed, drawn = [], [], [], None
+        seen = None if self.text is None else Seen(self.text, self.tokens[:, self.known :])
         for step in range(self.draft_length):
             end = self.known + step
             fed = slice(end - 1 if step else 0, end)
             logits = forward(self.tokens[:, fed], self.columns[:, fed], step)[:, -1:]  # [B, 1, V]
-            drawn, shown = self.draw(logits, self.noise, step, drawn)
+            drawn, shown = self.draw(logits, self.noise, step, drawn, seen)
             self.tokens[:, self.known + step, None] = drawn.tokens
             if self.drawn_by is None:
                 self.show(step, drawn.tokens)

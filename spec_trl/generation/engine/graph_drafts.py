@@ -29,6 +29,7 @@ from .graph_capture import (
     row_bucket,
     uncached_autocast,
 )
+from .penalty import NOTHING
 from .processors import Filters
 from .runner import FeatureRunner, Over, TakeIn
 
@@ -43,10 +44,18 @@ class _Key(NamedTuple):
     draft_length: int
     samples: bool
     drawn_by: Filters | None
+    width: int  # of text; 0: without
 
     @classmethod
     def of(cls, draft: NetworkDraft, shape: ForwardKey) -> "_Key":
-        return cls(shape, draft.known, draft.draft_length, draft.noise is not None, draft.drawn_by)
+        width = 0 if draft.text is None else text_bucket(draft.text.shape[1])
+        return cls(shape, draft.known, draft.draft_length, draft.noise is not None, draft.drawn_by, width)
+
+
+def text_bucket(width: int) -> int:
+    """Tokens to which a text of `width` is padded: 1024 times a power of four, so that a text that grows is captured
+    anew twice up to 16k. A step reads 70 bytes per token of it, and 6 or more per word of the vocabulary."""
+    return max(1024, 1 << -(-(width - 1).bit_length() // 2) * 2)
 
 
 @dataclass
@@ -61,6 +70,7 @@ class CapturedLoop:
     columns: Tensor  # [rows, known + γ - 1]
     keys: Tensor | None  # [rows, γ], of the noise
     scores: Tensor  # [rows, γ]
+    text: Tensor | None  # [rows, width]
     filled: int  # rows of the buffers that a call has filled; the others have column 0
     recording: Recording | None = None
     bytes: int = 0  # that it took
@@ -70,12 +80,18 @@ class CapturedLoop:
         """Makes a loop for `rows`, not recorded yet, filled with `draft`, which gave `scores` `[B, γ]`: the warm-up
         writes the same K/V."""
         keys = None if draft.noise is None else pad(draft.noise.keys[:, : draft.draft_length], rows)
-        return cls(pad(draft.tokens, rows), pad(draft.columns, rows), keys, pad(scores, rows), len(draft.tokens))
+        text = None
+        if draft.text is not None:
+            width = draft.text.shape[1]
+            text = F.pad(pad(draft.text, rows), (0, text_bucket(width) - width), value=NOTHING)
+        tokens, columns, scores = (pad(each, rows) for each in (draft.tokens, draft.columns, scores))
+        return cls(tokens, columns, keys, scores, text, len(draft.tokens))
 
     def run(self, draft: NetworkDraft, forward: Forward) -> Outputs:
         """The loop of `draft` over the buffers: scores and tokens `[rows, γ]`."""
         noise = None if draft.noise is None or self.keys is None else draft.noise.over(self.keys)
-        proposal = replace(draft, tokens=self.tokens, columns=self.columns, noise=noise).run(forward)
+        own = replace(draft, tokens=self.tokens, columns=self.columns, noise=noise, text=self.text)
+        proposal = own.run(forward)
         assert proposal.scores is not None
         return self.scores.copy_(proposal.scores), self.tokens[:, draft.known :]
 
@@ -87,6 +103,10 @@ class CapturedLoop:
         self.columns[:rows] = draft.columns
         if self.keys is not None and draft.noise is not None:
             self.keys[:rows] = draft.noise.keys[:, : draft.draft_length]
+        if self.text is not None and draft.text is not None:
+            width = draft.text.shape[1]
+            self.text[:rows, :width] = draft.text
+            self.text[:rows, width:] = NOTHING  # of rows that were there before
         if self.filled > rows:
             self.columns[rows:] = 0  # so that free rows read one column, not many
         self.filled = rows

@@ -30,6 +30,7 @@ from .filters import keep_top_p
 from .kernels import run_on
 from .memory import sent
 from .noise import Draw, RoundNoise, draw, widen
+from .penalty import PenalisedText, Seen, ignored_by, penalise
 from .rows import PrefixView, Rows
 
 
@@ -93,12 +94,13 @@ def needs_batch(part: LogitsProcessor | StoppingCriteria) -> bool:
 @dataclass(frozen=True)
 class Filters:
     """Temperature, top-k, top-p and min-p (None: unset). The last three only set the smallest logit that may be
-    drawn."""
+    drawn. `penalty`: of repetition, before them; only who has the text applies it."""
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    penalty: float | None = None
 
     @classmethod
     def of(cls, processors: Sequence[LogitsProcessor]) -> "Filters | None":
@@ -159,8 +161,8 @@ class LogitsPipeline:
     rows of the caller's batch.
 
     Attributes:
-        only_filters: what the processors are, where these are temperature, top-k, top-p and min-p; None: there are
-            others.
+        only_filters: what the processors are, where these are a repetition penalty, temperature, top-k, top-p and
+            min-p; None: there are others.
         may_refuse: whether one of them may raise on a prefix that it forbids.
     """
 
@@ -172,6 +174,9 @@ class LogitsPipeline:
             first += 1
         self._filters, self._before_filters = filters, processors[:first]
         self.only_filters = None if self._before_filters else filters
+        if [type(each) for each in self._before_filters] == [hf.RepetitionPenaltyLogitsProcessor]:
+            self.only_filters = replace(filters, penalty=processors[0].penalty)
+            self._text = PenalisedText(processors[0], prefixes, batch_size)
         self._prefixes, self._batch_size = prefixes, batch_size
         self._eos: dict[LogitsProcessor, Tensor] = {}  # [vocabulary] bool
         self._looks_at_prefixes = not set(map(type, processors)) <= {*_SCORES_ONLY}
@@ -210,16 +215,27 @@ class LogitsPipeline:
         offset: int = 0,
         rows: Sequence[int] | None = None,
         processors: Sequence[LogitsProcessor] | None = None,
+        seen: Seen | None = None,
     ) -> Tensor:
         """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` after the committed tokens of
-        `rows`, B of them (None: of all), with the first `processors` (None: with all)."""
+        `rows`, B of them (None: of all), with the first `processors` (None: with all). `seen`: if
+        a repetition penalty is the first of them, and alone looks at text."""
         batch, count, _ = logits.shape
+        chosen = self._processors if processors is None else processors
+        if seen is not None:
+            logits, chosen = penalise(logits, chosen[0].penalty, seen, offset), chosen[1:]
         row, step = list[int](), list[int]()
-        if self._looks_at_prefixes:
+        if self._looks_at_prefixes and seen is None:
             row = [row for row in (range(batch) if rows is None else rows) for _ in range(count)]
             step = list(range(offset, offset + count)) * batch
-        chosen = self._processors if processors is None else processors
-        return self._process(chosen, logits.flatten(0, 1), row, step).reshape(logits.shape)
+        return self._process(chosen, logits.flatten(0, 1), row, step).view(logits.shape)
+
+    @property
+    def text(self) -> Tensor | None:
+        """`[B, W]` int64: of the rows in flight, for draws that read nothing else of them; None: they read more, or no
+        text."""
+        by_penalty = self.only_filters is not None and self.only_filters.penalty is not None
+        return self._text.of_rows() if by_penalty else None
 
     def draw(
         self,
@@ -228,22 +244,24 @@ class LogitsPipeline:
         offset: int = 0,
         want_logprobs: bool = False,
         rows: Sequence[int] | None = None,
+        seen: Seen | None = None,
     ) -> Draw:
         """Processes logits as above and draws a token at each position, with the noise of the same rows. On CUDA one
         kernel draws, which also applies temperature, top-k, top-p and min-p where they come last."""
         if not _is_fused(logits):
-            return draw(self(widen(logits), offset, rows), noise, offset, want_logprobs)
+            return draw(self(widen(logits), offset, rows, seen=seen), noise, offset, want_logprobs)
         if self._before_filters:
-            logits = self(widen(logits), offset, rows, self._before_filters)
+            logits = self(logits if seen else widen(logits), offset, rows, self._before_filters, seen)
         return draw_processed(logits, noise, offset, want_logprobs, self._filters)
 
     def draw_verified(self, logits: Tensor, noise: RoundNoise | None, proposal: Proposal, want_logprobs: bool) -> Draw:
         """Like :meth:`draw`, at all positions of a round `[B, γ + 1, vocabulary]`, as far as a row's drafts are the
         tokens drawn; `most` as of :meth:`process_verified`, None where no processor refuses a prefix."""
         if not self.may_refuse:
-            if self._looks_at_prefixes:
+            seen = None if (text := self.text) is None else Seen(text, proposal.tokens)
+            if self._looks_at_prefixes and seen is None:
                 self._prefixes.rows.write(0, proposal.tokens)
-            return self.draw(logits, noise, want_logprobs=want_logprobs)
+            return self.draw(logits, noise, want_logprobs=want_logprobs, seen=seen)
 
         def is_drawn(step: int, scores: Tensor, draft: Tensor) -> Tensor:
             return draw_processed(scores[:, None], noise, step).tokens[:, 0] == draft
@@ -330,7 +348,9 @@ class LogitsPipeline:
             elif type(processor) is hf.ExponentialDecayLengthPenalty:
                 scores = _decay(processor, scores, widths)
             elif type(processor) is hf.RepetitionPenaltyLogitsProcessor:
-                scores = self._penalise_repetition(processor, scores, row, widths)
+                text = PenalisedText(processor, self._prefixes, self._batch_size)
+                seen = Seen(text.before(row, widths), scores.new_empty(len(row), 0, dtype=torch.int64))
+                scores = penalise(scores[:, None], processor.penalty, seen)[:, 0]
             else:
                 scores = self._process_by_prefix(processor, scores, row, widths)
         missing = logits.shape[-1] - scores.shape[-1]  # as in generate, scores of any dtype, or of the first words
@@ -349,25 +369,6 @@ class LogitsPipeline:
             processed = processor(scores.new_empty(0, widths[acts.index(True)], dtype=torch.int64), scores)
         return processed if all(acts) else processed.where(self._prefixes.on_device(acts)[:, None] > 0, scores)
 
-    def _penalise_repetition(
-        self, processor: hf.RepetitionPenaltyLogitsProcessor, scores: Tensor, row: Sequence[int], widths: Sequence[int]
-    ) -> Tensor:
-        """Like transformers, on the tokens before every place, at all places at once."""
-        view, (count, vocabulary) = self._prefixes, scores.shape
-        ignored = self._bind_padding(processor, row).prompt_ignore_length
-        ignored = ignored[:, None] if isinstance(ignored, Tensor) else ignored or 0  # [n, 1] or a number
-        place = torch.arange(max(widths), device=scores.device)  # [width]
-        seen = (place >= ignored) & (place < view.on_device(widths)[:, None])  # [n, width]
-        # One more element, for unseen tokens and ids outside of the vocabulary.
-        flat = scores.new_empty(count * vocabulary + 1)
-        processed = flat[:-1].view(count, vocabulary).copy_(scores)
-        tokens = view.prefixes(view.on_device(row), max(widths))  # [n, width]
-        at = tokens + vocabulary * torch.arange(count, device=scores.device)[:, None]
-        at = at.where(seen & (tokens < vocabulary), count * vocabulary).flatten()  # [n * width]
-        score = flat[at]
-        flat[at] = torch.where(score < 0, score * processor.penalty, score / processor.penalty)
-        return processed
-
     def _process_by_prefix(
         self, processor: LogitsProcessor, scores: Tensor, row: Sequence[int], widths: Sequence[int]
     ) -> Tensor:
@@ -378,23 +379,14 @@ class LogitsPipeline:
                     bound = _bind_to_row(processor, view.rows.indices[row[place]], self._batch_size)
                     processed[place] = bound(prefix[i : i + 1], scores[place][None])[0]
             else:
-                bound, at = self._bind_padding(processor, [row[i] for i in member]), view.on_device(member)  # at: [m]
+                bound, at = processor, view.on_device(member)  # at: [m]
+                if isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
+                    bound = copy.copy(processor)
+                    rows = view.on_device([row[i] for i in member])  # [m]
+                    bound.prompt_ignore_length = ignored_by(processor, view, self._batch_size, rows)
                 for place, found in zip(member, bound(prefix, scores[at]), strict=True):
                     processed[place] = found
         return torch.stack(processed)
-
-    def _bind_padding(self, processor: LogitsProcessor, row: Sequence[int]) -> LogitsProcessor:
-        """The processor with the padding of n places in `row`; since transformers 5.23 it stores that of the caller's
-        rows."""
-        if not isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
-            return processor
-        padding, requests = processor.prompt_ignore_length, self._prefixes.rows.indices
-        if not isinstance(padding, Tensor):
-            return processor
-        bound, copies = copy.copy(processor), self._batch_size // len(padding)  # num_return_sequences
-        at = self._prefixes.on_device([requests[place] // copies for place in row])  # [n]
-        bound.prompt_ignore_length = padding.to(at.device)[at]  # [n]
-        return bound
 
 
 def _is_fused(logits: Tensor) -> bool:

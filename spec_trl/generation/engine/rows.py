@@ -227,6 +227,7 @@ class Rows:
         host_lengths, host_prompt_lengths, host_limits: `[active]`, the same three on the host.
         texts: `[active]`, of the request in each row.
         most: `host_lengths` when their sum was largest, over the times at which rows left.
+        commits: calls of :meth:`commit`; as long as it and `indices` stay, texts stay.
     """
 
     lengths: Tensor
@@ -249,6 +250,7 @@ class Rows:
         self._host = np.zeros((3, capacity), np.int64)
         self.set_active(0)
         self.most: list[int] = []
+        self.commits = 0
         self.prompts: list[bytes] = []
         self.texts: list[Text] = []
         self.indices: list[int] = []
@@ -365,6 +367,7 @@ class Rows:
         if logprobs is not None:
             columns = self.columns_after(0, logprobs.shape[1])  # [active, n]
             self.logprobs[: self.active].scatter_(1, columns, logprobs.float())
+        self.commits += 1
         self.host_lengths[:] = lengths
         new = torch.from_numpy(lengths)  # [active]
         # Pinned memory makes the copy asynchronous.
@@ -401,6 +404,8 @@ class PrefixView:
     def __init__(self, rows: Rows, input_ids: Tensor) -> None:
         self.rows = rows
         self._input_ids = input_ids.to(rows.tokens.device)
+        self.padded = input_ids.shape[1]
+        self.places = torch.arange(-self.padded, rows.columns, device=rows.tokens.device)  # 0: the first new token
 
     def over(self, rows: Rows) -> "PrefixView":
         """A view of other `rows` of the same requests."""
@@ -409,9 +414,7 @@ class PrefixView:
     def widths(self, row: Sequence[int], step: Sequence[int]) -> list[int]:
         """Widths of the prefixes before the positions `step` tokens after the committed ones of `row`, n each."""
         spans = map(self.rows.generated_span, row)
-        return [
-            self._input_ids.shape[1] + span.stop - span.start + more for span, more in zip(spans, step, strict=True)
-        ]
+        return [self.padded + span.stop - span.start + more for span, more in zip(spans, step, strict=True)]
 
     def groups(self, row: Sequence[int], widths: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
         """Groups places in `row` by the `widths` of the prefixes before them, n each; yields m indices into both, and
@@ -433,12 +436,15 @@ class PrefixView:
         """`[B]` int64: which row holds each request."""
         return self.rows.requests.argsort()
 
-    def prefixes(self, row: Tensor, width: int) -> Tensor:
-        """`[n, width]` tokens of `row` (`[n]` int64), drafts included; later columns are undefined."""
-        padded, rows = self._input_ids.shape[1], self.rows
-        output = torch.arange(width - padded, device=row.device) + rows.prompt_lengths[row, None]  # [n, new]
+    def prefixes(self, row: Tensor | None, width: int) -> Tensor:
+        """`[n, width]` tokens of `row` (`[n]` int64; None: of all), drafts included; later columns are undefined."""
+        rows, start, requests = self.rows, self.rows.prompt_lengths, self.rows.requests
+        if row is not None:
+            start, requests = start[row], requests[row]
+        output = self.places[self.padded : width] + start[:, None]  # [n, new]
         output.clamp_(max=rows.columns - 1)
-        return torch.cat([self._input_ids[rows.requests[row]], rows.tokens[row[:, None], output]], dim=1)
+        new = rows.tokens[: rows.active].gather(1, output) if row is None else rows.tokens[row[:, None], output]
+        return torch.cat([self._input_ids[requests], new], dim=1)
 
 
 @functools.lru_cache(maxsize=256)

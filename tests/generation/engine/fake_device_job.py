@@ -189,7 +189,7 @@ def main(library: str, *titles: str) -> None:
     prompts = pad_left(random_rows([4, 6, 5, 7, 4, 9]) + random_rows([4]))
     there = {name: tensor.to(device) for name, tensor in prompts.items()}
     common: dict[str, Any] = dict(max_new_tokens=24, eos_token_id=5)
-    top_p = dict(top_p=0.9, top_k=20)
+    top_p = dict(top_p=0.9, top_k=20, repetition_penalty=1.1)
     expected = {
         cut: outputs(generate(model, prompts, config={"runner": "eager"}, **common, **(top_p if cut else {})))
         for cut in (False, True)
@@ -204,7 +204,7 @@ def main(library: str, *titles: str) -> None:
     audits = _watch(patch)
     scenarios = (
         ("none", "none", {}, {}),
-        ("top-p", "none", {}, top_p),
+        ("penalty, top-p", "self", {}, top_p),
         ("self", "self", {}, {}),
         ("fewer rows", "self", {}, {"request_ids": SOME}),
         ("refill", "self", {"max_batch_size": 2}, {}),

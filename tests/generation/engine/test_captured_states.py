@@ -30,7 +30,7 @@ NEW = 16
 @pytest.mark.parametrize(
     ("strategy", "options", "captures", "sends"),
     # A step writes its states; a verification has a commit. The last one's drafts go by single steps.
-    [("none", {}, 1, 0), ("self", {}, 3, 1), ("self", {"repetition_penalty": 1.3}, 2, 1)],
+    [("none", {}, 1, 0), ("self", {}, 3, 1), ("self", {"no_repeat_ngram_size": 9}, 2, 1)],
     ids=["none", "self", "steps"],
 )
 def test_captured_forwards(

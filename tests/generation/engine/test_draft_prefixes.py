@@ -89,9 +89,9 @@ def test_processors_that_refuse_no_prefix_act_on_all_positions_at_once(tiny, mon
     calls: list[int] = []
     original = LogitsPipeline.__call__
 
-    def watch(self: LogitsPipeline, logits: Tensor, *given: Any) -> Tensor:
+    def watch(self: LogitsPipeline, logits: Tensor, *given: Any, **more: Any) -> Tensor:
         calls.append(logits.shape[1])
-        return original(self, logits, *given)
+        return original(self, logits, *given, **more)
 
     monkeypatch.setattr(LogitsPipeline, "__call__", watch)
     result = generate(tiny, PROMPTS, "ngram", {"draft_length": 3}, repetition_penalty=1.2, temperature=0.8)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LogitsProcessorList
 
 from spec_trl.generation import generate as one_call
+from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import graph_runner, row_memory
 from spec_trl.generation.engine.drafter import NetworkDraft
@@ -26,6 +27,7 @@ DRAWS: dict[str, dict[str, Any]] = {
     "greedy": dict(do_sample=False),
     "softmax": {},
     "filters": dict(temperature=0.8, top_k=12, top_p=0.9, min_p=0.01),
+    "instruct": dict(repetition_penalty=1.2, temperature=0.7, top_k=20, top_p=0.8),  # as Qwen2.5's own settings
 }
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all in flight": ({}, {}),  # 7 rows of a bucket of 8
@@ -54,17 +56,34 @@ def check(graph: Any, eager: Any) -> None:
     assert graph.statistics.draft_forwards == eager.statistics.draft_forwards
 
 
+def drafts_of(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """The drafts of each round from now on."""
+    found: list[list[list[int]]] = []
+    propose = NetworkDrafter.propose
+
+    def watched(self: NetworkDrafter, *given: Any) -> Any:
+        proposal = propose(self, *given)
+        found.append(proposal.tokens.tolist())
+        return proposal
+
+    monkeypatch.setattr(NetworkDrafter, "propose", watched)
+    return found
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("draw", DRAWS)
-def test_drafts_are_those_of_single_steps(fresh, tape, replays, draw: str, way: str) -> None:
+def test_drafts_are_those_of_single_steps(fresh, tape, replays, monkeypatch, draw: str, way: str) -> None:
     config, options = WAYS[way]
     given = dict(config=config, **options, **DRAWS[draw])
     plain = outputs(run(fresh, "eager", "none", **given))
+    drafts = drafts_of(monkeypatch)
     expected = run(fresh, "eager", **given)
+    stepped = [*drafts]
     for _ in range(2):  # captured, then kept
+        drafts.clear()
         found = run(fresh, "graph", **given)
         check(found, expected)
-        assert outputs(found) == plain
+        assert outputs(found) == plain and drafts == stepped
     assert len(replays) > 4
     if way == "rows retire":
         assert len({rows for rows, _ in replays}) > 2
@@ -92,7 +111,7 @@ def test_each_way_to_draw_has_a_loop_of_its_own(fresh, tape) -> None:
 
 
 PER_STEP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "a penalty": ({}, dict(repetition_penalty=1.3)),
+    "n-grams": ({}, dict(repetition_penalty=1.3, no_repeat_ngram_size=4)),
     "lengths": ({}, dict(min_new_tokens=5, eos_token_id=[5])),
     "a processor that may refuse": ({}, dict(logits_processor=LogitsProcessorList([Alternate()]))),
     "rejection": ({"verification": "rejection"}, {}),

@@ -47,18 +47,28 @@ def compile_only(self, *args, grid, warmup, **options):
         file.write(kernel.asm["cubin"])
     usage = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin], capture_output=True, text=True)
     registers, spilled = (int(re.search(name + r":(\\d+)", usage.stdout)[1]) for name in ("REG", "STACK"))
-    kernels.append((self.fn.__name__, kernel.metadata.shared, spilled, registers, kernel.asm["ptx"]))
+    signature, constants = kernel.src.signature, kernel.src.constants
+    dtypes = sorted({{each[1:] for each in signature.values() if each.startswith("*")}})
+    chosen = [
+        f"{{name}}={{constants[place,]}}" for place, name in enumerate(signature)
+        if name.isupper() and (place,) in constants
+    ]
+    launch = f"{{kernel.metadata.num_warps}} warps", f"{{kernel.metadata.num_stages}} stages"
+    variant = ", ".join(["/".join(dtypes), *chosen, *launch])
+    kernels.append((self.fn.__name__, kernel.metadata.shared, spilled, registers, variant, kernel.asm["ptx"]))
 
 JITFunction.run = compile_only
 # Kernels need nothing of transformers, which the package itself would import for seconds.
 sys.modules["spec_trl"] = package = ModuleType("spec_trl")
 package.__path__ = [{package!r}]
 {calls}
-print(json.dumps(kernels))
+print(json.dumps([triton.__version__, kernels]))
 """
 
 
 CAPABILITIES = [80, 90, 100, 120]
+TOLD_TO = "SPEC_TRL_KERNEL_LIST"
+"""Variable with a file that is told of every kernel compiled, a line each: `benchmarks.gpu.registers` sets it."""
 
 
 class Kernel(NamedTuple):
@@ -66,6 +76,7 @@ class Kernel(NamedTuple):
     shared: int  # bytes of shared memory
     spilled: int  # bytes per thread
     registers: int  # per thread
+    variant: str  # dtypes that it points to, constants, warps and stages
     ptx: str
 
 
@@ -83,7 +94,11 @@ def compile_for(capability: int, calls: str, folder: Path) -> list[Kernel]:
     if "Cannot find ptxas" in done.stderr:
         pytest.skip("this build of Triton has no assembler for NVIDIA GPUs")
     assert done.returncode == 0, done.stderr[-4000:]
-    kernels = [Kernel(*kernel) for kernel in json.loads(done.stdout.splitlines()[-1])]
+    version, found = json.loads(done.stdout.splitlines()[-1])
+    kernels = [Kernel(*kernel) for kernel in found]
+    if file := os.environ.get(TOLD_TO):
+        with open(file, "a", encoding="utf-8") as lines:
+            lines.writelines(json.dumps([version, capability, *kernel[:-1]]) + "\n" for kernel in kernels)
     spilled = [kernel[:3] for kernel in kernels if kernel.spilled]
     assert not spilled, spilled
     return kernels

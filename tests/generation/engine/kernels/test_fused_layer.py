@@ -256,11 +256,19 @@ for dtype in (torch.bfloat16, torch.float32, torch.float64):
         norm, angle = norm.float(), angle.float()
         for norm in (None, norm):
             rotate_and_write(query, key, key, angle, angle, cache, cache.clone(), places, places, norm, norm, 1e-6)
+        for size, width, heads, head in ((896, 4864, 14, 64), (1536, 8960, 12, 128)):  # 0.5 and 1.5 B
+            rms_norm(empty(2, 1, size), empty(size), 1e-6)
+            silu_multiply(*empty(2, 1, 2 * width).chunk(2, -1))
+            key, angle, cache = empty(2, 1, 2, head), empty(2, 1, head), empty(2, 2, 512, head)
+            places = torch.zeros(2, 1, dtype=torch.int64)
+            rotate_and_write(empty(2, 1, heads, head), key, key, angle, angle, cache, cache.clone(), places, places,
+                             None, None, 1e-6)
 """
     kernels = compile_for(capability, calls, tmp_path)
     names = ["_gated"] * 3 + ["_rotate_and_write"] * 4
+    small = ["_rms_norm", "_gated", "_rotate_and_write"]
     mixed, norm = ["_rms_norm", "_rms_norm", "_rotate_and_write", "_rotate_and_write"], ["_rms_norm"]
-    assert [kernel.name for kernel in kernels] == 6 * norm + names + mixed + 6 * norm + names + 4 * norm + names
+    assert [kernel.name for kernel in kernels] == 6 * norm + names + mixed + 2 * small + 6 * norm + names + 4 * norm + names
 
 
 @pytest.mark.cuda

@@ -333,6 +333,7 @@ SHAPES = [
     (32, 32, 6, 80, 80, "float16", None, False), (8, 4, 2048, 256, 256, "bfloat16", 50.0, False),
     (64, 8, 6, 64, 64, "bfloat16", None, True), (28, 4, 6, 128, 128, "float32", None, False),
     (28, 4, 6, 128, 128, "bfloat16", None, False), (32, 8, 1, 128, 128, "bfloat16", None, False),
+    (14, 2, 1, 64, 64, "bfloat16", None, False), (12, 2, 6, 128, 128, "bfloat16", None, False),
 ]  # fmt: skip
 
 
