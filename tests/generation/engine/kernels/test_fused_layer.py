@@ -268,7 +268,8 @@ for dtype in (torch.bfloat16, torch.float32, torch.float64):
     names = ["_gated"] * 3 + ["_rotate_and_write"] * 4
     small = ["_rms_norm", "_gated", "_rotate_and_write"]
     mixed, norm = ["_rms_norm", "_rms_norm", "_rotate_and_write", "_rotate_and_write"], ["_rms_norm"]
-    assert [kernel.name for kernel in kernels] == 6 * norm + names + mixed + 2 * small + 6 * norm + names + 4 * norm + names
+    expected = 6 * norm + names + mixed + 2 * small + 6 * norm + names + 4 * norm + names
+    assert [kernel.name for kernel in kernels] == expected
 
 
 @pytest.mark.cuda
