@@ -20,9 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...cpu_products import ByRegisters
 from ...native_code import compiler, untraced
-from ...quantization.linear import QuantizedLinear, project
+from ...quantization.linear import QuantizedLinear
 from ...quantization.quantized_copy import SIBLINGS
 from . import cpu_layers
+from .adapted_layers import AdaptedLinear, only_multiplies, project, project_gated
 from .attention import ATTENTIONS, RAGGED_ATTENTION
 from .cache import RaggedCache, RaggedLayer, autocast_dtype
 from .family_hooks import cache_name
@@ -67,6 +68,8 @@ class _Mlp(_Fused):
     act_fn: Any
 
     def forward(self, x: Tensor) -> Any:
+        if _is_unwatched(self.act_fn) and (product := project_gated(x, self.gate_proj, self.up_proj)) is not None:
+            return self.down_proj(self._between(product))
         gate, up = project(x, self.gate_proj, self.up_proj)  # [..., intermediate]
         fused = self._fit(gate, up) and _is_unwatched(self.act_fn)
         product = self._kernels.silu_multiply(gate, up) if fused else self.act_fn(gate) * up  # [..., intermediate]
@@ -195,16 +198,18 @@ class _DecoderLayer(_Fused):
         return norms if ours and not patched and attention.config._attn_implementation == RAGGED_ATTENTION else None
 
 
-def with_fused_kernels(kind: type, module: nn.Module) -> type:
+def with_fused_kernels(kind: type, module: nn.Module, exact: bool = False) -> type:
     """The class of the clone of `module`, of class `kind`: `kind`, or a subclass with fused kernels if these serve
-    it."""
+    it; `exact`: only kernels whose order of sums does not depend on the number of rows."""
+    if exact and issubclass(kind, AdaptedLinear):
+        return kind.__bases__[1]
     parameter = next(module.parameters(), None)
     if parameter is None or patched_forward(module) is not None:
         return kind
     device = parameter.device
     on_cpu = device.type == "cpu" and not run_on(device)
     fused = _fused(kind, on_cpu)
-    if fused is kind or not _has_its_forward(kind):
+    if fused is kind or not _has_its_forward(kind) or (exact and issubclass(fused, AdaptedLinear)):
         return kind
     if issubclass(fused, _Mlp):
         activation = type(module.act_fn)
@@ -245,6 +250,8 @@ def _fused(kind: type, on_cpu: bool) -> type:
                 kernels = cpu_layers if on_cpu else torch.ops.spec_trl
                 members = {"_kernels": kernels, "_cache_name": cache_name(kind)}
                 return type(f"Fused{kind.__name__}", (mixin, kind), members)
+    if (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear") and not on_cpu:
+        return type("AdaptedLinear", (AdaptedLinear, kind), {})
     if _is_llamas_norm(kind):
         return type(f"Fused{kind.__name__}", (_Norm, kind), {"_kernels": cpu_layers if on_cpu else torch.ops.spec_trl})
     return kind
@@ -307,7 +314,8 @@ def _only_multiplies(module: nn.Module) -> bool:
         return False
     names = SIBLINGS[0] if isinstance(module, _Attention) else SIBLINGS[1]
     layers = [getattr(module, name) for name in names]
-    known = all(type(layer) is QuantizedLinear or isinstance(layer, NarrowProduct) for layer in layers)
+    plain = (QuantizedLinear, NarrowProduct)
+    known = all(isinstance(layer, plain) or only_multiplies(layer) for layer in layers)
     return known and all(map(_is_unwatched, [module, *layers]))
 
 
