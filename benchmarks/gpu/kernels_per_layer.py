@@ -92,7 +92,9 @@ def in_a_forward(
         return Counter(event.name for event in recorded.events() if event.device_type == DeviceType.CUDA)
 
 
-def per_layer(family: str, quantized: bool = False, fused: bool = True, mixed: bool = False, **how: Any) -> Counter[str]:
+def per_layer(
+    family: str, quantized: bool = False, fused: bool = True, mixed: bool = False, **how: Any
+) -> Counter[str]:
     """Kernels of one layer by name; `how` as :func:`in_a_forward` has it."""
     one, two = (in_a_forward(family, layers, quantized, fused, mixed, **how) for layers in (1, 2))
     return two - one

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...quantization.linear import project as project_packed
 from .cache import autocast_dtype
-from .linear_layers import weight_in_use, is_known
+from .linear_layers import is_known, weight_in_use
 
 
 MOST_ROWS = 512

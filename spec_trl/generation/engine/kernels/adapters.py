@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import operator
+from . import T, operator
 from .fused_layer import _rounded_product
 
 
@@ -30,7 +30,6 @@ MOST_RANK = 64
 # two launches.
 _MOST_NUMBERS = 1 << 18
 _SPLIT = 1024  # inputs of a program that computes a part of the sums over k
-_OUTPUTS = 128  # of a program
 
 
 @triton.jit
@@ -40,12 +39,19 @@ def _times_a(
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """x times a over the inputs from `begin` to `end` → `[M, R]` float32."""
-    r, k = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)  # [R], [K]
+    r = tl.minimum(tl.arange(0, BLOCK_R), RANK - 1)  # [R]; past the last one b is 0
+    k = tl.arange(0, BLOCK_K)  # [K]
+    wanted = (m < rows)[:, None]  # [M, 1]
     total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     for at in range(begin, end, BLOCK_K):
-        inside = at + k < end  # [K]
-        x = tl.load(x_ptr + m[:, None] * INPUTS + (at + k)[None, :], mask=(m < rows)[:, None] & inside, other=0.0)
-        a = tl.load(a_ptr + r[None, :] * INPUTS + (at + k)[:, None], mask=(r < RANK) & inside[:, None], other=0.0)
+        x_at = x_ptr + m[:, None] * INPUTS + (at + k)[None, :]  # [M, K]
+        a_at = a_ptr + r[None, :] * INPUTS + (at + k)[:, None]  # [K, R]
+        if INPUTS % BLOCK_K == 0:
+            x, a = tl.load(x_at, mask=wanted, other=0.0), tl.load(a_at)
+        else:
+            inside = at + k < end  # [K]
+            x = tl.load(x_at, mask=wanted & inside, other=0.0)
+            a = tl.load(a_at, mask=inside[:, None], other=0.0)
         total = tl.dot(x.to(DTYPE), a.to(DTYPE), total, input_precision="ieee")
     return total
 
@@ -161,10 +167,9 @@ def lora_sums(x: Tensor, a: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     parts = _parts_of(x, a, dtype)
     rows, inputs = parts.shape[2], x.shape[-1]
     tile, warps = _tile(rows, dtype)
-    given = [*a, *a[-1:] * (MOST_LAYERS - len(a))]
     with torch.cuda.device_of(x):  # Triton launches on the current device
         _shrink[(triton.cdiv(rows, tile), parts.shape[1], len(a))](
-            x, *given, parts, rows,
+            x, *_filled(a), parts, rows,
             INPUTS=inputs, RANK=len(a[0]), SPLIT=_SPLIT, DTYPE=DTYPES[dtype],
             BLOCK_M=tile, BLOCK_R=parts.shape[3], BLOCK_K=_inputs(tile, dtype), num_warps=warps,
         )  # fmt: skip
@@ -186,15 +191,14 @@ def _lora_add(
     rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
     tile, warps = _tile(rows, dtype)
     sizes = [y.shape[-1] for y in ys]
-    missing = MOST_LAYERS - len(ys)
-    tiles = sum(triton.cdiv(size, _OUTPUTS) for size in (sizes[:1] if gated else sizes))
-    given = [each for group in (ys, a, b) for each in (*group, *group[-1:] * missing)]
+    outputs = 64 if dtype == torch.float32 and _block_of(a) > 32 else 128
+    tiles = sum(triton.cdiv(size, outputs) for size in (sizes[:1] if gated else sizes))
     with torch.cuda.device_of(x):  # Triton launches on the current device
         _add[(triton.cdiv(rows, tile), tiles)](
-            x, *given, x if parts is None else parts, out,
-            *scalings, *scalings[-1:] * missing, *sizes, *sizes[-1:] * missing, out.shape[-1], rows,
+            x, *_filled(ys), *_filled(a), *_filled(b), x if parts is None else parts, out,
+            *_filled(scalings), *_filled(sizes), out.shape[-1], rows,
             LAYERS=len(ys), GATED=gated, INPUTS=inputs, RANK=len(a[0]), SPLITS=0 if parts is None else parts.shape[1],
-            DTYPE=DTYPES[dtype], BLOCK_M=tile, BLOCK_N=_OUTPUTS, BLOCK_R=_block_of(a),
+            DTYPE=DTYPES[dtype], BLOCK_M=tile, BLOCK_N=outputs, BLOCK_R=_block_of(a),
             BLOCK_K=_inputs(tile, dtype), num_warps=warps,
         )  # fmt: skip
     return out
@@ -241,6 +245,11 @@ def add_lora(
     rows = x.numel() // inputs
     parts = lora_sums(x, a, dtype) if (rows + _block_of(a)) * inputs > _MOST_NUMBERS else None
     return _lora_add(x, ys, a, b, scalings, dtype, parts, gated)
+
+
+def _filled(group: Sequence[T]) -> list[T]:
+    """One element per layer that a kernel may have; it does not read those past the last layer."""
+    return [*group, *[group[-1]] * (MOST_LAYERS - len(group))]
 
 
 def _block_of(a: Sequence[Tensor]) -> int:
