@@ -151,17 +151,13 @@ def test_captured_adapters_that_are_trained_and_scaled(added: list[int], monkeyp
         assert (result.statistics.total.accepted > 0) == (strategy == "self")
         return outputs(result)
 
-    def train() -> None:
+    def change() -> None:
         for layer in layers_with_adapters(model):
-            layer.lora_B["default"].weight.data.mul_(-1)
-
-    def scale() -> None:
-        for layer in layers_with_adapters(model):
+            layer.lora_B["default"].weight.data.mul_(-1)  # which version counters do not see
             layer.scale_layer(4)
 
     found = []
-    for change in (lambda: None, train, scale):
-        change()
+    for _ in range(2):
         with monkeypatch.context() as patch:
             patch.setattr(session, "_sessions", WeakKeyDictionary())
             expected = tokens("none", "eager")
@@ -171,8 +167,9 @@ def test_captured_adapters_that_are_trained_and_scaled(added: list[int], monkeyp
             assert tokens("none", "graph") == tokens("self", "graph") == expected
         assert added
         added.clear()
-        found.append(str(expected))
-    assert len(set(found)) == 3 and tape.replayed > tape.recorded > 0
+        found.append(expected)
+        change()
+    assert found[0] != found[1] and tape.replayed > tape.recorded > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what stands in for kernels on a CPU")
