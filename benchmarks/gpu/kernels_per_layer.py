@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from peft import LoraConfig, get_peft_model  # may import Triton
+
 from benchmarks.gpu.shapes import TINY, config_of, random_model
 from spec_trl.generation.engine import attention, fused_layers
 from spec_trl.generation.engine.cache import RaggedCache
@@ -54,20 +56,26 @@ def _one_operation(packed: ReferenceInt4, x: torch.Tensor) -> torch.Tensor:
     return x.new_ones(len(x), packed.layer.out_features)
 
 
-def in_a_forward(model: PreTrainedModel, quantized: bool = False, fused: bool = True) -> Counter[str]:
-    """Kernels or operations of one forward of one token per row; under autocast if the weights are float32."""
+def in_a_forward(
+    model: PreTrainedModel, quantized: bool = False, fused: bool = True, adapted: bool = False, tokens: int = 1
+) -> Counter[str]:
+    """Kernels or operations of one forward of `tokens` per row, under autocast if the weights are float32; `adapted`:
+    with LoRA on all projections."""
     device, mixed = model.device, model.dtype == torch.float32
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")).base_model.model
     with mock.patch.object(fused_layers, "run_on", lambda _device: fused):
         network = make_shadow(model)
     if quantized:
         with mock.patch.object(ReferenceInt4, "activation_dtypes", (torch.bfloat16,)):  # as those of a GPU's kernels
             quantize_projections(network, kernel="auto" if device.type == "cuda" else "reference", lm_head="dense")
     runner = EagerRunner(network, RaggedCache.for_network(network, rows=2, columns=64))
-    token = torch.ones(2, 1, dtype=torch.int64, device=device)
+    token = torch.ones(2, tokens, dtype=torch.int64, device=device)
+    positions = torch.arange(1, tokens + 1, device=device).expand(2, -1)
 
     def forward() -> None:
         with mock.patch.object(attention, "run_on", lambda _device: True):
-            runner._run(token, token, 64, spans=True)
+            runner._run(token, positions, 64, spans=True)
 
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=mixed, cache_enabled=False):
         make_copies(network)
@@ -83,12 +91,15 @@ def in_a_forward(model: PreTrainedModel, quantized: bool = False, fused: bool = 
         return Counter(event.name for event in recorded.events() if event.device_type == DeviceType.CUDA)
 
 
-def per_layer(family: str, quantized: bool = False, fused: bool = True, mixed: bool = False) -> Counter[str]:
-    """Kernels of one layer by name; `mixed`: of float32 weights under autocast."""
+def per_layer(
+    family: str, quantized: bool = False, fused: bool = True, mixed: bool = False, **how: Any
+) -> Counter[str]:
+    """Kernels of one layer by name; `mixed`: of float32 weights under autocast; `how` as :func:`in_a_forward` has
+    it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = []
     for layers in (1, 2):
         config = config_of(TINY, model_type=family, num_hidden_layers=layers, head_dim=32)
         model = random_model(config, device, torch.float32 if mixed else torch.bfloat16)
-        found.append(in_a_forward(model, quantized, fused))
+        found.append(in_a_forward(model, quantized, fused, **how))
     return found[1] - found[0]

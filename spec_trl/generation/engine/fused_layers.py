@@ -18,8 +18,9 @@ from transformers.cache_utils import Cache
 
 from ...cpu_products import ByRegisters
 from ...native_code import compiler, untraced
-from ...quantization.linear import QuantizedLinear, project
+from ...quantization.linear import QuantizedLinear
 from . import cpu_layers
+from .adapted_layers import AdaptedLinear, only_multiplies, project, project_gated
 from .attention import ATTENTIONS, RAGGED_ATTENTION
 from .cache import RaggedCache, RaggedLayer, autocast_dtype
 from .family_hooks import cache_name
@@ -80,13 +81,16 @@ class _Mlp(_Fused):
     _norm_between = ""
 
     def forward(self, x: Tensor) -> Any:
-        parts = project(x, *(getattr(self, name) for name in self._inputs))  # [..., intermediate]
-        gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
         activation = getattr(self, self._activation)
-        if self._fit(gate, up) and _is_unwatched(activation):
-            product = getattr(self._kernels, _gate_of(activation))(gate, up)  # [..., intermediate]
-        else:
-            product = activation(gate) * up
+        gate_of = _gate_of(activation) if _is_unwatched(activation) else ""
+        product = None
+        if gate_of == "silu_multiply" and len(self._inputs) == 2:
+            product = project_gated(x, *(getattr(self, name) for name in self._inputs))
+        if product is None:
+            parts = project(x, *(getattr(self, name) for name in self._inputs))  # [..., intermediate]
+            gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
+            fits = gate_of and self._fit(gate, up)
+            product = getattr(self._kernels, gate_of)(gate, up) if fits else activation(gate) * up
         return self.down_proj(getattr(self, self._norm_between)(product) if self._norm_between else product)
 
 
@@ -287,21 +291,25 @@ _REFERENCES: dict[str, tuple[type, dict[str, Any]]] = {
 _SUFFIXES = ("RMSNorm", "MLP", "Attention", "DecoderLayer")
 
 
-def with_fused_kernels(kind: type, module: nn.Module) -> type:
+def with_fused_kernels(kind: type, module: nn.Module, exact: bool = False) -> type:
     """The class of the clone of `module`, of class `kind`: `kind`, or a subclass with fused kernels if these serve
-    it."""
+    it; `exact`: only kernels whose order of sums does not depend on the number of rows."""
+    if exact and issubclass(kind, AdaptedLinear):
+        return kind.__bases__[1]
     parameter = next(module.parameters(), None)
     if parameter is None or patched_forward(module) is not None:
         return kind
     device = parameter.device
     on_cpu = device.type == "cpu" and not run_on(device)
     fused: Any = _fused(kind, on_cpu)
-    if fused is kind or not has_its_forward(kind):
+    if fused is kind or not has_its_forward(kind) or (exact and issubclass(fused, AdaptedLinear)):
         return kind
     if issubclass(fused, _Mlp):
         gate = _gate_of(activation := getattr(module, fused._activation))
         is_fast = not isinstance(activation, GELUTanh) or isinstance(activation.act, functools.partial)
         if gate == "" or (on_cpu and gate != "silu_multiply") or not is_fast:
+            return kind
+        if not has_its_forward(_activation_class(activation)):
             return kind
     runs = compiler() is not None if on_cpu else run_on(device) and launches(device)
     return fused if runs else kind
@@ -309,9 +317,12 @@ def with_fused_kernels(kind: type, module: nn.Module) -> type:
 
 def _gate_of(activation: nn.Module) -> str:
     """The kernel that multiplies with it; "": there is none."""
+    return _GATES.get(_activation_class(activation), "")
+
+
+def _activation_class(activation: nn.Module) -> Any:
     kind: Any = type(activation)
-    kind = kind.__bases__[1] if issubclass(kind, ByRegisters) else kind
-    return _GATES[kind] if kind in _GATES and has_its_forward(kind) else ""
+    return kind.__bases__[1] if issubclass(kind, ByRegisters) else kind
 
 
 @functools.cache
@@ -333,6 +344,8 @@ def launches(device: torch.device) -> bool:
 
 @functools.cache
 def _fused(kind: type, on_cpu: bool) -> type:
+    if (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear") and not on_cpu:
+        return type("AdaptedLinear", (AdaptedLinear, kind), {})
     if not (kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(_SUFFIXES)):
         return kind
     mixin, members = _known().get(code_of(kind), (None, {}))
@@ -377,7 +390,7 @@ def _only_multiplies(module: nn.Module) -> bool:
     if not isinstance(module, _Attention | _Mlp):
         return False
     layers = [getattr(module, name) for name in module._inputs]
-    known = all(type(layer) is QuantizedLinear or isinstance(layer, NarrowProduct) for layer in layers)
+    known = all(isinstance(layer, (QuantizedLinear, NarrowProduct)) or only_multiplies(layer) for layer in layers)
     return known and all(map(_is_unwatched, [module, *layers]))
 
 

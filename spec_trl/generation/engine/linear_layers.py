@@ -217,13 +217,25 @@ def _below(module: nn.Module) -> Iterator[nn.Module]:
         module = module.dense
     if isinstance(module, PreTrainedModel) and "text" not in module.input_modalities:
         return  # a vision tower, which does not run
-    is_known = isinstance(module, NarrowProduct) or type(module).forward in _LAYERS
-    # Pruning and parametrizations compute the weight in every forward.
-    is_known = is_known and {"weight", "bias"} <= module._parameters.keys()
-    if is_known and patched_forward(module) is None:
+    if is_known(module) and patched_forward(module) is None:
         yield module
     for child in module.children():
         yield from _below(child)
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether the class of a module is a linear layer whose forward only multiplies with its weight."""
+    is_known = isinstance(module, NarrowProduct) or type(module).forward in _LAYERS
+    # Pruning and parametrizations compute the weight in every forward.
+    return is_known and {"weight", "bias"} <= module._parameters.keys()
+
+
+def weight_in_use(layer: Any) -> Tensor:
+    """The weight that a linear layer multiplies with now, without gradient: under autocast its copy, if it has one."""
+    copies = layer.copies if isinstance(layer, NarrowProduct) else None
+    use = copies is not None and copies.weight.dtype == autocast_dtype(layer.weight.device)
+    weight: Tensor = copies.weight if copies is not None and use else layer.weight
+    return weight
 
 
 def _warn_of_others(shadow: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -126,7 +126,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
         return clones[id(module)]
     kind: Any = mixer_class(plain_class(module))
     kind = exact_kind(kind) if exact else dense_class(kind, module)
-    kind = with_fused_kernels(attention_class(kind), module)
+    kind = with_fused_kernels(attention_class(kind), module, exact)
     clone = object.__new__(kind)  # torch.fx's modules make a class without the traced forward in `__new__`
     clones[id(module)] = clone
     state = lasting_attributes(module)  # hooks are not cleared: `cast_lm_head_to_fp32` of TRL is one

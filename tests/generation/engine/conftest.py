@@ -1,7 +1,13 @@
-"""Triton's interpreter with products that sum in one order."""
+"""Triton's interpreter with products that sum in one order; shadows as on a GPU."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
+from transformers import PreTrainedModel
+
+from spec_trl.generation.engine import fused_layers
+from spec_trl.generation.engine.shadow import make_shadow
 
 
 @pytest.fixture
@@ -21,3 +27,15 @@ def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         return TensorHandle(total, tl.float32)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[PreTrainedModel], PreTrainedModel]:
+    """Makes shadows as on a GPU."""
+
+    def shadow(model: PreTrainedModel) -> PreTrainedModel:
+        with monkeypatch.context() as patch:
+            patch.setattr(fused_layers, "run_on", lambda device: True)
+            return make_shadow(model)
+
+    return shadow
