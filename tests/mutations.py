@@ -39,13 +39,18 @@ class Mutation:
     tests: str
 
 
+def places() -> list[Mutation]:
+    """All that are listed."""
+    listed = tomllib.loads((ROOT / "tests" / "mutations.toml").read_text())["mutation"]
+    return [Mutation(**place) for place in listed]
+
+
 def main() -> None:
     """Runs the mutations, or those that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="run those whose file or old text contains TEXT")
     wanted = parser.parse_args().only
-    places = tomllib.loads((ROOT / "tests" / "mutations.toml").read_text())["mutation"]
-    chosen = [Mutation(**place) for place in places if wanted in place["file"] + place["old"]]
+    chosen = [place for place in places() if wanted in place.file + place.old]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(ROOT, Path(folder) / ROOT.name, ignore=LEFT_OUT))
         if not wanted and not _pass("tests", copy):
