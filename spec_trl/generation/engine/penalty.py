@@ -43,7 +43,7 @@ def penalise(logits: Tensor, penalty: float, seen: Seen, first: int = 0) -> Tens
         later = torch.ones(count, token.shape[2], dtype=torch.bool, device=token.device)
         token = token.masked_fill(later.triu(seen.text.shape[1] + first), NOTHING)  # [B, n, W + m]
     start = torch.arange(0, logits.numel(), vocabulary, device=token.device).view(batch, count, 1)
-    at = torch.where(token < vocabulary, token + start, logits.numel()).flatten()  # [B * n * (W + m)]
+    at = (token + start).masked_fill_(token >= vocabulary, logits.numel()).flatten()  # [B * n * (W + m)]
     score = flat.gather(0, at)
     flat.scatter_(0, at, torch.where(score < 0, score * penalty, score / penalty))
     return processed
