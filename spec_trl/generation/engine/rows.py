@@ -305,7 +305,7 @@ class Rows:
         # Rows of similar length prefill with little padding.
         leaders.sort(key=lambda leader: (leader[1].images is None, leader[1].length))
         followers.sort(key=lambda follower: follower[1].images is not None)
-        texts = np.zeros((len(requests), max(len(request.prompt) for request in requests)), np.int64)
+        texts = np.zeros((len(requests), max((len(request.prompt) for request in requests), default=0)), np.int64)
         for text, (key, request) in zip(texts, leaders + followers, strict=True):
             text[: len(request.prompt)] = np.frombuffer(key[0], np.int64)
         self.tokens[first : first + len(texts), : texts.shape[1]] = sent(torch.from_numpy(texts), self.tokens.device)
