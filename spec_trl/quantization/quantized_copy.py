@@ -145,7 +145,7 @@ def quantize_projections(
     wanted = choose_scheme(scheme, kernel, shadow)
     if lm_head not in LM_HEAD_CHOICES:
         raise ValueError(f"lm_head={lm_head!r} is not a choice; use one of {list(LM_HEAD_CHOICES)}")
-    network = _build(shadow, wanted, kernel, lm_head, pack)
+    network = _build(shadow, wanted, kernel, lm_head, measures=False)
     if pack:
         network.refresh()
     return network
