@@ -19,7 +19,7 @@ SOURCES = sorted((ROOT / "spec_trl").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Each imports from its own room and from those before it.
 FLOORS: list[tuple[str, ...]] = [
-    ("hardware", "json_files", "papers", "random_state", "user_cache", "value_checks"),
+    ("cuda_graphs", "hardware", "json_files", "papers", "random_state", "user_cache", "value_checks"),
     ("native_code",),
     ("cpu_products",),
     ("scheduling", "quantization"),

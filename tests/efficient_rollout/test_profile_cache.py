@@ -84,7 +84,7 @@ def test_calibration_that_fails_does_not_end_a_run(find: Find, monkeypatch: pyte
 def test_without_a_kernel_only_measuring_tells(
     find: Find, policy: LlamaForCausalLM, calibrations: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "find_kernel", lambda name, layer: "nothing for this machine")
+    monkeypatch.setattr(machine, "find_kernel", lambda *_: "nothing for this machine")
     assert find() is None and calibrations == []
     with pytest.raises(ValueError, match="draft_kernel='auto' with .* can pack no layer"):
         calibrate(policy)
@@ -99,7 +99,7 @@ def test_a_profile_is_for_the_kernels_that_a_copy_gets(
     monkeypatch.setattr(
         machine,
         "find_kernel",
-        lambda name, layer: asked.add((layer.out_features, *layer.siblings)) or find(name, layer),
+        lambda name, layer, *more: asked.add((layer.out_features, *layer.siblings)) or find(name, layer, *more),
     )
     machine.profile_key(policy, SpeculativeConfig())
     copied = SelfDrafter(policy, lm_head="dense", packs_later=True).quantized.layers.values()

@@ -41,8 +41,8 @@ def on_gpu(name: str) -> type[PackedWeight]:
 
 
 class Times:
-    """Invented times; `events` has what is timed, and "tokens" for each commit. The down projection stays dense, and
-    the attention's output takes another kernel than the one that stands in."""
+    """Invented times; `events` has what is timed, and "tokens" after each admission, which draws first tokens. The
+    down projection stays dense, and the attention's output takes another kernel than the one that stands in."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -64,20 +64,21 @@ real_measure = kernel_times.measure
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Times:
     times = Times()
-    inspected, commit = quantized_copy.inspect_projection, Rollout._commit
+    inspected, admit = quantized_copy.inspect_projection, Rollout.admit
 
     def inspect(module: torch.nn.Module) -> Any:
         return replace(inspected(module), device=torch.device("cuda"))
 
-    def noted(self: Rollout, *given: Any) -> Any:
+    def noted(self: Rollout) -> bool:
+        has_rows = admit(self)
         times.events.append("tokens")
-        return commit(self, *given)
+        return has_rows
 
     target = ForwardSeconds((1, 64), (1.0, 1.0))
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
     monkeypatch.setattr(quantized_copy, "inspect_projection", inspect)
     monkeypatch.setattr(kernels, "FAST_KERNELS", (on_gpu("other"), on_gpu("triton")))
-    monkeypatch.setattr(Rollout, "_commit", noted)
+    monkeypatch.setattr(Rollout, "admit", noted)
     # Drafts of the copy are predicted to pay: the planner tries them when the budget covers that.
     monkeypatch.setattr(known_rounds, "probe", lambda *_: ProbedRounds(target, {"self": target.times(0.05)}))
     monkeypatch.setattr(Planner, "__init__", partialmethod(Planner.__init__, clock=lambda: 0.0))  # it plans each round

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from spec_trl import cuda_graphs
-from spec_trl.generation.engine.graph_capture import CudaRecorder, _agree
+from spec_trl.generation.engine.graph_capture import CudaRecorder, GraphBudget
 
 
 DEVICE = torch.device("cpu")
@@ -48,6 +49,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     for name, stand_in in dict(
         CUDAGraph=Graph, stream=on, device=nullcontext, current_stream=lambda: stream, graph_pool_handle=lambda: 1,
+        memory_snapshot=lambda pool: [],
         mem_get_info=lambda device: (free.bytes, 1 << 40), empty_cache=lambda: CALLS.append("empty"),
         synchronize=lambda: None, get_sync_debug_mode=lambda: 0, set_sync_debug_mode=lambda mode: None,
     ).items():  # fmt: skip
@@ -80,16 +82,26 @@ def test_a_failing_capture_ends_and_leaves_its_stream(free: SimpleNamespace) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_capture_that_is_wrong_in_one_row_is_refused(dtype: torch.dtype) -> None:
+def test_a_capture_that_is_wrong_in_one_row_is_refused(free: SimpleNamespace, dtype: torch.dtype) -> None:
     """Others may be off by rounding, and some by another expert."""
+    budget = GraphBudget(CudaRecorder(DEVICE), 1e9)
+
+    def passes(found: Tensor, expected: Tensor) -> bool:
+        try:
+            budget.record_checked(lambda: (torch.zeros(1), None), lambda _: (found, expected), "those", dtype)
+        except RuntimeError as error:
+            assert "its logits differ from those" in str(error)
+            return False
+        return True
+
     expected = torch.randn(8, 3, 50, generator=torch.Generator().manual_seed(0))  # [B, q, V]
     routed = expected.clone()
     routed[2] += 0.3 * expected.flip(0)[2]
-    assert _agree(expected * 1.001, expected, dtype) and _agree(routed, expected, dtype)
+    assert passes(expected * 1.001, expected) and passes(routed, expected)
     for wrong in (torch.nan, 0.0, expected[0]):
         found = expected.clone()
         found[5] = wrong
-        assert not _agree(found, expected, dtype)
-    assert not _agree(expected * 1.3, expected, dtype)  # too many
+        assert not passes(found, expected)
+    assert not passes(expected * 1.3, expected)  # too many
     expected[5] = torch.nan  # of broken weights, which is reported elsewhere
-    assert _agree(found, expected, dtype)
+    assert passes(found, expected)
