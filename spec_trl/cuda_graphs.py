@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,6 +10,8 @@ import torch
 
 
 T = TypeVar("T")
+CAPTURING = threading.RLock()
+"""Held during a capture: work in any thread that waits for the device would fail."""
 
 
 @functools.cache
@@ -22,8 +25,19 @@ def capture(work: Callable[[], T], device: torch.device, pool: Any = None) -> tu
     graph has memory of its own.
 
     `torch.cuda.graph` waits for the device and empties the caches of device and pinned memory before each capture:
-    the next tensors and sends would allocate anew. A caller that lacks memory empties them itself.
+    the next tensors and sends would allocate anew. Here they are emptied if memory ends in a capture, which is then
+    tried again: within one the allocator frees nothing.
     """
+    with CAPTURING:
+        try:
+            return _capture(work, device, pool)
+        except torch.OutOfMemoryError:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            return _capture(work, device, pool)
+
+
+def _capture(work: Callable[[], T], device: torch.device, pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
     graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
     gc.disable()  # garbage collection would reset a dead graph within the capture
     try:

@@ -96,6 +96,9 @@ class QuantizedNetwork:
         """Replaces all layers, before they hold weights, if kernels stand in for others."""
         if layers := self.stand_ins:
             announce({layer.shape for layer in layers}, layers[0].device)
+            for layer in self.layers.values():
+                for packed in layer.packed_weights:
+                    packed.to("meta")  # frees its buffers: memory may be short by now
             measured = self.build(True)
             self.layers, self.dense_layers = measured.layers, measured.dense_layers
 

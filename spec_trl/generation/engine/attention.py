@@ -381,9 +381,10 @@ _REWRITTEN = {"GPTNeoSelfAttention": _Method, "GPTJAttention": _Method, "FalconA
 
 
 class ReadsSpans(Protocol):
-    """A runner of `network`, which attends under spans if `uses_spans`, else under masks."""
+    """A runner of `network`, which attends under spans if `uses_spans`, else under masks, which are never exact."""
 
     network: Any
+    is_exact: bool
     uses_spans: bool
 
 
@@ -393,7 +394,7 @@ def attended(runner: ReadsSpans, run: Callable[[], T], undo: Callable[[], None] 
     try:
         return run()
     except Exception as error:
-        if not runner.uses_spans or isinstance(error, torch.OutOfMemoryError):
+        if runner.is_exact or not runner.uses_spans or isinstance(error, torch.OutOfMemoryError):
             raise
         undo()
         runner.uses_spans = False

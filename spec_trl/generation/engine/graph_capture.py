@@ -1,7 +1,6 @@
 """Captures CUDA graphs, checks them, limits their memory, and rounds shapes up to the buckets that are captured."""
 
 import math
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...cuda_graphs import capture, capture_stream
+from ...cuda_graphs import CAPTURING, capture, capture_stream
 
 
-CAPTURING = threading.Lock()
-"""Held during a capture: work in any thread that waits for the device would fail."""
 _TIMED_REPLAYS = 20
-_LITTLE = 2**30
-"""Free bytes below which cached memory is freed before a capture, which cannot do that itself: logits of 64 rows x 6
-tokens of a vocabulary of 152 k take 111 MiB in 16 bits, and activations of the widest forward as much again."""
 
 Outputs = tuple[Tensor, Tensor | None]
 """Logits, and features if the runner has listeners; of a draft loop scores and tokens."""
@@ -36,29 +30,31 @@ class Recording(NamedTuple):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs on one device. They share a memory pool, since they are replayed one after the other. The
-    first one gets all the memory that the allocator has cached."""
+    """Captures CUDA graphs on one device. They share a memory pool, since they are replayed one after the other; those
+    recorded `apart` share another one. The first gets all the memory that the allocator has cached."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: Any = None
+        self._pools: dict[bool, Any] = {}
+        self._anchors: list[torch.cuda.CUDAGraph] = []
 
-    def record(self, forward: Callable[[], Outputs]) -> Recording:
-        """Captures the device work of `forward`, which must not wait for the device."""
+    def record(self, forward: Callable[[], Outputs], apart: bool = False) -> Recording:
+        """Captures the device work of `forward`, which must not wait for the device. `apart`: it may be replayed
+        between two replays of others of which the second reads what the first wrote to the pool."""
         with CAPTURING, torch.cuda.device(self._device):
             stream, current = capture_stream(self._device), torch.cuda.current_stream()
             stream.wait_stream(current)
             with torch.cuda.stream(stream):  # so that libraries allocate workspaces here, not in the pool
                 self._refuse_waiting(forward)
             current.wait_stream(stream)
-            if self._pool is None or torch.cuda.mem_get_info(self._device)[0] < _LITTLE:
+            if not self._pools:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
-            if self._pool is None:
+            if apart not in self._pools:
                 # A pool must not lose its last graph while a library's workspace is in it: this graph stays.
-                self._pool = torch.cuda.graph_pool_handle()
-                self._anchor, _ = capture(lambda: torch.zeros(1, device=self._device), self._device, self._pool)
-            graph, (logits, features) = capture(forward, self._device, self._pool)
+                pool = self._pools[apart] = torch.cuda.graph_pool_handle()
+                self._anchors.append(capture(lambda: torch.zeros(1, device=self._device), self._device, pool)[0])
+            graph, (logits, features) = capture(forward, self._device, self._pools[apart])
         return Recording(graph.replay, logits, features)
 
     def _refuse_waiting(self, forward: Callable[[], Outputs]) -> None:
@@ -86,8 +82,8 @@ class CudaRecorder:
 
     def bytes(self) -> int:
         """Bytes of device memory that the allocator holds for captures."""
-        segments = [] if self._pool is None else torch.cuda.memory_snapshot(self._pool)
-        return sum(segment["total_size"] for segment in segments)
+        pools = map(torch.cuda.memory_snapshot, self._pools.values())
+        return sum(segment["total_size"] for segments in pools for segment in segments)
 
 
 @dataclass
@@ -118,10 +114,13 @@ class GraphBudget:
             )
         return False
 
-    def record(self, forward: Callable[[], Outputs], graphs: int = 1) -> tuple[Recording, int]:
-        """Captures `forward`, as part of the graph before if `graphs` is 0; returns the recording and its bytes."""
+    def record(
+        self, forward: Callable[[], Outputs], graphs: int = 1, apart: bool = False
+    ) -> tuple[Recording, int]:
+        """Captures `forward`, as part of the graph before if `graphs` is 0; returns the recording and its bytes.
+        `apart`: as for the recorder."""
         before = self.recorder.bytes()
-        recording = self.recorder.record(forward)
+        recording = self.recorder.record(forward, apart)
         taken = max(self.recorder.bytes() - before, 0)
         self.bytes += taken
         self.graphs += graphs
@@ -133,6 +132,7 @@ class GraphBudget:
         compared: Callable[[Recording], tuple[Tensor, Tensor]],
         whose: str,
         dtype: torch.dtype,
+        apart: bool = False,
     ) -> tuple[Recording, int]:
         """:meth:`record` for `work` of a network in `dtype`.
 
@@ -140,7 +140,7 @@ class GraphBudget:
             RuntimeError: the logits or scores `compared`, a replay's and others, which are `whose`, are not about the
                 same.
         """
-        recording, taken = self.record(work)
+        recording, taken = self.record(work, apart=apart)
         try:
             recording.logits.fill_(float("nan"))  # so that a replay without effect fails the check
             recording.replay()
@@ -176,7 +176,7 @@ than their size, and another expert in some layers moves logits by less."""
 def _agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Whether two forwards of a network in `dtype` agree up to rounding, for at least half of the tokens, and every
     token about: rounding may route a token to other experts. It detects wrong captures, also of some rows alone, not
-    loss of precision."""
+    loss of precision, nor a kernel that is wrong in both."""
     narrowest = min(dtype, expected.dtype, key=lambda dtype: dtype.itemsize)
     tolerance = {2: 0.15, 4: 1e-2, 8: 1e-6}[narrowest.itemsize]
     wide = expected.double()
@@ -218,6 +218,7 @@ class CapturedForward:
     replays: int = 0
     counts: Tensor | None = None  # [rows] int64, static: tokens that states take
     commit: Recording | None = None  # of these tokens; None: the forward takes them
+    inputs: Any = None  # of the commit, in the pool: as long as they live, no other capture gets their memory
 
     def fill(self, tokens: Tensor, positions: Tensor) -> None:
         """Copies this call into the buffers: a replay writes only K/V of this call."""
@@ -226,9 +227,9 @@ class CapturedForward:
         self.positions[:rows] = positions
         if self.filled > rows:
             self.positions[rows:] = 0  # so that free rows read one column, not many
-        self.filled = rows
-        if self.counts is not None and self.commit is None:
+        if self.counts is not None and self.commit is None and (self.filled != rows or not self.replays):
             self.counts[:rows], self.counts[rows:] = 1, 0
+        self.filled = rows
 
     @property
     def held(self) -> dict[Any, Any]:

@@ -289,6 +289,7 @@ class CapturedFeatures(FeatureRunner):
         compared: Callable[[Recording], tuple[Tensor, Tensor]],
         whose: str,
     ) -> tuple[Recording, int]:
+        # The target's features are taken in between its verification and the commit of its states.
         return self.budget.record_checked(
-            uncached_autocast(self._device, autocast, work), compared, whose, self._dtype
+            uncached_autocast(self._device, autocast, work), compared, whose, self._dtype, apart=True
         )

@@ -288,7 +288,7 @@ class GraphRunner(EagerRunner):
 
     def _record_commit(self, graph: CapturedForward, counts: Tensor) -> None:
         """Captures the commit of what the forward that was just captured held."""
-        held = self.cache.held
+        held = graph.inputs = self.cache.held
 
         def work() -> Outputs:
             taken = Taken(counts, graph.key.queries)

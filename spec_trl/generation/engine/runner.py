@@ -66,6 +66,7 @@ class FeatureRunner:
         cache: of the network, with the stored features.
     """
 
+    is_exact = False
     uses_spans = False
     """Whether texts and drafts attend under spans (:meth:`~spec_trl.generation.engine.attention.MaskPlan.spans`)."""
 
@@ -98,6 +99,7 @@ class EagerRunner:
         forwards: since the generation began.
         eager_forwards: runs of the network's modules, warm-ups of captures included.
         uses_spans: whether prompts attend under spans, and what a :class:`GraphRunner` captures.
+        is_exact: whether all forwards do, by the exact kernel.
         preparations: number of warm-up and capture forwards so far, those of the drafters' networks included.
         captured: number and bytes of captured forwards of this network and its drafters' networks.
     """
@@ -112,8 +114,7 @@ class EagerRunner:
         self.eager_forwards = 0
         self._masks, self._position_limit, self._cache_argument, self._keeps_last_logits = _facts_of(network)
         self.uses_spans = reads_spans(network)
-        # Then all forwards attend under spans.
-        self._is_exact = self.uses_spans and network.config._attn_implementation == EXACT_ATTENTION
+        self.is_exact = self.uses_spans and network.config._attn_implementation == EXACT_ATTENTION
         self._states: dict[int, Tensor] = {}
         self._kept: tuple[int, ...] = ()  # layers whose hidden states hooks keep
         self._listeners: list[tuple[tuple[int, ...], Heard]] = []
@@ -398,7 +399,7 @@ class EagerRunner:
         dtype = autocast_dtype(tokens.device) or self.network.dtype
         keys = self.cache.key_positions
         # Chains, and keys whose positions are not their columns, need a mask.
-        spans = (spans or (self._is_exact and places is None)) and keys is None
+        spans = (spans or (self.is_exact and places is None)) and keys is None
         # Attention of torch and of our C++ reads contiguous columns.
         table = self.cache.table_to_read(len(tokens)) if spans and self.uses_spans else None
         if spans:

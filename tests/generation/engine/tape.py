@@ -44,7 +44,7 @@ class Tape:
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
 
-    def record(self, forward: Callable[[], Outputs]) -> Recording:
+    def record(self, forward: Callable[[], Outputs], apart: bool = False) -> Recording:
         with _Recorder() as recorder:
             logits, features = forward()
         self.recorded += 1
@@ -102,23 +102,25 @@ class Taken(TorchDispatchMode):
 
 
 def spoil_pool(monkeypatch: pytest.MonkeyPatch, tape: Tape) -> list[list[torch.UntypedStorage]]:
-    """Has each replay overwrite what other captures took first, as they may on CUDA, where all share a pool; returns
-    the memory that each takes."""
-    record, taken = tape.record, []
+    """Has each replay overwrite what other captures took first, as they may on CUDA, where all share a pool, or those
+    recorded apart; returns the memory that each takes. A commit of states reads what its forward wrote there."""
+    record, taken, pools = tape.record, [], {False: [], True: []}
 
-    def watch(work: Callable[[], Outputs]) -> Recording:
+    def watch(work: Callable[[], Outputs], apart: bool = False) -> Recording:
         def watched() -> Outputs:
             with Taken() as memory:
                 outputs = work()
             taken.append(memory.found)
+            pools[apart].append(memory.found)
             return outputs
 
         recording = record(watched)
-        own = taken[-1]
+        pool, commits = pools[apart], "_record_commit" in getattr(work, "__qualname__", "")
+        own = pool[-2:] if commits else pool[-1:]
 
         def replay() -> None:
-            for other in taken:
-                for storage in other if other is not own else []:
+            for other in pool:
+                for storage in other if not any(other is each for each in own) else []:
                     storage.fill_(255)  # NaN, or token -1
             recording.replay()
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from spec_trl.generation.engine import memory, scans, states
 from spec_trl.generation.engine.rollout import Rollout
 from tests.conftest import TRANSFORMERS
 from tests.generation.calls import generate, outputs, pad_left, random_rows
-from tests.generation.engine.tape import Tape
+from tests.generation.drafters.mtp.heads import write_heads
+from tests.generation.engine.tape import Tape, spoil_pool
 from tests.tiny_families import make
 
 
@@ -57,6 +59,17 @@ def test_captured_forwards(
     assert rounds.count((captures, sends)) >= len(rounds) - 2 > 2  # the last ones have other shapes
     assert strategy == "none" or expected.statistics.total.accepted > 20
     release(network)
+
+
+def test_no_replay_writes_to_what_a_commit_reads(tape: Tape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head takes in the target's features between a verification and its commit."""
+    network, config = write_heads(tmp_path, "qwen3_5_text")[0], {"draft_length": 3}
+    expected = generate(network, PROMPTS, "mtp", config | {"runner": "eager"}, max_new_tokens=NEW)
+    taken = spoil_pool(monkeypatch, tape)
+    for _ in range(2):
+        result = generate(network, PROMPTS, "mtp", config | {"runner": "graph"}, max_new_tokens=NEW)
+        assert outputs(result) == outputs(expected) and result.statistics.total == expected.statistics.total
+    assert len(taken) > 3 and result.statistics.total.drafted > 50
 
 
 def rounds_of(tape: Tape, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
