@@ -147,8 +147,8 @@ def of_loops(monkeypatch: pytest.MonkeyPatch, tape: Any, change: Callable[[Recor
     """Changes the recordings of loops, which alone have tokens in the place of features."""
     record = tape.record
 
-    def watch(work: Callable[[], Outputs]) -> Recording:
-        recording = record(work)
+    def watch(work: Callable[[], Outputs], apart: bool = False) -> Recording:
+        recording = record(work, apart)
         return recording if recording.features is None else change(recording)
 
     monkeypatch.setattr(tape, "record", watch)

@@ -261,8 +261,8 @@ def shifted(recording: Recording) -> Recording:
 def test_without_its_graph_it_goes_on_eagerly(kind, change, work: str, drafter, tiny, tape, monkeypatch) -> None:
     expected, record, changed = run(tiny, drafter, "eager"), tape.record, []
 
-    def watch(forward: Callable[[], Outputs]) -> Recording:
-        recording = record(forward)
+    def watch(forward: Callable[[], Outputs], apart: bool) -> Recording:
+        recording = record(forward, apart)
         shape = recording.logits.shape  # scores [rows, γ], or what the last layer of the drafter's cache holds
         is_draft, is_intake = len(shape) == 2, len(shape) == 3 and recording.features is None
         if not (is_draft if work == "draft" else is_intake):

@@ -56,8 +56,8 @@ def unlike(tape, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Recordi
     def install(replay_of: Callable[[Recording], Callable[[], None]]) -> None:
         record = tape.record
 
-        def watch(forward: Callable[[], Outputs]) -> Recording:
-            recording = record(forward)
+        def watch(forward: Callable[[], Outputs], apart: bool = False) -> Recording:
+            recording = record(forward, apart)
             return recording._replace(replay=replay_of(recording))
 
         monkeypatch.setattr(tape, "record", watch)
@@ -364,7 +364,7 @@ def test_logits_of_all_shapes_share_memory(fresh, unlike) -> None:
 def test_a_first_shape_without_memory_spoils_no_other(fresh, tape, monkeypatch) -> None:
     record = tape.record
 
-    def no_memory(forward: Callable[[], Outputs]) -> Recording:
+    def no_memory(forward: Callable[[], Outputs], apart: bool = False) -> Recording:
         monkeypatch.setattr(tape, "record", record)
         raise torch.OutOfMemoryError("not now")
 
@@ -378,7 +378,7 @@ def test_one_shape_that_fails_spoils_no_other(fresh, tape, monkeypatch) -> None:
     graph(fresh, "self")
     replayed = tape.replayed
 
-    def no_memory(forward: Callable[[], Outputs]) -> Recording:
+    def no_memory(forward: Callable[[], Outputs], apart: bool = False) -> Recording:
         raise torch.OutOfMemoryError("not now")
 
     with monkeypatch.context() as patch:

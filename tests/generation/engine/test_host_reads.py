@@ -114,8 +114,8 @@ def test_operations_outside_the_networks(
     record, decode_round = tape.record, Rollout.decode_round
     rounds: list[tuple[list[int], list[str]]] = []
 
-    def recorded(forward: Callable[[], Outputs]) -> Recording:
-        recording = record(forward)
+    def recorded(forward: Callable[[], Outputs], apart: bool = False) -> Recording:
+        recording = record(forward, apart)
 
         def replay() -> None:
             with _disable_current_modes():
