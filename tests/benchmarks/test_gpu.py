@@ -182,3 +182,19 @@ def test_a_stage_that_hangs_loses_nothing_but_itself(tmp_path: Path) -> None:
     assert files == {"smoke.json", "headline.json", "grpo.json", "logs.tar.gz"}
     with tarfile.open(tmp_path / "out/logs.tar.gz") as archive:
         assert {"./smoke.log", "./headline.log", "./grpo.log"} <= set(archive.getnames())
+
+
+def test_nothing_of_an_earlier_run_is_left(tmp_path: Path) -> None:
+    """New wheels are installed, and a stage that dies before it writes has no result."""
+    python, wheel, old = tmp_path / "python", tmp_path / "wheels/a.whl", tmp_path / "out/grpo.json"
+    python.write_text('#!/usr/bin/env bash\n[ "$2" != pip ] || echo installed >>"$0.log"\n')
+    python.chmod(0o755)
+    for folder in (wheel.parent, old.parent):
+        folder.mkdir()
+    old.write_text("{}")
+    installed = []
+    for content in ("one", "one", "two"):
+        wheel.write_text(content)
+        assert script(tmp_path, "grpo=9", PYTHON=str(python), WHEELS=str(wheel.parent)).returncode == 0
+        installed.append(len(Path(f"{python}.log").read_text().split()))
+    assert installed == [1, 1, 2] and not old.exists()
