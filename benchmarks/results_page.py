@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .chat_tables import usable, write_tables
-from .gpu.summary import figures, read_stages, table
+from .gpu.summary import figures, other_cards, read_stages, table
 from .measure import FEWEST_REPEATS, RESULTS, Finding, Result, interval_text, number, read_result, text_of
 
 
@@ -125,7 +125,9 @@ def page(results: Mapping[str, Result]) -> str:
     reasons = {name: results[name].refusal() if name in results else "not measured" for name in CLAIMS}
     left_out = [f"* `{name}`: {why}" for name, why in reasons.items() if why] or ["* nothing"]
     commands = [command_row(name, results[name]) for name in CLAIMS if name in results]
-    gpu = table([figure for figure in figures(read_stages()) if figure.predicted is not None])
+    stages = read_stages()
+    predicted = [figure for figure in figures(stages) if figure.predicted is not None]
+    gpu = other_cards(stages) + table(predicted)
     parts = (HEAD + "\n".join(lines), ON_A_GPU + gpu, LEFT_OUT + "\n".join(left_out), COMMANDS + "\n".join(commands))
     return "\n".join(parts) + "\n"
 

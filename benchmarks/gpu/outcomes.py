@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 
 LONGEST_ERROR = 1500  # characters
@@ -20,6 +21,8 @@ class Outcomes:
 
     def __init__(self, path: Path) -> None:
         self._path, self._started, self._written = path, time.time(), 0.0
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        self._machine = {"accelerator": gpu, "torch": torch.__version__}
         self._counts: Counter[str] = Counter()
         self._failed: dict[str, str] = {}
 
@@ -45,6 +48,7 @@ class Outcomes:
             self._written = now
             result: dict[str, Any] = {
                 "stage": self._path.stem, "status": status, "seconds": now - self._started,
+                "machine": self._machine,
                 "measured": {"tests": {name: self._counts[name] for name in ("passed", "failed", "skipped")}},
                 "failed": list(self._failed), "errors": self._failed,
             }  # fmt: skip

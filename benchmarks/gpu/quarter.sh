@@ -5,12 +5,13 @@
 #     bash benchmarks/gpu/quarter.sh second               # what users compare with: TRL, transformers; small shapes
 #     bash benchmarks/gpu/quarter.sh STAGE=SECONDS ...    # these stages: those of quarter.py, kernels, sanitizer
 #
-# Nothing is downloaded: what the machine lacks is installed from .wheels/ (see wheels.sh). A stage runs in a process of
-# its own with a time limit of its own, and writes its JSON after every measurement: one that hangs or dies loses
-# neither the others nor what it had. The exit status is 1 if any stage failed.
+# Nothing is downloaded: what the machine lacks is installed from .wheels/ (see wheels.sh), anew where these changed. A
+# stage runs in a process of its own with a time limit of its own, and writes its JSON after every measurement: one that
+# hangs or dies loses neither the others nor what it had. The exit status is 1 if any stage failed.
 #
 # Environment:
 #     OUT              folder that gets STAGE.json of each stage and logs.tar.gz (bench_output/gpu)
+#     WHEELS           folder of wheels (.wheels)
 #     QUARTER_CACHE    installed wheels and compiled kernels (/tmp/quarter)
 #     QUARTER_ARGS     more arguments for every stage, e.g. "--shape qwen3-8b"; without a GPU "--tiny" tries them out
 #     QUARTER_KERNEL   of the 4-bit copy (triton)
@@ -39,8 +40,11 @@ export SPEC_TRL_CACHE=$cache TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_
 cores=$(nproc)
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores < 4 ? cores : 4))}
-if [ ! -e "$cache/site" ] && ls .wheels/*.whl >/dev/null 2>&1; then
-    "$python" -m pip install -q --no-index --no-deps --no-compile --target "$cache/site" .wheels/*.whl 2>&1 | tail -n 3
+wheels=$(sha256sum "${WHEELS:-.wheels}"/*.whl 2>/dev/null)
+if [ -n "$wheels" ] && [ "$wheels" != "$(cat "$cache/wheels" 2>/dev/null)" ]; then
+    rm -rf "$cache/site"
+    "$python" -m pip install -q --no-index --no-deps --no-compile --target "$cache/site" "${WHEELS:-.wheels}"/*.whl \
+        >"$cache/logs/pip.log" 2>&1 && echo "$wheels" >"$cache/wheels" || tail -n 3 "$cache/logs/pip.log"
 fi
 export PYTHONPATH=$cache/site:.${PYTHONPATH:+:$PYTHONPATH}
 nvidia-smi >"$cache/logs/nvidia-smi.log" 2>&1
@@ -62,6 +66,7 @@ for each in "${stages[@]}"; do
             ${QUARTER_ARGS:-}) ;;
     esac
     echo "== $stage (at most $seconds s)"
+    rm -f "$out/$stage.json" # an earlier run's
     OUTCOMES=$out/$stage.json timeout -s INT -k 5 "$seconds" "${command[@]}" >"$log" 2>&1
     rc=$?
     [ $rc -eq 0 ] || failed=1

@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             value = max(row[at] for row in own) / (1024 if unit == "KiB" else 1)
             findings.append(Finding(f"{capability / 10}: most {what}", value, unit))
     write_result(
-        options.output, "kernels", "Registers, spills and shared memory of the Triton kernels",
+        options.output, "registers", "Registers, spills and shared memory of the Triton kernels",
         f"{len(by_kernel)} variants of {len({row[1] for row in rows})} kernels, compiled by Triton {version} and its "
         "ptxas without a GPU; the most over specialisations of a variant.",
         {**machine, "triton": version}, None, findings, {"options": shown(options), "kernels": by_kernel},

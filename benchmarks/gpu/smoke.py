@@ -22,6 +22,7 @@ from tests import tiny_families, tiny_vision
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.conftest import write_checkpoints
+from tests.generation.drafters.mtp.heads import write_heads
 
 from .stage import Stage
 
@@ -75,6 +76,8 @@ def smoke(stage: Stage) -> None:
         for kind in ("mtp", "eagle3", "dflash"):
             if kind in folders:
                 check(kind, lambda: tiny_llama().to(device, f32), kind, assistant_model=folders[kind])
+        own = Path(scratch) / "own"
+        check("mtp, hybrid", lambda: write_heads(own, "qwen3_5_text")[0].to(device, f32), "mtp")
     stage.measure("images", partial(_images, stage), needs=5.0)
     check("refill", llama, "self", {"max_batch_size": 3}, eos_token_id=[5, 6])
     check("greedy, repetition penalty", llama, "self", do_sample=False, repetition_penalty=1.1)

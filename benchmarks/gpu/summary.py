@@ -82,6 +82,13 @@ def table(rows: Sequence[Figure]) -> str:
     return "\n".join(lines)
 
 
+def other_cards(stages: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line that says so where another card measured than the one of the predictions; else nothing."""
+    card = json.loads((RESULTS / PREDICTED).read_text())["card"]
+    found = {each.get("machine", {}).get("accelerator") for each in stages.values()} - {None, card}
+    return f"Predictions are for {card}; measured on {', '.join(sorted(found))}.\n\n" if found else ""
+
+
 def _text(value: Number | None) -> str:
     if isinstance(value, tuple):
         return " to ".join(map(_text, value))
@@ -91,7 +98,7 @@ def _text(value: Number | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     stages = read_stages(Path(given[0]) if given else RESULTS)
-    print(table(figures(stages)))
+    print(other_cards(stages) + table(figures(stages)))
     for name, stage in stages.items():
         where = stage.get("machine", {}).get("accelerator") or "no GPU known: its numbers are not listed"
         left_out = f"; left out: {', '.join(stage['skipped'])}" if stage.get("skipped") else ""

@@ -94,6 +94,8 @@ def test_predictions_stand_beside_what_a_gpu_measured() -> None:
     assert factors.pop("qwen2.5-7b, B 1, T_q, ms") == 0.8 and factors.keys() == {"seconds"}
     assert rows["headline", "another, T_p, ms"].predicted is None  # listed all the same
     assert rows["static", "qwen2.5-7b, B 8, static, compiled, over_none"].measured is None
+    assert summary.other_cards(stages) == "Predictions are for NVIDIA H100 80GB HBM3; measured on a GPU.\n\n"
+    assert not summary.other_cards({"static": stages["static"], "grpo": result("grpo", {}, "NVIDIA H100 80GB HBM3")})
     empty = summary.table(summary.figures({}))
     assert "| headline | qwen2.5-7b, B 8, self, over_none | 1.4 to 1.65 | – | – |" in empty
 
@@ -107,6 +109,8 @@ def report(name: str, when: str, outcome: Any, text: str = "") -> pytest.TestRep
 
 def test_outcomes_are_kept_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.gpu.outcomes.EVERY", 0.0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     kept = Outcomes(tmp_path / "kernels.json")
     for each in (
         report("one", "setup", "passed"), report("one", "call", "passed"), report("two", "call", "failed", "1 != 2"),
@@ -118,7 +122,10 @@ def test_outcomes_are_kept_as_they_come(tmp_path: Path, monkeypatch: pytest.Monk
     assert found["measured"]["tests"] == {"passed": 1, "failed": 2, "skipped": 1}
     assert found["errors"]["tests/a.py::two"] == "1 != 2"
     kept.pytest_sessionfinish(1)
-    assert summary.read_stages(tmp_path)["kernels"]["status"] == "complete"
+    stages = summary.read_stages(tmp_path)
+    assert stages["kernels"]["status"] == "complete"
+    (seconds,) = (row for row in summary.figures(stages) if row.stage == "kernels")
+    assert seconds.predicted and seconds.measured is not None
 
 
 # ---- the script -----------------------------------------------------------------------------------------------------
@@ -175,3 +182,19 @@ def test_a_stage_that_hangs_loses_nothing_but_itself(tmp_path: Path) -> None:
     assert files == {"smoke.json", "headline.json", "grpo.json", "logs.tar.gz"}
     with tarfile.open(tmp_path / "out/logs.tar.gz") as archive:
         assert {"./smoke.log", "./headline.log", "./grpo.log"} <= set(archive.getnames())
+
+
+def test_nothing_of_an_earlier_run_is_left(tmp_path: Path) -> None:
+    """New wheels are installed, and a stage that dies before it writes has no result."""
+    python, wheel, old = tmp_path / "python", tmp_path / "wheels/a.whl", tmp_path / "out/grpo.json"
+    python.write_text('#!/usr/bin/env bash\n[ "$2" != pip ] || echo installed >>"$0.log"\n')
+    python.chmod(0o755)
+    for folder in (wheel.parent, old.parent):
+        folder.mkdir()
+    old.write_text("{}")
+    installed = []
+    for content in ("one", "one", "two"):
+        wheel.write_text(content)
+        assert script(tmp_path, "grpo=9", PYTHON=str(python), WHEELS=str(wheel.parent)).returncode == 0
+        installed.append(len(Path(f"{python}.log").read_text().split()))
+    assert installed == [1, 1, 2] and not old.exists()

@@ -32,7 +32,7 @@ UNTIMED = {"control_regret", "identity", "identity_grid", "kv_memory", "paper.sp
 LONG = ("paper.specactor",)  # whole clusters; tests/specactor simulates smaller ones
 GPU = {
     "headline": {"tiny, B 2", "tiny, bytes", "tiny, captured against eager"},
-    "smoke": {"exact, self", "images", "mtp", "eagle3", "dflash", "LoRA"},
+    "smoke": {"exact, self", "images", "mtp", "mtp, hybrid", "eagle3", "dflash", "LoRA"},
     "grpo": {"lesson", "ours", "TRL", "TRL, over ours"},
     **dict.fromkeys(("small", "batched", "static"), {"tiny, B 2"}),
     "exact": {"tiny, exact=True, B 2"},
