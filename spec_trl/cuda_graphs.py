@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,6 +10,9 @@ import torch
 
 
 T = TypeVar("T")
+CAPTURING = threading.Lock()
+"""Held during a capture, and by what launches on its stream: work in any thread that waits for the device would
+fail."""
 
 
 @functools.cache

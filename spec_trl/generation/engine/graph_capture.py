@@ -1,7 +1,6 @@
 """Captures CUDA graphs, checks them, limits their memory, and rounds shapes up to the buckets that are captured."""
 
 import math
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...cuda_graphs import capture, capture_stream
+from ...cuda_graphs import CAPTURING, capture, capture_stream
 
 
-CAPTURING = threading.Lock()
-"""Held during a capture: work in any thread that waits for the device would fail."""
 _TIMED_REPLAYS = 20
 _LITTLE = 2**30
 """Free bytes below which cached memory is freed before a capture, which cannot do that itself: logits of 64 rows x 6

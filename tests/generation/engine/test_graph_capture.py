@@ -9,6 +9,7 @@ import torch
 
 from spec_trl import cuda_graphs
 from spec_trl.generation.engine.graph_capture import CudaRecorder, _agree
+from spec_trl.quantization.kernels import kernel_times
 
 
 DEVICE = torch.device("cpu")
@@ -65,6 +66,20 @@ def test_memory_is_emptied_once_for_all_captures(free: SimpleNamespace) -> None:
     free.bytes = 1 << 20
     recorder.record(lambda: (torch.zeros(1), None))
     assert CALLS.count("empty") == 2
+
+
+def test_kernels_are_measured_while_nobody_captures(free: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All captures share a stream: what another call launches there would be part of this capture, or break it."""
+    monkeypatch.setattr(kernel_times, "capture_stream", cuda_graphs.capture_stream)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 1.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: event)
+    held: list[bool] = []
+    on_stream = torch.cuda.stream
+    monkeypatch.setattr(
+        torch.cuda, "stream", lambda stream: held.append(cuda_graphs.CAPTURING.locked()) or on_stream(stream)
+    )
+    kernel_times.time_replays("triton", 1, [lambda: torch.zeros(1)])
+    assert held == [True, True] and not cuda_graphs.CAPTURING.locked() and CALLS.count("begin") == 1
 
 
 def test_a_failing_capture_ends_and_leaves_its_stream(free: SimpleNamespace) -> None:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ....cuda_graphs import CAPTURING
 from ...configuration import Distillation, SpeculativeConfig
 from ...engine.accept import Integers, Proposal
 from ...engine.cache import RowStates
 from ...engine.drafter import DraftCost, Drafter, DraftSession
-from ...engine.graph_capture import CAPTURING
 from ...engine.noise import RoundNoise
 from ...engine.rows import Admission
 from ...engine.statistics import LearningStatistics
