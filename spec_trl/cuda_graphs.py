@@ -11,7 +11,8 @@ import torch
 
 T = TypeVar("T")
 CAPTURING = threading.RLock()
-"""Held during a capture: work in any thread that waits for the device would fail."""
+"""Held during a capture, and by what launches on its stream: work in any thread that waits for the device would
+fail."""
 
 
 @functools.cache

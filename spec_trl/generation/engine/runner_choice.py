@@ -101,7 +101,7 @@ def runner_for(
         graph_memory: bytes that captured forwards may take; None: `config.max_graph_memory`.
         exact: as of :func:`~spec_trl.generation.engine.shadow.make_shadow`. "auto" then compiles nothing: compiled
             layers round differently, and would replace others while rows are in flight.
-        has_states: whether layers keep states; "auto" compiles nothing then either.
+        has_states: whether layers keep states; nothing is compiled then: torch.compile does not trace their mixers.
         has_offsets: whether positions of some rows are not their columns (`RaggedCache.offsets`).
 
     Raises:
@@ -116,7 +116,7 @@ def runner_for(
         else:
             cache = (States if has_states else RaggedCache).for_network(model, rows, columns)
         return make(network, cache.with_offsets(model.device) if has_offsets else cache)
-    mode = "graph" if (exact or has_states) and mode == "auto" else mode
+    mode = "graph" if has_states or (exact and mode == "auto") else mode
     # Autocast sets the dtype of K/V.
     made_for = (mode, exact, config.max_graph_memory, autocast_dtype(model.device), *addresses(model))
     graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory

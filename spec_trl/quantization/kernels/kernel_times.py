@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...cuda_graphs import capture, capture_stream
+from ...cuda_graphs import CAPTURING, capture, capture_stream
 from ...hardware import hardware_name
 from ...json_files import read_json, write_json
 from ...user_cache import cache_directory, file_name, read_cached, save_cached
@@ -140,7 +140,7 @@ failed_kernels: set[str] = set()
 def time_replays(name: str, rows: int, calls: Sequence[Callable[[], Tensor]]) -> float:
     """The timer for a GPU: all calls captured in one CUDA graph, which is what a drafter replays."""
     device = calls[0]().device  # compiles what is compiled at first use
-    with torch.cuda.device(device):
+    with CAPTURING, torch.cuda.device(device):  # captures of other calls take the same stream
         stream = capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # so that libraries allocate workspaces here, not in a pool

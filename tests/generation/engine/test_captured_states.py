@@ -72,6 +72,15 @@ def test_no_replay_writes_to_what_a_commit_reads(tape: Tape, tmp_path: Path, mon
     assert len(taken) > 3 and result.statistics.total.drafted > 50
 
 
+def test_what_cannot_be_compiled_is_captured(tape: Tape, recwarn: pytest.WarningsRecorder) -> None:
+    """torch.compile does not trace mixers; the draft loop ran step by step for ever, uncaptured."""
+    network = make("qwen3_5_text")
+    result = generate(network, PROMPTS, "self", {"runner": "compiled", "draft_length": 3}, max_new_tokens=NEW)
+    assert tape.recorded == 3 and result.statistics.graphs == 2 and result.statistics.total.accepted > 20
+    assert not [each for each in recwarn if "captured" in str(each.message)]
+    release(network)
+
+
 def rounds_of(tape: Tape, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Numbers of replays, and of tensors sent for states, of each round from now on."""
     rounds, sends, sent, decode_round = list[tuple[int, int]](), list[Tensor](), memory.sent, Rollout.decode_round

@@ -1,5 +1,6 @@
 """Captures: what the host does for each on a pretended CUDA, and which ones a check refuses."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from spec_trl import cuda_graphs
 from spec_trl.generation.engine.graph_capture import CudaRecorder, GraphBudget
+from spec_trl.quantization.kernels import kernel_times
 
 
 DEVICE = torch.device("cpu")
@@ -69,6 +71,29 @@ def test_memory_is_emptied_once_for_all_captures(cuda: None) -> None:
 
     recorder.record(too_large)
     assert CALLS.count("empty") == 2 and CALLS.count("begin") == CALLS.count("end") == 8
+
+
+def _is_held() -> bool:
+    """Whether another thread could not capture now."""
+    with ThreadPoolExecutor(1) as other:
+        taken = other.submit(cuda_graphs.CAPTURING.acquire, blocking=False)
+        if taken.result():
+            other.submit(cuda_graphs.CAPTURING.release).result()
+        return not taken.result()
+
+
+def test_kernels_are_measured_while_nobody_captures(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All captures share a stream: what another call launches there would be part of this capture, or break it."""
+    monkeypatch.setattr(kernel_times, "capture_stream", cuda_graphs.capture_stream)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 1.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: event)
+    held: list[bool] = []
+    on_stream = torch.cuda.stream
+    monkeypatch.setattr(
+        torch.cuda, "stream", lambda stream: held.append(_is_held()) or on_stream(stream)
+    )
+    kernel_times.time_replays("triton", 1, [lambda: torch.zeros(1)])
+    assert held == [True, True] and not _is_held() and CALLS.count("begin") == 1
 
 
 def test_a_failing_capture_ends_and_leaves_its_stream(cuda: None) -> None:
