@@ -66,7 +66,7 @@ class MovedRows:
     def __init__(self, header: str, link: Link, requests: Sequence[Request]) -> None:
         note = json.loads(header)
         rank, rows = note["from"], note["rows"]
-        self._device = device = requests[0].row_device
+        self._device = device = requests[0].device or requests[0].prompt.device
         counts = [count for _, count, _, _ in rows]
         tokens = torch.empty(sum(counts), dtype=torch.int64, device=device)
         link.receive(tokens, rank).wait()

@@ -391,11 +391,11 @@ def control_for(
     options = vars(config) | {"seed": None, "best_of_n_assistants": None}
     key = f"{members} on {model.device} in {model.dtype}, {options}, {races}"
     entry = session.controls.get(key)
-    served = {drafter.strategy: drafter.max_rows for drafter in drafters}  # a first draft may lower it in both
     if (
         entry is None
         or entry.sources != (profile, ladder)
-        or any(served[candidate.name] != candidate.max_rows for candidate in entry.control.candidates)
+        # A first draft may lower it in both.
+        or any(a.max_rows != b.max_rows for a, b in zip(entry.control.candidates, drafters, strict=False))
     ):
         known = None if profile or ladder else find_known_rounds(model, drafters, config)
         config = config if races else replace(config, best_of_n_race=False)

@@ -191,10 +191,15 @@ def _joined_weight(layers: Sequence[Any]) -> JoinedWeight | None:
     for place, layer in enumerate(layers):
         if type(layer) is not QuantizedLinear or layer.joined is not layers[0].joined or layer.place != place:
             return None
-        if layer.passes_gradient or layer._forward_hooks or layer._forward_pre_hooks:
+        if layer.passes_gradient or not is_unwatched(layer):
             return None
     joined: JoinedWeight | None = layers[0].joined
     return joined if joined is not None and joined.parts == len(layers) else None
+
+
+def is_unwatched(module: nn.Module) -> bool:
+    """Whether a call of `module` runs the forward of its class alone: no hooks, no other forward."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def result_dtype(x: Tensor) -> torch.dtype:

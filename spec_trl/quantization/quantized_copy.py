@@ -15,7 +15,7 @@ from .awq import ActivationAware, ActivationStatistics
 from .experts import QuantizedExperts, holds_stacked_weights, inspect_experts, is_experts, matrices_of, matrix_names
 from .kernels import LayerSpec, PackedWeight, announce, check_kernel_name, make_packed
 from .kernels.native import Native
-from .linear import PackedLayer, QuantizedLinear, join
+from .linear import PackedLayer, QuantizedLinear, is_unwatched, join
 from .rtn import GROUP_SIZES, Scheme, find_scheme
 from .source_weight import SourceSpec, inspect_projection, is_projection, is_trained_copy, under_adapters
 
@@ -236,7 +236,7 @@ class _Builder:
             if share < LM_HEAD_SHARE:
                 return
         replacement: PackedLayer | str
-        if head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head):  # TRL's cast_lm_head_to_fp32
+        if not is_unwatched(head):  # TRL's cast_lm_head_to_fp32
             replacement = "its forward is patched or hooked, which a replacement would lose"
         elif not is_projection(head):
             replacement = f"a {type(head).__name__} is no linear layer"

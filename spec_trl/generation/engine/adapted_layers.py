@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...quantization.linear import is_unwatched
 from ...quantization.linear import project as project_packed
 from .cache import autocast_dtype
 from .linear_layers import is_known, weight_in_use
@@ -63,7 +64,7 @@ def only_multiplies(layer: Any) -> bool:
 
 
 def _watched_or_adapter(layer: Any) -> _Adapter | None:
-    return _adapter_of(layer) if isinstance(layer, AdaptedLinear) and _is_unwatched(layer) else None
+    return _adapter_of(layer) if isinstance(layer, AdaptedLinear) and is_unwatched(layer) else None
 
 
 def _adapter_of(layer: Any) -> _Adapter | None:
@@ -77,7 +78,7 @@ def _adapter_of(layer: Any) -> _Adapter | None:
     if drops or not casts or low.bias is not None or high.bias is not None:
         return None
     products = layer.base_layer, low, high
-    if not all(is_known(module) and _is_unwatched(module) for module in products) or not _is_unwatched(dropout):
+    if not all(is_known(module) and is_unwatched(module) for module in products) or not is_unwatched(dropout):
         return None
     if any(module.weight.dtype == torch.float64 for module in products):
         return None
@@ -102,7 +103,3 @@ def _add_adapters(x: Tensor, layers: list[Any], adapters: list[Any], gated: bool
         return None
     ys = [layer.base_layer(x).contiguous() for layer in layers]  # [..., out]
     return add_lora(x.contiguous(), ys, low, high, [each.scaling for each in adapters], dtype, gated)
-
-
-def _is_unwatched(module: nn.Module) -> bool:
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

@@ -69,7 +69,8 @@ class DraftSession:
     @property
     def text(self) -> Tensor | None:
         """`[B, W]` int64: the text that :meth:`draw` must be told to be seen, if `drawn_by` has a penalty."""
-        return self.pipeline.text if self.drawn_by is not None else None
+        penalised = self.pipeline.penalised
+        return None if penalised is None or self.keep_logits else penalised.of_rows()
 
     def draw(
         self,

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from ...cpu_products import ByRegisters
 from ...native_code import compiler, untraced
-from ...quantization.linear import QuantizedLinear
+from ...quantization.linear import QuantizedLinear, is_unwatched
 from . import cpu_layers
 from .adapted_layers import AdaptedLinear, only_multiplies, project, project_gated
 from .attention import ATTENTIONS, RAGGED_ATTENTION
@@ -61,16 +61,11 @@ class _Norm(_Fused):
         epsilon: float = getattr(self, self._eps_name)
         return epsilon
 
-    @property
-    def _how(self) -> list[Any]:
-        """Further arguments of kernels."""
-        return [] if self._shift is None else [self._shift]
-
     def forward(self, hidden_states: Tensor, *dtype: torch.dtype) -> Any:
         """`dtype`: of the result, if not that of the modules."""
         if not self._fit(hidden_states, self.weight) or self.weight.shape != hidden_states.shape[-1:]:
             return super().forward(hidden_states)
-        how = [*(dtype or [None]), *self._how] if dtype or self._how else []
+        how = [*(dtype or [None]), self._shift] if dtype or self._shift is not None else []
         return self._kernels.rms_norm(hidden_states.contiguous(), self.weight, self.epsilon, *how)
 
 
@@ -82,7 +77,7 @@ class _Mlp(_Fused):
 
     def forward(self, x: Tensor) -> Any:
         activation = getattr(self, self._activation)
-        gate_of = _gate_of(activation) if _is_unwatched(activation) else ""
+        gate_of = _gate_of(activation) if is_unwatched(activation) else ""
         product = None
         if gate_of == "silu_multiply" and len(self._inputs) == 2:
             product = project_gated(x, *(getattr(self, name) for name in self._inputs))
@@ -189,7 +184,7 @@ class _DecoderLayer(_Fused):
             return whole
         first, after, second, last = (getattr(self, name) if name else None for name in self._order)
         norms = [norm for norm in (after, second, last) if norm is not None]
-        fused = _are_fused(norms, hidden_states.shape[-1]) and "self_attn" in self._modules
+        fused = _are_fused(norms, hidden_states.shape[-1]) and hasattr(self, "self_attn")
         if args or not fused or not self._fit(hidden_states, *(norm.weight for norm in norms)):
             return super().forward(hidden_states, *args, **kwargs)
         given, dtype = hidden_states, self._narrow(hidden_states, self.self_attn)
@@ -208,10 +203,10 @@ class _DecoderLayer(_Fused):
             return total, total if before is None else before(total)
         given = x.contiguous(), residual.contiguous()
         if before is None:
-            total = self._kernels.norm_add(*given, after.weight, after.epsilon, *after._how)
+            total = self._kernels.norm_add(*given, after.weight, after.epsilon, after._shift)
             return total, total
         how: list[Any] = self._narrow(residual, self.mlp)
-        if after is not None or before._how:
+        if after is not None or before._shift is not None:
             how = [*(how or [None]), before._shift, *((after.weight, after.epsilon) if after is not None else ())]
         total, normed = self._kernels.add_rms_norm(*given, before.weight, before.epsilon, *how)
         return total, normed
@@ -371,17 +366,13 @@ def has_fused_sums(norm: nn.Module) -> bool:
 
 def _is_fused_norm(module: nn.Module) -> bool:
     """Whether `module` may be computed as part of a fused call."""
-    return isinstance(module, _Norm) and _is_unwatched(module)
+    return isinstance(module, _Norm) and is_unwatched(module)
 
 
 def _are_fused(norms: Sequence[Any], size: int) -> bool:
     """Whether norms, all of one kind, may be computed as part of a fused call over rows of `size`."""
     fused = all(_is_fused_norm(norm) and norm.weight.shape == (size,) for norm in norms)
     return fused and len({norm._shift for norm in norms}) <= 1
-
-
-def _is_unwatched(module: nn.Module) -> bool:
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _only_multiplies(module: nn.Module) -> bool:
@@ -391,7 +382,7 @@ def _only_multiplies(module: nn.Module) -> bool:
         return False
     layers = [getattr(module, name) for name in module._inputs]
     known = all(isinstance(layer, (QuantizedLinear, NarrowProduct)) or only_multiplies(layer) for layer in layers)
-    return known and all(map(_is_unwatched, [module, *layers]))
+    return known and all(map(is_unwatched, [module, *layers]))
 
 
 def _goes_with(x: Tensor, wide: Tensor) -> bool:

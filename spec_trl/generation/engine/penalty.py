@@ -66,27 +66,27 @@ class PenalisedText:
     """Text that `processor` looks at."""
 
     def __init__(self, processor: RepetitionPenaltyLogitsProcessor, view: PrefixView, batch_size: int) -> None:
-        self._processor, self._view, self._batch_size = processor, view, batch_size
+        self._processor, self._prefixes, self._batch_size = processor, view, batch_size
         self._made_for: object = None
         self._newest: Tensor
 
     def of_rows(self) -> Tensor:
         """`[B, W]` int64, `text` of :class:`Seen`: of the rows in flight, of committed tokens. The drafter and the
         target of a round share it."""
-        rows = self._view.rows
+        rows = self._prefixes.rows
         made_for = (rows.commits, *rows.indices)
         if made_for != self._made_for:
-            width = self._view.padded + int(rows.host_generated.max())
+            width = self._prefixes.padded + int(rows.host_generated.max())
             self._newest, self._made_for = self._before(None, rows.generated, width), made_for
         return self._newest
 
     def before(self, row: Sequence[int], widths: Sequence[int]) -> Tensor:
         """The same of prefixes of `row` with `widths`, n each."""
-        view = self._view
+        view = self._prefixes
         return self._before(view.on_device(row), view.on_device(widths) - view.padded, max(widths))
 
     def _before(self, row: Tensor | None, generated: Tensor, width: int) -> Tensor:
-        view = self._view
+        view = self._prefixes
         place = view.places[:width]
         hidden = place >= generated[:, None]  # [n, width]
         ignored = ignored_by(self._processor, view, self._batch_size, row)

@@ -163,6 +163,7 @@ class LogitsPipeline:
     Attributes:
         only_filters: what the processors are, where these are a repetition penalty, temperature, top-k, top-p and
             min-p; None: there are others.
+        penalised: the text that draws read, where `only_filters` has a penalty; None: they read more, or no text.
         may_refuse: whether one of them may raise on a prefix that it forbids.
     """
 
@@ -174,9 +175,10 @@ class LogitsPipeline:
             first += 1
         self._filters, self._before_filters = filters, processors[:first]
         self.only_filters = None if self._before_filters else filters
-        if [type(each) for each in self._before_filters] == [hf.RepetitionPenaltyLogitsProcessor]:
+        self.penalised: PenalisedText | None = None
+        if list(map(type, self._before_filters)) == [hf.RepetitionPenaltyLogitsProcessor]:
             self.only_filters = replace(filters, penalty=processors[0].penalty)
-            self._text = PenalisedText(processors[0], prefixes, batch_size)
+            self.penalised = PenalisedText(processors[0], prefixes, batch_size)
         self._prefixes, self._batch_size = prefixes, batch_size
         self._eos: dict[LogitsProcessor, Tensor] = {}  # [vocabulary] bool
         self._looks_at_prefixes = not set(map(type, processors)) <= {*_SCORES_ONLY}
@@ -230,13 +232,6 @@ class LogitsPipeline:
             step = list(range(offset, offset + count)) * batch
         return self._process(chosen, logits.flatten(0, 1), row, step).view(logits.shape)
 
-    @property
-    def text(self) -> Tensor | None:
-        """`[B, W]` int64: of the rows in flight, for draws that read nothing else of them; None: they read more, or no
-        text."""
-        by_penalty = self.only_filters is not None and self.only_filters.penalty is not None
-        return self._text.of_rows() if by_penalty else None
-
     def draw(
         self,
         logits: Tensor,
@@ -258,7 +253,7 @@ class LogitsPipeline:
         """Like :meth:`draw`, at all positions of a round `[B, γ + 1, vocabulary]`, as far as a row's drafts are the
         tokens drawn; `most` as of :meth:`process_verified`, None where no processor refuses a prefix."""
         if not self.may_refuse:
-            seen = None if (text := self.text) is None else Seen(text, proposal.tokens)
+            seen = None if self.penalised is None else Seen(self.penalised.of_rows(), proposal.tokens)
             if self._looks_at_prefixes and seen is None:
                 self._prefixes.rows.write(0, proposal.tokens)
             return self.draw(logits, noise, want_logprobs=want_logprobs, seen=seen)

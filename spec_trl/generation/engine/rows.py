@@ -80,11 +80,6 @@ class Request:
         return self.prompt.cpu().numpy().tobytes(), self.spans, self.images
 
     @property
-    def row_device(self) -> torch.device:
-        """The device of its rows."""
-        return self.device or self.prompt.device
-
-    @property
     def length(self) -> int:
         """Tokens of the prompt and of what was generated."""
         return len(self.prompt) + (0 if self.generated is None else len(self.generated))
@@ -92,7 +87,7 @@ class Request:
     def pieces(self, start: int, stop: int) -> list[Piece]:
         """Columns `start..stop` in the pieces in which a conversation computes them, so that K/V is the same if it is
         computed again."""
-        pieces, column, short = [], 0, SHORT_PROMPT if self.row_device.type == "cpu" else 0
+        pieces, column, short = [], 0, SHORT_PROMPT if (self.device or self.prompt.device).type == "cpu" else 0
         for first, end in (*self.spans, (len(self.prompt), self.length)):
             for begin, finish, generated in ((column, first, False), (first, end, True)):
                 if max(begin, start) < min(finish, stop):
@@ -296,16 +291,16 @@ class Rows:
         moved: dict[int, Request] = {}
         images: dict[int, ImagePrompt] = {}
         states: list[list[int]] = []  # [n, 5]
-        seen = set(row_of_prompt)
+        seen, longest = set(row_of_prompt), 0
         for request in requests:
-            key = request.text
+            key, longest = request.text, max(longest, len(request.prompt))
             (followers if key in seen and request.generated is None else leaders).append((key, request))
             if request.generated is None:  # else its K/V may not be here yet
                 seen.add(key)
         # Rows of similar length prefill with little padding.
         leaders.sort(key=lambda leader: (leader[1].images is None, leader[1].length))
         followers.sort(key=lambda follower: follower[1].images is not None)
-        texts = np.zeros((len(requests), max((len(request.prompt) for request in requests), default=0)), np.int64)
+        texts = np.zeros((len(requests), longest), np.int64)
         for text, (key, request) in zip(texts, leaders + followers, strict=True):
             text[: len(request.prompt)] = np.frombuffer(key[0], np.int64)
         self.tokens[first : first + len(texts), : texts.shape[1]] = sent(torch.from_numpy(texts), self.tokens.device)
@@ -325,7 +320,8 @@ class Rows:
             self.prompts.append(key[0])
             self.texts.append(key)
             self.indices.append(request.index)
-        self._state[:, first : first + len(states)] = sent(torch.tensor(states), self.tokens.device).T
+        new = torch.tensor(states).view(len(states), 5)
+        self._state[:, first : first + len(states)] = sent(new, self.tokens.device).T
         self.set_active(first + len(requests))
         columns = torch.arange(self.columns, device=self.tokens.device)  # [columns]
         positions = columns - self.prompt_lengths[first:, None]  # [n, columns]

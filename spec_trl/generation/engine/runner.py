@@ -174,8 +174,9 @@ class EagerRunner:
         """Like :meth:`forward`, but returns logits `[n, 1, vocab]` only at n `places`, pairs of row and token index of
         `tokens`. None without places."""
         self.forwards += 1
+        kept_logits = 1  # few, if it can
 
-        def run(kept_logits: int) -> tuple[Tensor, Tensor | None]:
+        def run() -> tuple[Tensor, Tensor | None]:
             return self._run(tokens, positions, columns, first_row, kept_logits, spans=self.uses_spans)
 
         def undo() -> None:
@@ -184,7 +185,7 @@ class EagerRunner:
             self.cache.forget(range(first_row, first_row + len(tokens)))
 
         if not places:
-            _, features = attended(self, lambda: run(1), undo)  # few logits, if it can
+            _, features = attended(self, run, undo)
             if features is not None:
                 self._tell(features, positions, first_row)
             return None
@@ -199,7 +200,7 @@ class EagerRunner:
         head = self.network.get_output_embeddings()
         hook = None if head is None else head.register_forward_pre_hook(narrow)
         try:
-            logits, features = attended(self, lambda: run(kept_logits), undo)
+            logits, features = attended(self, run, undo)
         finally:
             if hook is not None:
                 hook.remove()
