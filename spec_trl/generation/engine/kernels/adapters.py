@@ -191,7 +191,7 @@ def _lora_add(
     rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
     tile, warps = _tile(rows, dtype)
     sizes = [y.shape[-1] for y in ys]
-    outputs = 64 if dtype == torch.float32 and _block_of(a) > 32 else 128
+    outputs = 64 if dtype == torch.float32 and (gated or _block_of(a) > 32) else 128
     tiles = sum(triton.cdiv(size, outputs) for size in (sizes[:1] if gated else sizes))
     with torch.cuda.device_of(x):  # Triton launches on the current device
         _add[(triton.cdiv(rows, tile), tiles)](
