@@ -191,7 +191,9 @@ def _lora_add(
     rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
     tile, warps = _tile(rows, dtype)
     sizes = [y.shape[-1] for y in ys]
-    outputs = 64 if dtype == torch.float32 and (gated or _block_of(a) > 32) else 128
+    wide = dtype == torch.float32
+    # Others put some bytes on the stack.
+    outputs = 64 if wide and (_block_of(a) > 32 or (gated and ys[0].dtype == dtype)) else 128
     tiles = sum(triton.cdiv(size, outputs) for size in (sizes[:1] if gated else sizes))
     with torch.cuda.device_of(x):  # Triton launches on the current device
         _add[(triton.cdiv(rows, tile), tiles)](
