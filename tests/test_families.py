@@ -144,7 +144,7 @@ def kinds_of_layers(family: str, settings: dict[str, Any]) -> set[Any]:
 
 
 def _traits(name: str, module: nn.Module) -> Any:
-    values = {**vars(module), **dict(module.named_children())}
+    values = {**vars(module), **module._modules}
     numbers = {key: value for key, value in values.items() if not re.match("_|training|layer_(idx|id|number)", key)}
     flags = {
         (key, bool(value) if isinstance(value, int) else value)
