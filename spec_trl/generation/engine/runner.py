@@ -98,8 +98,7 @@ class EagerRunner:
     Attributes:
         forwards: since the generation began.
         eager_forwards: runs of the network's modules, warm-ups of captures included.
-        uses_spans: whether prompts attend under spans, and what a :class:`GraphRunner` captures.
-        is_exact: whether all forwards do, by the exact kernel.
+        uses_spans, is_exact: whether prompts, and what a :class:`GraphRunner` captures, attend under spans; or all.
         preparations: number of warm-up and capture forwards so far, those of the drafters' networks included.
         captured: number and bytes of captured forwards of this network and its drafters' networks.
     """
