@@ -79,10 +79,11 @@ class _Mlp(_Fused):
         activation = getattr(self, self._activation)
         gate_of = _gate_of(activation) if is_unwatched(activation) else ""
         product = None
-        if gate_of == "silu_multiply" and len(self._inputs) == 2:
-            product = project_gated(x, *(getattr(self, name) for name in self._inputs))
+        inputs = [getattr(self, name) for name in self._inputs]
+        if gate_of == "silu_multiply" and len(inputs) == 2 and self._kernels is not cpu_layers:
+            product = project_gated(x, *inputs)
         if product is None:
-            parts = project(x, *(getattr(self, name) for name in self._inputs))  # [..., intermediate]
+            parts = project(x, *inputs)  # [..., intermediate]
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
             fits = gate_of and self._fit(gate, up)
             product = getattr(self._kernels, gate_of)(gate, up) if fits else activation(gate) * up
@@ -160,7 +161,8 @@ class _Attention(_Fused):
             parts = list(parts[0].split([parts[0].shape[-1] - 2 * size, size, size], dim=-1))
         for index, name in enumerate(self._wide_norms):
             parts[index] = getattr(self, name)(parts[index])
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (part.view(shape) for part in parts)
         if not self._is_gated:
             return query, key, value, None
         query, gate = parts[0].unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
