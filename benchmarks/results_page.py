@@ -64,7 +64,7 @@ CLAIMS = {
     "identity_grid_bits": "rows",
     "sampler_mismatch": ": TRL's",
     "exact_logprobs": "forward with|both with|sampler, exact_logprobs",
-    "between_commits": "rows",
+    **dict.fromkeys(("between_commits", "between_commits_fused"), "rows"),
     **dict.fromkeys(("cpu_attention", "dense_linear", "states", "registers"), ""),
     "kv_memory": "K/V",
     "specactor": "SpecActor over veRL;",
