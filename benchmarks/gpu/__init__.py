@@ -1,1 +1,1 @@
-"""What must be measured on a GPU, in parts that each write one JSON: see `run_all.sh`."""
+"""What must be measured on a GPU, in stages that each write one JSON: see `quarter.sh`."""
