@@ -48,7 +48,7 @@ def smoke(stage: Stage) -> None:
     device, f32, bf16 = stage.device, torch.float32, torch.bfloat16
     kernel = {"draft_kernel": "triton" if device.type == "cuda" else "reference"}
     exact = {"exact": True} if device.type == "cuda" else {}
-    check = partial(_check, stage)
+    check = partial(check_case, stage)
 
     def llama(dtype: torch.dtype = f32, **sizes: Any) -> PreTrainedModel:
         return tiny_llama(**(WIDE | sizes)).to(device, dtype)
@@ -88,7 +88,7 @@ def smoke(stage: Stage) -> None:
         check(f"family {kind}", partial(family, kind), "self")
 
 
-def _check(
+def check_case(
     stage: Stage, name: str, make: Make, strategy: str, config: dict[str, Any] | None = None, *, calls: int = 1,
     drafts: bool | None = None, autocast: bool = False, bits: str = "", **options: Any,
 ) -> None:  # fmt: skip

@@ -56,11 +56,11 @@ def test_a_case_fails_where_nothing_was_drafted_or_log_probabilities_are_others(
 ) -> None:
     stage = tried(tmp_path)
     make = lambda: tiny_llama(max_position_embeddings=512)  # noqa: E731
-    smoke._check(stage, "drafts", make, "self", bits="same")
-    smoke._check(stage, "drafts nothing", make, "self", {"sd_toggle": "never"})
-    smoke._check(stage, "other bits", make, "self", {"seed": 1}, bits="same")
+    smoke.check_case(stage, "drafts", make, "self", bits="same")
+    smoke.check_case(stage, "drafts nothing", make, "self", {"sd_toggle": "never"})
+    smoke.check_case(stage, "other bits", make, "self", {"seed": 1}, bits="same")
     monkeypatch.setattr(smoke, "off", lambda *_: (0.02, 1e-4))
-    smoke._check(stage, "off", make, "self")
+    smoke.check_case(stage, "off", make, "self")
     right = {name: found["ok"] for name, found in stage.found.items()}
     assert right == {"drafts": True, "drafts nothing": False, "other bits": False, "off": False} and not stage.errors
     assert stage.found["drafts"]["drafted"] > 0 == stage.found["drafts nothing"]["drafted"]

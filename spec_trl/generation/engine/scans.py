@@ -351,7 +351,7 @@ class _Scanner:
         assert lengths is not None
         first, axis = next((given[name], axis) for name, axis in scan.axes.items() if given[name] is not None)
         tokens, pads = first.shape[axis], given.get("dt_limit", (0.0,))[0] <= 0
-        for length, rows in _groups(lengths, alone=first.device.type == "cpu", pads=pads):
+        for length, rows in prompt_groups(lengths, alone=first.device.type == "cpu", pads=pads):
             picked = slice(None) if len(rows) == len(lengths) else rows  # a list is sent to the device
             if min(lengths[row] for row in rows) < length:
                 taken = cache.taken(first.device)
@@ -398,7 +398,7 @@ class _Scanner:
         return given
 
 
-def _groups(lengths: Sequence[int], alone: bool, pads: bool) -> list[tuple[int, list[int]]]:
+def prompt_groups(lengths: Sequence[int], alone: bool, pads: bool) -> list[tuple[int, list[int]]]:
     """Rows that a scan runs over together, and its tokens: `alone`, one row each; all rows if it `pads`; otherwise
     those of one length. Rows of a length of 0 may be left out."""
     if alone:

@@ -42,8 +42,8 @@ def with_adapters(family: str, dtype: torch.dtype = torch.float32, **options: An
 def added(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each kernel added adapters to."""
     found: list[int] = []
-    add = adapters._lora_add
-    monkeypatch.setattr(adapters, "_lora_add", lambda *given: found.append(len(given[1])) or add(*given))
+    add = adapters.lora_add
+    monkeypatch.setattr(adapters, "lora_add", lambda *given: found.append(len(given[1])) or add(*given))
     return found
 
 

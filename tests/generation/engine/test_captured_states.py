@@ -109,7 +109,7 @@ def test_prompts_of_several_lengths_are_read_together(family: str, monkeypatch: 
     for module in network.modules():
         if is_limited and hasattr(module, "time_step_limit"):
             module.time_step_limit = (1.0, math.inf)
-    together, prompts = scans._groups, pad_left(random_rows([5, 9, 1, 12, 7, 3, 20, 2]))
+    together, prompts = scans.prompt_groups, pad_left(random_rows([5, 9, 1, 12, 7, 3, 20, 2]))
 
     def grouped(lengths: Sequence[int], alone: bool, pads: bool) -> list[tuple[int, list[int]]]:
         done = together(lengths, False, pads)
@@ -118,7 +118,7 @@ def test_prompts_of_several_lengths_are_read_together(family: str, monkeypatch: 
 
     options: dict[str, Any] = dict(do_sample=False, max_new_tokens=4)
     alone = generate(network, prompts, **options)
-    monkeypatch.setattr(scans, "_groups", grouped)
+    monkeypatch.setattr(scans, "prompt_groups", grouped)
     result = generate(network, prompts, **options)
     assert outputs(result) == outputs(alone)
     torch.testing.assert_close(result.logprobs, alone.logprobs, rtol=1e-5, atol=1e-6)

@@ -177,7 +177,7 @@ def lora_sums(x: Tensor, a: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 @operator("lora_add", _side_by_side)
-def _lora_add(
+def lora_add(
     x: Tensor,
     ys: Sequence[Tensor],
     a: Sequence[Tensor],
@@ -187,6 +187,7 @@ def _lora_add(
     parts: Tensor | None,
     gated: bool = False,
 ) -> Tensor:
+    """:func:`add_lora` of tensors that fit; `parts`: of :func:`lora_sums`; None: the kernel computes these sums."""
     out = _side_by_side(x, ys, a, b, scalings, dtype, parts, gated)
     rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
     tile, warps = _tile(rows, dtype)
@@ -246,7 +247,7 @@ def add_lora(
         )
     rows = x.numel() // inputs
     parts = lora_sums(x, a, dtype) if (rows + _block_of(a)) * inputs > _MOST_NUMBERS else None
-    return _lora_add(x, ys, a, b, scalings, dtype, parts, gated)
+    return lora_add(x, ys, a, b, scalings, dtype, parts, gated)
 
 
 def _filled(group: Sequence[T]) -> list[T]:
