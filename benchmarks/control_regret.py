@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spec_trl.scheduling.control import Candidate
-from spec_trl.scheduling.ledger import Drafts, Times
-from spec_trl.scheduling.planner import Planner
+from spec_trl.generation.planner.control import Candidate
+from spec_trl.generation.planner.ledger import Drafts, Times
+from spec_trl.generation.planner.planner import Planner
 
 from .control_worlds import CELLS, NOISES, PROBES, Bounds, Cell, Clock, Decoder, World, decode, noise_named
 from .measure import Finding, Options, begin, findings_table, shown, write_result

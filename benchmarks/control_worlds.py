@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from spec_trl.generation.engine.accept import draft_lengths
-from spec_trl.scheduling.control import Chain, Control
+from spec_trl.generation.engine.sampling.accept import draft_lengths
+from spec_trl.generation.planner.control import Chain, Control
 
 
 MOST_TOKENS, PROMPT = 256, 64  # of a completion at most, and of each prompt

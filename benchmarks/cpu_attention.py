@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_trl.generation.engine.attention import MaskPlan, ragged_attention
+from spec_trl.generation.engine.network.attention import MaskPlan, ragged_attention
 
 from .measure import Finding, Options, begin, shown, spread, times_in_turns, write_result
 from .models import DTYPES

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_trl import cpu_products
-from spec_trl.cpu_products import multiply_by_onednn
+from spec_trl.native import cpu_products
+from spec_trl.native.cpu_products import multiply_by_onednn
 
 from .measure import Finding, Options, begin, shown, spread, times_in_turns, write_result
 

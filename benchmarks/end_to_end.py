@@ -28,7 +28,7 @@ import transformers
 from tqdm import tqdm
 
 from spec_trl import SpecGRPOConfig
-from spec_trl.efficient_rollout.calibration import calibrate
+from spec_trl.papers.efficient_rollout.calibration import calibrate
 
 from .measure import Finding, Options, begin, fresh_cache, write_result
 from .models import DTYPES, check_targets, model_line, weights_line

@@ -32,8 +32,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from spec_trl import SpeculativeConfig
-from spec_trl.generation.configuration import Distillation, TTSScope
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.options import Distillation, TTSScope
 
 from .calls import Call, rotated
 from .measure import RESULTS, TINY_RESULTS, Options, begin, shown, stopwatch, write_result

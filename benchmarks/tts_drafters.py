@@ -9,15 +9,15 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from examples import train_drafter
-from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.drafters.trainable_drafter import TrainableDrafter
-from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
-from spec_trl.generation.drafters.tts.trained_weights import CORRECTION_RATE
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.options import Distillation
+from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
+from spec_trl.papers.test_time_speculation.trained_weights import CORRECTION_RATE
 
 
 KINDS = ("eagle3", "dflash", "model", "self")

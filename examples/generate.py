@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from spec_trl import SpeculativeConfig, SpeculativeOutput
 from spec_trl.cli.arguments import DTYPES, add_option, non_negative, whole_number
 from spec_trl.cli.loading import PROMPTS, find_device, load_model, pad_left, read_prompts, token_ids
-from spec_trl.generation.configuration import TTSDrafter, Verification
+from spec_trl.generation.options import TTSDrafter, Verification
 from spec_trl.generation.registry import needing_assistant, strategies, taking_assistant
 
 

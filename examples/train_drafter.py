@@ -38,7 +38,7 @@ from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from spec_trl.generation.drafters.dflash.dflash_network import DFlashConfig, DFlashNetwork, spaced_layers
 from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from spec_trl.generation.drafters.eagle3.eagle3_network import Eagle3Config, Eagle3Network
-from spec_trl.generation.engine.shadow import observe
+from spec_trl.generation.engine.network.shadow import observe
 from spec_trl.json_files import replacing
 
 

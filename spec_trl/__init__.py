@@ -6,10 +6,10 @@ Importing this package teaches `model.generate` the keyword `assistant_strategy`
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .generation.configuration import SpeculativeConfig
-from .generation.engine.accept import Proposal
 from .generation.engine.drafter import Drafter
+from .generation.engine.sampling.accept import Proposal
 from .generation.generate import SpeculativeOutput, install, speculative_decoding, uninstall
+from .generation.options import SpeculativeConfig
 from .generation.registry import register_drafter
 from .generation.session import release
 from .generation.strategies import refresh

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import spec_trl
-from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.generation.registry import strategies
 
 

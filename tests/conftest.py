@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from spec_trl.native_code import compiler
+from spec_trl.native.native_code import compiler
 
 
 TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2]))

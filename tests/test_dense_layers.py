@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from spec_trl import cpu_products
-from spec_trl.cpu_products import (
+from spec_trl.generation.engine.network.shadow import make_shadow
+from spec_trl.native import cpu_products
+from spec_trl.native.cpu_products import (
     DenseLinear,
     activation_class,
     by_registers,
@@ -18,8 +19,7 @@ from spec_trl.cpu_products import (
     has_instructions,
     warn_of_slow_dtype,
 )
-from spec_trl.generation.engine.shadow import make_shadow
-from spec_trl.native_code import compiler
+from spec_trl.native.native_code import compiler
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 

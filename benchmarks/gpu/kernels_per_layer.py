@@ -25,11 +25,11 @@ if not torch.cuda.is_available():
 from peft import LoraConfig, get_peft_model  # may import Triton
 
 from benchmarks.gpu.shapes import TINY, config_of, random_model
-from spec_trl.generation.engine import attention, fused_layers
-from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.linear_layers import make_copies
-from spec_trl.generation.engine.runner import EagerRunner
-from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.generation.engine.forwards.runner import EagerRunner
+from spec_trl.generation.engine.kv.cache import RaggedCache
+from spec_trl.generation.engine.network import attention, fused_layers
+from spec_trl.generation.engine.network.linear_layers import make_copies
+from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.quantization import quantize_projections
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 

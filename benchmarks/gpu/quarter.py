@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import spec_trl
-from spec_trl.generation.engine.model_costs import model_constants
+from spec_trl.generation.engine.forwards.model_costs import model_constants
 from spec_trl.generation.session import Session
 
 from . import shapes

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measure import Finding, Options, begin, shown, write_result
-from tests.generation.engine.kernels.ahead_of_time import TOLD_TO
+from tests.generation.engine.cuda.kernels.ahead_of_time import TOLD_TO
 
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from spec_trl.efficient_rollout.profile import Profile
-from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
-from spec_trl.efficient_rollout.sweep import Mode, Sample, check_samples, points
-from spec_trl.scheduling.model_constants import ModelConstants, ProfileKey
+from spec_trl.generation.planner.model_constants import ModelConstants, ProfileKey
+from spec_trl.papers.efficient_rollout.profile import Profile
+from spec_trl.papers.efficient_rollout.roofline import Coefficients, Roofline
+from spec_trl.papers.efficient_rollout.sweep import Mode, Sample, check_samples, points
 
 
 MICROSECOND = 1e-6  # their c_T, c_D, c_V are in µs per row

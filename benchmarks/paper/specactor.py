@@ -12,9 +12,9 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from spec_trl.cli.arguments import figure_file, table, whole_number
-from spec_trl.specactor.cluster import Cluster
-from spec_trl.specactor.commands.simulate import as_table, methods_for, read_cluster, workers_over_time
-from spec_trl.specactor.simulator import Method, Outcome, simulate
+from spec_trl.papers.specactor.cluster import Cluster
+from spec_trl.papers.specactor.commands.simulate import as_table, methods_for, read_cluster, workers_over_time
+from spec_trl.papers.specactor.simulator import Method, Outcome, simulate
 
 from ..measure import Finding, Options, begin, spread, write_result
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..generation.configuration import OPTIONS, SpeculativeConfig
+from ..generation.options import OPTIONS, SpeculativeConfig
 from ..generation.registry import needing_assistant
 
 

@@ -11,9 +11,9 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.requirements import check_lengths, check_model, position_limit
 from ..generation.generate import install
+from ..generation.options import SpeculativeConfig
 from ..hardware import hardware_name, instruction_set
 from ..measuring.known_rounds import find_profile
 from .arguments import MARGIN, table

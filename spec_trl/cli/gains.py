@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
-from ..generation.engine.family_hooks import cache_argument
-from ..generation.engine.noise import gumbel_noise, position_keys, stream_keys
+from ..generation.engine.network.family_hooks import cache_argument
+from ..generation.engine.sampling.noise import gumbel_noise, position_keys, stream_keys
 from ..generation.engine.statistics import SpeculationStatistics
+from ..generation.options import SpeculativeConfig
 from ..generation.session import Session
 from ..generation.strategies import make_drafters
 from ..papers import load
@@ -29,7 +29,7 @@ from .loading import pad_left
 
 
 if TYPE_CHECKING:
-    from ..efficient_rollout.profile import Profile
+    from ..papers.efficient_rollout.profile import Profile
 
 
 GENERATE = "generate"
@@ -92,7 +92,7 @@ class Way:
 
     @property
     def config(self) -> SpeculativeConfig:
-        """Options, as in :func:`~spec_trl.cli.bench.config_to_paste`."""
+        """Options, as in :func:`~.config_to_paste`."""
         return SpeculativeConfig(draft_length=self.draft_length, sd_toggle="always") if self.draft_length else _DEFAULT
 
     def __call__(
@@ -355,7 +355,7 @@ def _predicted(
     batch, name = len(work.prompts), way.drafter.strategy
     # Halfway through its completion a row has about its mean length over the rounds.
     length = fmean(len(p) + len(c) / 2 for call in calls for p, c in zip(work.prompts, call.completions, strict=True))
-    seconds = load("efficient_rollout.profile").roofline_rounds([way.drafter], profile)
+    seconds = load("papers.efficient_rollout.profile").roofline_rounds([way.drafter], profile)
     cycle = seconds({name: way.draft_length}, way.draft_length, batch, length)
     return tau * seconds({}, 0, batch, length) / cycle
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from ..papers import load
 
 
-_ER, _SA = "efficient_rollout.commands", "specactor.commands"
+_ER, _SA = "papers.efficient_rollout.commands", "papers.specactor.commands"
 COMMANDS = {
     "bench": ("cli", "measure what a model gains on this machine, and recommend a config"),
     "calibrate": (_ER, "measure this machine with a model and write a profile"),

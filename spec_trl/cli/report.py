@@ -21,7 +21,7 @@ from .plotting import Drawing
 
 
 if TYPE_CHECKING:
-    from ..efficient_rollout.profile import Profile
+    from ..papers.efficient_rollout.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _build(log: Run, profile: "Profile | None", margin: float, missing: str) -> 
     train = log.of("train")
     boundary, whose = None, ""
     if profile is not None:
-        figure = load("efficient_rollout.commands.boundary")
+        figure = load("papers.efficient_rollout.commands.boundary")
         points, idle = figure.points_of_run(train, profile.roofline)
         taus = figure.block_efficiency_of_run(train)
         if not points or not taus:  # the run never speculated: the calibration shows why
@@ -125,7 +125,7 @@ def _profile_of(log: Run, named: Path | None) -> "tuple[Profile | None, str]":
     """Returns the profile to draw with, or the reason why there is none. A profile that the user names must be
     readable; that of the run may be missing."""
     if named is not None:
-        return load("efficient_rollout.profile").Profile.load(named), ""
+        return load("papers.efficient_rollout.profile").Profile.load(named), ""
     if log.header.profile is None:
         return None, ""
     path = Path(log.header.profile)
@@ -134,7 +134,7 @@ def _profile_of(log: Run, named: Path | None) -> "tuple[Profile | None, str]":
     if not path.exists():
         return None, f"the run's profile {log.header.profile} is gone; name one with --profile."
     try:
-        return load("efficient_rollout.profile").Profile.load(path), ""
+        return load("papers.efficient_rollout.profile").Profile.load(path), ""
     except ValueError as error:
         warnings.warn(f"the run's own profile cannot be read: {error}", stacklevel=2)
         return None, "the run's profile cannot be read; name one with --profile."

@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-from ..generation.engine.cache import RowStates
+from ..generation.engine.kv.cache import RowStates
 from ..generation.engine.rows import Request
-from ..scheduling.shared_work import measured_send_seconds
+from ..generation.planner.shared_work import measured_send_seconds
 from .link import Link
 
 

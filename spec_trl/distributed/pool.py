@@ -8,7 +8,7 @@ import numpy as np
 
 from ..generation.engine.rollout import Rollout
 from ..generation.engine.rows import Request, RequestQueue
-from ..scheduling.shared_work import MoveCosts, dealt, rows_to_give, step_seconds
+from ..generation.planner.shared_work import MoveCosts, dealt, rows_to_give, step_seconds
 from .link import IDLE, Link
 from .moved_rows import MovedRows, Sending
 

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from ..generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from ..generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from ..generation.drafters.mtp.mtp_drafter import MtpDrafter
-from ..generation.engine.noise import stream_keys
-from ..generation.engine.shadow import decoder_layers, keep_states
+from ..generation.engine.network.shadow import decoder_layers, keep_states
+from ..generation.engine.sampling.noise import stream_keys
+from ..generation.planner.acceptance import MAX_DRAFT_LENGTH
 from ..json_files import replacing
-from ..scheduling.acceptance import MAX_DRAFT_LENGTH
 from .sequence_loss import TargetView, sequence_loss
 
 
@@ -61,7 +61,7 @@ class DrafterAdaptation:
     """Trains a drafter inline, with a separate optimizer.
 
     The loss is `hidden_weight` · hidden regression + `token_weight` · soft cross-entropy, over completion tokens
-    (:func:`~spec_trl.drafter_training.sequence_loss.sequence_loss`). A run with adaptation trains the same policy, bit
+    (:func:`~.sequence_loss`). A run with adaptation trains the same policy, bit
     for bit, as one without. The gradient is the mean over the ranks with something to learn from. A failure on one
     rank never ends the training: all ranks stop adapting with a warning, and the drafter's weights stay.
 

@@ -25,7 +25,7 @@ from ..generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from ..generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from ..generation.drafters.feature_drafter import FeatureDrafter
 from ..generation.drafters.target_parts import changed, in_dtype_of, logit_changes, plain_embedding
-from ..generation.engine.shadow import share_weights
+from ..generation.engine.network.shadow import share_weights
 from .whole_sequences import Unroll, block_states
 
 

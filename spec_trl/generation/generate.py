@@ -25,33 +25,33 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from ..cpu_products import warn_of_slow_dtype
-from ..native_code import untraced
+from ..native.cpu_products import warn_of_slow_dtype
+from ..native.native_code import untraced
 from ..random_state import draw_seed, keeping_generators
-from ..scheduling.control import Control
-from .configuration import SpeculativeConfig, check_combination, check_strategy
 from .engine import requirements
-from .engine.attention import keeps_states
-from .engine.cache import PAGE_COLUMNS, autocast_dtype
+from .engine.cuda.graph_capture import SMALLEST_COLUMNS
 from .engine.drafter import Drafter
-from .engine.graph_capture import SMALLEST_COLUMNS
-from .engine.image_prompts import IMAGES, ImagePrompt, have_offsets, image_prompts, take_inputs
-from .engine.linear_layers import copied_bytes
+from .engine.forwards.runner_choice import captures, exactness, free_for_cache, runner_for, runner_mode, takes_pool
+from .engine.kv.cache import PAGE_COLUMNS, autocast_dtype
+from .engine.kv.memory import check_memory, takes_memory_late
+from .engine.kv.pages import PagedCache
+from .engine.kv.row_memory import PagedRowMemory, RowMemory, RowNeeds, warn_of_little_memory
+from .engine.kv.states import state_bytes
 from .engine.lockstep import RolloutInStep
-from .engine.memory import check_memory, takes_memory_late
-from .engine.neutral_settings import override
-from .engine.noise import stream_keys
-from .engine.pages import PagedCache
-from .engine.processors import LogitsPipeline
+from .engine.network.attention import keeps_states
+from .engine.network.image_prompts import IMAGES, ImagePrompt, have_offsets, image_prompts, take_inputs
+from .engine.network.linear_layers import copied_bytes
 from .engine.record import Completion
 from .engine.requirements import check_input_ids, check_not_diverted
 from .engine.rollout import Rollout
-from .engine.row_memory import PagedRowMemory, RowMemory, RowNeeds, warn_of_little_memory
 from .engine.rows import PrefixView, Request, RequestQueue, Rows
-from .engine.runner_choice import captures, exactness, free_for_cache, runner_for, runner_mode, takes_pool
-from .engine.states import state_bytes
+from .engine.sampling.neutral_settings import override
+from .engine.sampling.noise import stream_keys
+from .engine.sampling.processors import LogitsPipeline
+from .engine.sampling.stopping import Stopping, must_run_in_step
 from .engine.statistics import SpeculationStatistics
-from .engine.stopping import Stopping, must_run_in_step
+from .options import SpeculativeConfig, check_combination, check_strategy
+from .planner.control import Control
 from .registry import check_use
 from .session import Session
 from .strategies import (
@@ -117,14 +117,14 @@ def speculative_decoding(
         logits_processor: prepared by `generate`; acts as in `generate`.
         stopping_criteria: prepared by `generate`; acts as in `generate`.
         generation_config: prepared by `generate`.
-        assistant_strategy: see :func:`~spec_trl.generation.configuration.check_strategy`.
+        assistant_strategy: see :func:`~.check_strategy`.
         speculative_config: options, a :class:`SpeculativeConfig` or a dict of its fields.
         drafter: a drafter or several, instead of those of the strategy.
         request_ids: B ints that key the noise with the seed; by default 0..B. Two calls with the same seed and ids
             sample the same tokens.
         control: decides in every round which drafters draft; by default made from the config.
         make_queue: makes the queue of requests. A queue may share them with other ranks
-            (:class:`~spec_trl.distributed.pool.SharedPool`); rows that another rank decodes have a length of 0 here.
+            (:class:`~.SharedPool`); rows that another rank decodes have a length of 0 here.
         model_kwargs: `attention_mask` and other inputs that `generate` prepares.
 
     Returns:

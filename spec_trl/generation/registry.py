@@ -13,7 +13,7 @@ T = TypeVar("T", bound=type)
 
 def register_drafter(kind: T) -> T:
     """Class decorator: `generate(assistant_strategy=kind.strategy)`, and the trainer, draft with `kind`, a
-    :class:`~spec_trl.generation.engine.drafter.Drafter`.
+    :class:`~.Drafter`.
 
     A class of the same module and name replaces the older one, as when a notebook's cell runs again.
 

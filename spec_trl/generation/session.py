@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .engine.training_marks import HOOK_DICTS, class_forward, held, lasting_attributes
+from .engine.network.training_marks import HOOK_DICTS, class_forward, held, lasting_attributes
 
 
 if TYPE_CHECKING:
-    from ..specactor.ladder import Ladder
+    from ..papers.specactor.ladder import Ladder
+    from .engine.cuda.graph_runner import GraphRunner
     from .engine.drafter import Drafter
-    from .engine.graph_runner import GraphRunner
     from .strategies import CachedControl
 
 
@@ -267,7 +267,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 class Snapshot:
     """Content of the modules of `network`: classes and forwards, attributes, elements of attributes that are
     containers, configs, and kind, dtype and device of tensors, but not their identity; and without the marks of
-    training (:mod:`~spec_trl.generation.engine.training_marks`).
+    training (:mod:`~spec_trl.generation.engine.network.training_marks`).
 
     Attributes:
         is_complete: False for a network with hooks, methods or closures as attributes, whose effect may change unseen,

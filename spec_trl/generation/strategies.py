@@ -14,25 +14,25 @@ from transformers import PreTrainedModel
 
 from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
 from ..papers import load
-from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
-from ..scheduling.ledger import CELL_ERROR, Drafts, Times
-from ..scheduling.planner import Planner
-from .configuration import SpeculativeConfig
-from .drafters.decoupled.decoupled_drafter import DecoupledDrafter
-from .drafters.decoupled.pipe import DraftThread, idle_cores
+from ..papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
+from ..papers.specactor.decoupled.pipe import DraftThread, idle_cores
+from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
 from .drafters.mtp.mtp_drafter import MtpDrafter, has_head
 from .drafters.self_copy import SelfDrafter
-from .drafters.tts.distilled_drafter import DistilledDrafter
 from .engine.drafter import Drafter
 from .engine.statistics import SpeculationStatistics
+from .options import SpeculativeConfig
+from .planner.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
+from .planner.ledger import CELL_ERROR, Drafts, Times
+from .planner.planner import Planner
 from .registry import CHOOSING, DRAFTERS, taking_assistant
 from .session import Session
 
 
 if TYPE_CHECKING:
-    from ..efficient_rollout.profile import Profile
-    from ..specactor.ladder import Ladder
-    from ..specactor.reconfiguration import RequestPlans
+    from ..papers.efficient_rollout.profile import Profile
+    from ..papers.specactor.ladder import Ladder
+    from ..papers.specactor.reconfiguration import RequestPlans
 
 
 Assistant: TypeAlias = "PreTrainedModel | str | None"
@@ -290,7 +290,7 @@ def _plans(
     profile = find_profile(model, replace(config, sd_toggle="measured"), capacity, length)  # profiles nothing
     if profile is None:
         return None
-    plans: RequestPlans[int] = load("specactor.reconfiguration").request_plans(
+    plans: RequestPlans[int] = load("papers.specactor.reconfiguration").request_plans(
         drafter, profile, config, acceptance, capacity, length, _drafting_share()
     )
     return plans
@@ -334,17 +334,17 @@ def make_control(
     costs: RoundSeconds
     times = Times(CELL_ERROR)
     if ladder is not None:
-        costs = load("specactor.ladder").LadderRounds(ladder, None if profile is None else profile.roofline)
+        costs = load("papers.specactor.ladder").LadderRounds(ladder, None if profile is None else profile.roofline)
         draft_lengths = [
             length for length in draft_lengths if all(length in ladder.draft_lengths(name, 1) for name in names)
         ]
     elif profile is not None:
-        costs = load("efficient_rollout.profile").roofline_rounds(drafters, profile)
+        costs = load("papers.efficient_rollout.profile").roofline_rounds(drafters, profile)
     else:
         assert known is not None
         costs, times = known.seconds, known.times
     if config.sd_toggle == "roofline" and profile is not None and len(drafters) == 1:
-        toggle: Control = load("efficient_rollout.toggle").RooflineToggle(candidates[0], costs, config.sd_margin)
+        toggle: Control = load("papers.efficient_rollout.toggle").RooflineToggle(candidates[0], costs, config.sd_margin)
         return toggle
     drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
     race, budget = config.best_of_n_race, config.best_of_n_budget

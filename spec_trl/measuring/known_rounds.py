@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
+from ..generation.options import SpeculativeConfig
+from ..generation.planner.ledger import ForwardSeconds, ProbedRounds, Times
 from ..json_files import read_json, write_json
 from ..papers import load
-from ..scheduling.ledger import ForwardSeconds, ProbedRounds, Times
 from ..user_cache import cache_directory, read_cached, save_cached
 from .machine import profile_key
 from .probe import probe
@@ -83,8 +83,8 @@ class _File:
 
 
 if TYPE_CHECKING:
-    from ..efficient_rollout.profile import Profile
-    from ..specactor.ladder import Ladder
+    from ..papers.efficient_rollout.profile import Profile
+    from ..papers.specactor.ladder import Ladder
 
 
 def find_profile(
@@ -94,12 +94,12 @@ def find_profile(
     max_length: int = 4096,
     extra_copy: Path | None = None,
 ) -> "Profile | None":
-    """Returns the profile that :func:`~spec_trl.efficient_rollout.profile_cache.find_profile` finds or makes."""
+    """Returns the profile that :func:`~.find_profile` finds or makes."""
     if config.sd_toggle == "measured" and config.roofline_profile is None:
         paths = cache_directory("profiles").glob("*.json")
         if all(path.name.endswith((".rounds.json", ".ladder.json")) for path in paths):
             return None
-    found: Profile | None = load("efficient_rollout.profile_cache").find_profile(
+    found: Profile | None = load("papers.efficient_rollout.profile_cache").find_profile(
         model, config, max_batch_size, max_length, extra_copy
     )
     return found
@@ -112,10 +112,10 @@ def find_ladder(
     max_batch_size: int,
     draft_lengths: Sequence[int],
 ) -> "Ladder | None":
-    """Returns the ladder that :func:`~spec_trl.specactor.ladder_calibration.find_ladder` finds or profiles."""
+    """Returns the ladder that :func:`~.find_ladder` finds or profiles."""
     if config.sd_toggle != "roofline" and not any(ladder_folder(config).glob("*.ladder.json")):
         return None
-    found: Ladder | None = load("specactor.ladder_calibration").find_ladder(
+    found: Ladder | None = load("papers.specactor.ladder_calibration").find_ladder(
         model, drafters, config, max_batch_size, draft_lengths
     )
     return found

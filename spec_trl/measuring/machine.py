@@ -3,14 +3,14 @@
 import torch
 from transformers import PreTrainedModel
 
-from ..generation.configuration import SpeculativeConfig
-from ..generation.engine.cache import autocast_dtype
-from ..generation.engine.runner_choice import runner_mode
+from ..generation.engine.forwards.runner_choice import runner_mode
+from ..generation.engine.kv.cache import autocast_dtype
+from ..generation.options import SpeculativeConfig
+from ..generation.planner.model_constants import ProfileKey
 from ..hardware import hardware_name
 from ..quantization.kernels import find_kernel
 from ..quantization.quantized_copy import choose_scheme, layer_specs
 from ..quantization.rtn import Scheme
-from ..scheduling.model_constants import ProfileKey
 
 
 NO_KERNEL = "none"
@@ -18,7 +18,7 @@ NO_KERNEL = "none"
 
 def profile_key(model: PreTrainedModel, config: SpeculativeConfig, measures: bool = False) -> ProfileKey:
     """Key of a profile for `model` on this machine. `measures`: whether times of kernels that are not known are
-    measured (:func:`~spec_trl.quantization.kernels.find_kernel`)."""
+    measured (:func:`~.find_kernel`)."""
     shape = model.config.get_text_config(decoder=True)
     parameters = sum(p.numel() for p in model.parameters())
     return ProfileKey(

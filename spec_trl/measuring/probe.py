@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.self_copy import SelfDrafter
-from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
-from ..generation.engine import runner_choice
-from ..generation.engine.cache import autocast_dtype
+from ..generation.engine.cuda.graph_capture import CudaRecorder, Outputs
 from ..generation.engine.drafter import Drafter
-from ..generation.engine.graph_capture import CudaRecorder, Outputs
-from ..generation.engine.linear_layers import lend_copies, take_copies_back
-from ..generation.engine.model_costs import model_constants
-from ..generation.engine.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
-from ..generation.engine.states import cache_for
+from ..generation.engine.forwards import runner_choice
+from ..generation.engine.forwards.model_costs import model_constants
+from ..generation.engine.forwards.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
+from ..generation.engine.kv.cache import autocast_dtype
+from ..generation.engine.kv.states import cache_for
+from ..generation.engine.network.linear_layers import lend_copies, take_copies_back
+from ..generation.options import SpeculativeConfig
+from ..generation.planner.ledger import ForwardSeconds, ProbedRounds
 from ..generation.session import Session
+from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
 from ..quantization.awq import ActivationAware
 from ..quantization.linear import QuantizedLinear
-from ..scheduling.ledger import ForwardSeconds, ProbedRounds
 
 
 TOKENS = (1, 4, 16, 64)  # of the forwards that are timed

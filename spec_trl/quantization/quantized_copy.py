@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..cpu_products import library
+from ..native.cpu_products import library
 from .awq import ActivationAware, ActivationStatistics
 from .experts import QuantizedExperts, holds_stacked_weights, inspect_experts, is_experts, matrices_of, matrix_names
 from .kernels import LayerSpec, PackedWeight, announce, check_kernel_name, make_packed
@@ -27,7 +27,7 @@ ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 DECAY_NAMES = ("in_proj_a", "in_proj_b", "b_proj", "dt_proj")
 # "auto" packs the lm_head from this share of the bytes of a draft step on: below it, the gain is under a quarter.
 LM_HEAD_SHARE = 1 / 3
-# Projections of the same input, in the families that `engine/fused_layers.py` knows.
+# Projections of the same input, in the families that `engine/network/fused_layers.py` knows.
 SIBLINGS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 LM_HEAD_CHOICES = ("auto", "dense", "packed")
 

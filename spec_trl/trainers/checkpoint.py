@@ -13,9 +13,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..generation.drafters.history import HistoryDrafter, damage_of
-from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
+from ..generation.planner.ledger import CELL_ERROR, Drafts, Times
 from ..json_files import read_json, replacing, write_json
-from ..scheduling.ledger import CELL_ERROR, Drafts, Times
+from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
 
 
 STATE_FILE = "rollout_state.json"
@@ -70,7 +70,7 @@ def only_for_speed(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DraftLengthState:
-    """State of one drafter's :class:`~spec_trl.efficient_rollout.draft_length.DraftLengthController`."""
+    """State of one drafter's :class:`~.DraftLengthController`."""
 
     draft_length: int
     block_efficiency: float

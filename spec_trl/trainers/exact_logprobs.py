@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
 
-from ..cpu_products import DTYPES
-from ..generation.configuration import SpeculativeConfig
-from ..generation.engine.attention import keeps_states
-from ..generation.engine.cache import autocast_dtype
-from ..generation.engine.noise import token_logprobs, widen
+from ..generation.engine.forwards.runner import EagerRunner
+from ..generation.engine.forwards.runner_choice import exactness, runner_for
+from ..generation.engine.kv.cache import autocast_dtype
+from ..generation.engine.network.attention import keeps_states
+from ..generation.engine.network.shadow import decoder_layers
 from ..generation.engine.requirements import policy_in
 from ..generation.engine.rows import Request, Rows
-from ..generation.engine.runner import EagerRunner
-from ..generation.engine.runner_choice import exactness, runner_for
-from ..generation.engine.shadow import decoder_layers
+from ..generation.engine.sampling.noise import token_logprobs, widen
+from ..generation.options import SpeculativeConfig
 from ..generation.session import Session, snapshot_of
-from ..native_code import compiler
+from ..native.cpu_products import DTYPES
+from ..native.native_code import compiler
 from .sampler_mismatch import is_comparable
 
 

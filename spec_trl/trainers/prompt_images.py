@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, ProcessorMixin
 
-from ..generation.engine.image_prompts import TOKEN_TYPES, check_family
+from ..generation.engine.network.image_prompts import TOKEN_TYPES, check_family
 from .rollout_options import RolloutOptions
 
 

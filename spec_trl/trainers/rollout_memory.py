@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from ..generation.engine.memory import forget_peak, peak_memory
+from ..generation.engine.kv.memory import forget_peak, peak_memory
 from ..generation.engine.requirements import policy_in
 from ..generation.session import capturing_session
 
@@ -51,7 +51,7 @@ class KeptGraphs:
     no token depends on it.
 
     Args:
-        setting: `keep_graphs`; with True and False :func:`~spec_trl.generation.generate.speculative_decoding` keeps or
+        setting: `keep_graphs`; with True and False :func:`~.speculative_decoding` keeps or
             frees it.
         device: of the training.
         in_place: whether weights have the same addresses in every rollout; else "auto" keeps nothing, since everything

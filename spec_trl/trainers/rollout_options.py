@@ -12,18 +12,11 @@ from torch import nn
 from transformers import GenerationConfig, Trainer
 
 from ..drafter_training.adaptation import ADAPTABLE
-from ..generation.configuration import (
-    OPTIONS,
-    SpeculativeConfig,
-    check_combination,
-    check_option,
-    check_strategy,
-    option,
-)
+from ..generation.options import OPTIONS, SpeculativeConfig, check_combination, check_option, check_strategy, option
+from ..generation.planner.acceptance import MAX_DRAFT_LENGTH
 from ..generation.registry import DRAFTERS, check_use, drafting_ahead, needing_assistant, taking_assistant
 from ..json_files import jsonable
 from ..papers import load
-from ..scheduling.acceptance import MAX_DRAFT_LENGTH
 from ..value_checks import did_you_mean, require_choice, require_folder_or_id
 from .checkpoint import DraftLengthState
 
@@ -31,7 +24,7 @@ from .checkpoint import DraftLengthState
 if TYPE_CHECKING:
     from trl import GRPOConfig as TrainerConfig
 
-    from ..efficient_rollout.draft_length import DraftLengthController
+    from ..papers.efficient_rollout.draft_length import DraftLengthController
 else:
     TrainerConfig = object
 
@@ -328,7 +321,7 @@ class RolloutOptions(TrainerConfig):
         chooses γ in each round."""
         controllers: dict[str, DraftLengthController] = {}
         for name in strategies if self.sd_toggle in ("always", "roofline") else ():
-            controllers[name] = load("efficient_rollout.draft_length").DraftLengthController(
+            controllers[name] = load("papers.efficient_rollout.draft_length").DraftLengthController(
                 self.draft_lengths, self.speculative_config().draft_length, self.draft_length_up,
                 self.draft_length_down, self.draft_length_patience,
             )  # fmt: skip

@@ -13,12 +13,12 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..distributed.draft_ranks import DraftRanks
 from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.engine.parked_rows import ParkedRows
 from ..generation.registry import CHOOSING
 from ..generation.strategies import policy_copies
+from ..papers.specactor.draft_ranks import DraftRanks
 from .rollout_options import RolloutOptions
 from .run_drafting import PROFILE_FILE, RunDrafting
 from .run_log import Mode, Record, RunHeader
@@ -86,7 +86,7 @@ class Rollouts:
     ) -> dict[int, Sampled]:
         """Returns the completions of this rank, by place in `turn`. The `policy` has whole weights, and is under the
         autocast of the training; the `tokenizer` pads, and reads stop strings; `images` are of this rank's rows
-        (:func:`~spec_trl.trainers.prompt_images.image_inputs`). All ranks must call it."""
+        (:func:`~.image_inputs`). All ranks must call it."""
         # Prompts are padded as on one rank, since some processors see the padding.
         padding, width = tokenizer.pad_token_id, max(map(len, turn.prompts))
         prompts = [turn.prompts[place] for place in turn.decoded]

@@ -14,27 +14,27 @@ from transformers import PreTrainedModel
 from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
 from ..drafter_training.adaptation import Adaptable, DrafterAdaptation
 from ..generation.drafters.history import HistoryDrafter
-from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
 from ..generation.engine.drafter import Drafter
+from ..generation.planner.control import Control
+from ..generation.planner.planner import Planner
 from ..generation.registry import CHOOSING
 from ..generation.session import Session, structure
 from ..generation.strategies import copy_again, make_control, make_drafters, policy_copies
 from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
 from ..measuring.machine import profile_key
 from ..papers import load
+from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
 from ..quantization.awq import ActivationStatistics
 from ..random_state import keeping_generators
-from ..scheduling.control import Control
-from ..scheduling.planner import Planner
 from .checkpoint import DraftLengthState, RankState, RolloutState, only_for_speed
 from .rollout_options import RolloutOptions
 from .step_totals import Durations
 
 
 if TYPE_CHECKING:
-    from ..efficient_rollout.draft_length import DraftLengthController
-    from ..efficient_rollout.profile import Profile
-    from ..specactor.ladder import Ladder
+    from ..papers.efficient_rollout.draft_length import DraftLengthController
+    from ..papers.efficient_rollout.profile import Profile
+    from ..papers.specactor.ladder import Ladder
 
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ class RunDrafting:
         """Returns the draft ladder, stored or profiled, or None."""
         ladder = find_ladder(policy, self.drafters, self.config, rows, lengths)
         if ladder is not None:
-            ladder.save(load("specactor.ladder").ladder_path(Path(self._args.output_dir) / PROFILE_FILE))
+            ladder.save(load("papers.specactor.ladder").ladder_path(Path(self._args.output_dir) / PROFILE_FILE))
         return ladder
 
     def _on_one_rank(self, measure: Callable[[], T]) -> T:

@@ -5,7 +5,7 @@ from typing import Any
 
 from trl import DistillationConfig, DistillationTrainer
 
-from ..generation.configuration import document
+from ..generation.options import document
 from .rollout_options import RolloutOptions
 from .speculative_rollouts import SpeculativeRollouts
 

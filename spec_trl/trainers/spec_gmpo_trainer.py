@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-from ..generation.configuration import document
+from ..generation.options import document
 from .rollout_options import RolloutOptions
 from .spec_grpo_trainer import SpecGRPOTrainer
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trl import GRPOConfig
 
-from ..generation.configuration import document
+from ..generation.options import document
 from .rollout_options import RolloutOptions
 
 

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationMixin, PreTrainedModel, Trainer
 from transformers.generation import BaseStreamer
 
-from ..generation.configuration import SpeculativeConfig, check_combination, check_strategy
-from ..generation.engine.attention import keeps_states
+from ..generation.engine.network.attention import keeps_states
 from ..generation.engine.requirements import check_model, policy_in, with_wrappers
 from ..generation.engine.rows import Request, RequestQueue
 from ..generation.generate import DEFAULTS, SpeculativeOutput, setting
+from ..generation.options import SpeculativeConfig, check_combination, check_strategy
 from ..generation.registry import check_use
 from ..generation.session import Session
 from ..generation.strategies import Assistant, check_probabilities, check_states, make_drafters, policy_copies
@@ -57,7 +57,7 @@ def speculate(
 
     Args:
         target: a trainer of transformers or TRL, or the model, which may be wrapped.
-        strategy: see :func:`~spec_trl.generation.configuration.check_strategy`.
+        strategy: see :func:`~.check_strategy`.
         assistant_model: of strategies that take one.
         output_dir: folder of the log, `rollout_log.jsonl`; by default the trainer's. A model alone has none. The first
             rank writes it, of its rollouts and steps.

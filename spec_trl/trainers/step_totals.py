@@ -13,7 +13,6 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from ..distributed.pool import SharedPool
-from ..generation.drafters.tts.distilled_drafter import DistilledDrafter
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.record import thin
 from ..generation.engine.statistics import (
@@ -27,8 +26,9 @@ from ..generation.engine.statistics import (
     added,
     slowest,
 )
+from ..generation.planner.control import Explanation, Tally
 from ..generation.strategies import policy_copies
-from ..scheduling.control import Explanation, Tally
+from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
 from .run_log import TIMELINES, Mode, RolloutRecord
 
 

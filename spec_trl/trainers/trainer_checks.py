@@ -24,11 +24,10 @@ from transformers import (
 )
 from trl.models import unwrap_model_for_generation
 
-from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.mtp.mtp_drafter import OWN, MtpDrafter, served_heads
 from ..generation.drafters.small_model import refuse_states
-from ..generation.engine.attention import keeps_states
-from ..generation.engine.neutral_settings import override
+from ..generation.engine.forwards.runner_choice import runner_mode
+from ..generation.engine.network.attention import keeps_states
 from ..generation.engine.requirements import (
     check_generation_config,
     check_lengths,
@@ -36,8 +35,9 @@ from ..generation.engine.requirements import (
     policy_in,
     position_limit,
 )
-from ..generation.engine.runner_choice import runner_mode
+from ..generation.engine.sampling.neutral_settings import override
 from ..generation.generate import move_stop_strings
+from ..generation.options import SpeculativeConfig
 from ..generation.strategies import check_assistants, check_device, check_states
 from ..papers import load
 from .prompt_images import check_datasets
@@ -129,7 +129,7 @@ def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorLi
     if args.draft_ranks and args.assistant_model is not None:
         refuse_states("assistant_model", args.assistant_model, f"draft_ranks={args.draft_ranks}", "draft_ranks=0")
     if args.roofline_profile is not None and Path(args.roofline_profile).exists():
-        load("efficient_rollout.profile").Profile.load(args.roofline_profile)
+        load("papers.efficient_rollout.profile").Profile.load(args.roofline_profile)
     check_datasets(trainer, policy)
     for name in ("train_dataset", "eval_dataset"):
         check_dataset(policy, settings, name, vars(trainer)[name], trainer._tokenize_prompts)

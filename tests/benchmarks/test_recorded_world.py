@@ -10,7 +10,7 @@ from benchmarks.control_worlds import Cell, Decoder, Noise, World, decode
 from benchmarks.recorded_world import RecordedMachine, RecordedWorld
 from spec_trl.generation.engine.record import Round, points_and_plans
 from spec_trl.generation.engine.statistics import RoundPoint
-from spec_trl.scheduling.control import Candidate, Chain, Control, Tally
+from spec_trl.generation.planner.control import Candidate, Chain, Control, Tally
 from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RunLog
 from tests.cli.sample_run import make_header, make_rollout
 

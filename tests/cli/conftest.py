@@ -9,8 +9,8 @@ import pytest
 from transformers import CLIPConfig, LlamaConfig, LlamaForCausalLM
 
 from spec_trl.cli.main import main
-from spec_trl.efficient_rollout.sweep import write_sweep
-from spec_trl.specactor.ladder import Ladder, Rung
+from spec_trl.papers.efficient_rollout.sweep import write_sweep
+from spec_trl.papers.specactor.ladder import Ladder, Rung
 from tests.cli.sample_run import make_profile, write_run
 from tests.conftest import tiny_llama
 

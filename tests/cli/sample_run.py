@@ -4,11 +4,11 @@ import math
 import random
 from pathlib import Path
 
-from spec_trl.efficient_rollout.profile import Profile
-from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
-from spec_trl.efficient_rollout.sweep import Sample
 from spec_trl.generation.engine.statistics import DraftCounts, PlanChange, RequestTimeline, RoundPoint
-from spec_trl.scheduling.model_constants import ModelConstants, ProfileKey
+from spec_trl.generation.planner.model_constants import ModelConstants, ProfileKey
+from spec_trl.papers.efficient_rollout.profile import Profile
+from spec_trl.papers.efficient_rollout.roofline import Coefficients, Roofline
+from spec_trl.papers.efficient_rollout.sweep import Sample
 from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RunHeader, RunLog, StepRecord
 
 

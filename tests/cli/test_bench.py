@@ -23,7 +23,7 @@ from spec_trl.cli.bench import EXACT, choose, config_to_paste, recommend
 from spec_trl.cli.gains import GENERATE, Call, Gain, Identity, Way, Work, compare
 from spec_trl.cli.main import main
 from spec_trl.cli.visits import NotEnoughTime, measure
-from spec_trl.generation.engine import runner_choice
+from spec_trl.generation.engine.forwards import runner_choice
 from spec_trl.generation.engine.statistics import SpeculationStatistics
 from spec_trl.measuring.machine import profile_key
 from spec_trl.user_cache import cache_directory

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spec_trl import SpeculativeOutput
-from spec_trl.distributed.draft_ranks import Channel, DraftRank, serve
-from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
-from spec_trl.generation.drafters.decoupled.worker import Kind
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine.accept import Proposal
-from spec_trl.generation.engine.noise import RoundNoise
+from spec_trl.generation.engine.sampling.accept import Proposal
+from spec_trl.generation.engine.sampling.noise import RoundNoise
+from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
+from spec_trl.papers.specactor.decoupled.worker import Kind
+from spec_trl.papers.specactor.draft_ranks import Channel, DraftRank, serve
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, generate, outputs
 from tests.generation.races import EOS, PROMPTS

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from spec_trl.distributed import pool, shared_rollouts
-from spec_trl.distributed.draft_ranks import DraftRanks
 from spec_trl.distributed.shared_rollouts import Sampled, SharedRollouts
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.rollout import Rollout
+from spec_trl.papers.specactor.draft_ranks import DraftRanks
 from tests.conftest import tiny_llama
 from tests.distributed.ranks import Helped, Patient, unfair
 from tests.generation.calls import generate, outputs, pad_left, random_rows

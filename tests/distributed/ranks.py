@@ -20,7 +20,7 @@ from torch import Tensor
 from spec_trl.distributed.link import Link
 from spec_trl.distributed.pool import SharedPool
 from spec_trl.generation.engine.rollout import Rollout
-from spec_trl.scheduling.control import Chain
+from spec_trl.generation.planner.control import Chain
 from tests.generation.races import Plans
 
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from spec_trl import SpeculativeOutput
-from spec_trl.generation.engine.noise import gumbel_noise, position_keys, stream_keys
+from spec_trl.generation.engine.sampling.noise import gumbel_noise, position_keys, stream_keys
 from spec_trl.generation.registry import CHOOSING
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from spec_trl.generation.drafters.history import HistoryDrafter
@@ -16,11 +15,12 @@ from spec_trl.generation.drafters.mtp.mtp_drafter import MtpDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
 from spec_trl.generation.engine import rollout
-from spec_trl.generation.engine.accept import Proposal
+from spec_trl.generation.engine.cuda.graph_drafts import CapturedLoop
 from spec_trl.generation.engine.drafter import Drafter, NetworkDraft
-from spec_trl.generation.engine.graph_drafts import CapturedLoop
+from spec_trl.generation.engine.sampling.accept import Proposal
+from spec_trl.generation.options import Distillation
+from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
 from tests.conftest import tiny_llama
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.scheduling.control import Candidate, Chain, Control, Tally
-from spec_trl.scheduling.ledger import Drafts, Times
-from spec_trl.scheduling.planner import Planner
+from spec_trl.generation.engine.sampling.accept import Proposal
+from spec_trl.generation.engine.sampling.noise import RoundNoise
+from spec_trl.generation.planner.control import Candidate, Chain, Control, Tally
+from spec_trl.generation.planner.ledger import Drafts, Times
+from spec_trl.generation.planner.planner import Planner
 from tests.generation.calls import pad_left, random_rows
 
 

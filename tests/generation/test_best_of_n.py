@@ -8,8 +8,8 @@ from transformers import LlamaForCausalLM
 from spec_trl import release
 from spec_trl.generation import generate as one_call
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.planner.ledger import ForwardSeconds, ProbedRounds
 from spec_trl.measuring import known_rounds
-from spec_trl.scheduling.ledger import ForwardSeconds, ProbedRounds
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, generate, outputs
 from tests.generation.conftest import Make

@@ -15,11 +15,11 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 import spec_trl
 from spec_trl.generation import session
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
+from spec_trl.generation.engine.cuda.graph_runner import GraphRunner
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.graph_runner import GraphRunner
+from spec_trl.generation.planner.planner import Planner
 from spec_trl.generation.session import Session
-from spec_trl.scheduling.planner import Planner
+from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, Prompts, generate, outputs, pad_left, random_rows
 

@@ -10,27 +10,27 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
-from spec_trl.efficient_rollout import profile_cache
-from spec_trl.efficient_rollout.profile import Profile, roofline_of
-from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
-from spec_trl.efficient_rollout.toggle import RooflineToggle
 from spec_trl.generation import strategies
-from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
-from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.model_costs import model_constants
+from spec_trl.generation.engine.forwards.model_costs import model_constants
+from spec_trl.generation.planner.admission import PlainRounds
+from spec_trl.generation.planner.control import AlwaysSpeculate, Chain, Control, NeverSpeculate
+from spec_trl.generation.planner.ledger import ForwardSeconds, ProbedRounds, Times
+from spec_trl.generation.planner.model_constants import ModelConstants, ProfileKey
+from spec_trl.generation.planner.planner import Planner
 from spec_trl.generation.session import Session
 from spec_trl.generation.strategies import control_for, make_control
 from spec_trl.measuring.known_rounds import KnownRounds
-from spec_trl.scheduling.admission import PlainRounds
-from spec_trl.scheduling.control import AlwaysSpeculate, Chain, Control, NeverSpeculate
-from spec_trl.scheduling.ledger import ForwardSeconds, ProbedRounds, Times
-from spec_trl.scheduling.model_constants import ModelConstants, ProfileKey
-from spec_trl.scheduling.planner import Planner
-from spec_trl.specactor import ladder_calibration
-from spec_trl.specactor.ladder import Ladder, Rung
+from spec_trl.papers.efficient_rollout import profile_cache
+from spec_trl.papers.efficient_rollout.profile import Profile, roofline_of
+from spec_trl.papers.efficient_rollout.roofline import Coefficients, Roofline
+from spec_trl.papers.efficient_rollout.toggle import RooflineToggle
+from spec_trl.papers.specactor import ladder_calibration
+from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
+from spec_trl.papers.specactor.decoupled.pipe import DraftThread
+from spec_trl.papers.specactor.ladder import Ladder, Rung
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.conftest import Clock, Make

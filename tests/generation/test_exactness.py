@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spec_trl import cpu_products, release
-from spec_trl.generation.engine import exactness
-from spec_trl.native_code import compiler
+from spec_trl import release
+from spec_trl.generation.engine.forwards import exactness
+from spec_trl.native import cpu_products
+from spec_trl.native.native_code import compiler
 from tests.conftest import STORY_MODEL, WIDE, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.engine.test_families import build

@@ -20,9 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from spec_trl.generation import session as sessions
 from spec_trl.generation.drafters import self_copy
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.generation.engine import runner_choice
 from spec_trl.generation.engine.drafter import DraftSession
-from spec_trl.generation.engine.memory import limited_groups
+from spec_trl.generation.engine.forwards import runner_choice
+from spec_trl.generation.engine.kv.memory import limited_groups
 from spec_trl.generation.session import Session, release, snapshot_of, structure
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows

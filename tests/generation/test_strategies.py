@@ -11,18 +11,18 @@ import torch
 from transformers import LlamaForCausalLM
 
 from spec_trl import release
-from spec_trl.efficient_rollout.profile import Profile
-from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.generation import generate as one_call
 from spec_trl.generation import strategies
-from spec_trl.generation.configuration import SpeculativeConfig
-from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
+from spec_trl.generation.options import SpeculativeConfig
+from spec_trl.papers.efficient_rollout.profile import Profile
+from spec_trl.papers.efficient_rollout.roofline import Coefficients, Roofline
+from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.trainers import trainer_checks
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs
-from tests.generation.drafters.decoupled.scripted import Chance, InTurn
 from tests.generation.races import PROMPTS
 from tests.generation.test_control import PROFILE
+from tests.papers.specactor.decoupled.scripted import Chance, InTurn
 from tests.trainers.harness import assert_same_training, train, train_plainly
 
 

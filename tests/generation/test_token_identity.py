@@ -18,13 +18,15 @@ from transformers import LlamaForCausalLM
 
 from spec_trl import release
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import guarded_drafters, processors, runner
-from spec_trl.generation.engine.accept import Proposal
+from spec_trl.generation.engine import guarded_drafters
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.filters import keep_top_p
+from spec_trl.generation.engine.forwards import runner
+from spec_trl.generation.engine.sampling import processors
+from spec_trl.generation.engine.sampling.accept import Proposal
+from spec_trl.generation.engine.sampling.filters import keep_top_p
 from spec_trl.generation.engine.statistics import DraftCounts, SpeculationStatistics
-from spec_trl.native_code import compiler
-from spec_trl.scheduling.control import Chain
+from spec_trl.generation.planner.control import Chain
+from spec_trl.native.native_code import compiler
 from tests.conftest import SHORT_PROMPT, WIDE, add_noise, tiny_llama
 from tests.generation import grammars
 from tests.generation.calls import Alternate, EndByPrefix, generate, outputs, pad_left, plain_decoding, random_rows

@@ -8,9 +8,9 @@ import pytest
 from spec_trl import SpeculativeConfig
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.planner.ledger import ForwardSeconds, Kind, ProbedRounds
 from spec_trl.measuring import known_rounds
 from spec_trl.measuring.known_rounds import FEWEST_ROUNDS, KnownRounds, find_known_rounds
-from spec_trl.scheduling.ledger import ForwardSeconds, Kind, ProbedRounds
 from tests.conftest import tiny_llama
 
 

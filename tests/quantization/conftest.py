@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from spec_trl.generation.engine.shadow import share_weights
+from spec_trl.generation.engine.network.shadow import share_weights
 from spec_trl.quantization import quantize_projections
 from spec_trl.quantization.kernels import LayerSpec, PackedWeight
 from spec_trl.quantization.quantized_copy import QuantizedNetwork

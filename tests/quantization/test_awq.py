@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spec_trl.generation.engine.shadow import share_weights
+from spec_trl.generation.engine.network.shadow import share_weights
 from spec_trl.quantization import QuantizedLinear, awq
 from spec_trl.quantization.awq import (
     OBSERVED_ROWS,

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers import PreTrainedModel
 
-from spec_trl.cpu_products import library
-from spec_trl.generation.engine.shadow import share_weights
+from spec_trl.generation.engine.network.shadow import share_weights
+from spec_trl.native.cpu_products import library
 from spec_trl.quantization import QuantizedLinear, kernels, quantize_projections, quantized_copy
 from spec_trl.quantization.kernels import LayerSpec, PackedWeight
 from spec_trl.quantization.kernels.kernel_times import KernelChoice

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from spec_trl.efficient_rollout import profile_cache as profiles_module
-from spec_trl.efficient_rollout.profile import Profile
-from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
-from spec_trl.generation.configuration import SpeculativeConfig
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import rollout
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.options import SpeculativeConfig
+from spec_trl.generation.planner.model_constants import ModelConstants
 from spec_trl.measuring.machine import profile_key
-from spec_trl.scheduling.model_constants import ModelConstants
-from spec_trl.specactor.ladder import Ladder, Rung
+from spec_trl.papers.efficient_rollout import profile_cache as profiles_module
+from spec_trl.papers.efficient_rollout.profile import Profile
+from spec_trl.papers.efficient_rollout.roofline import Coefficients, Roofline
+from spec_trl.papers.specactor.ladder import Ladder, Rung
 from spec_trl.trainers import run_drafting
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.harness import Run, make_run, tiny_dataset, tiny_policy

@@ -19,8 +19,8 @@ from torch import Tensor
 from spec_trl.drafter_training import adaptation
 from spec_trl.drafter_training.adaptation import DrafterAdaptation
 from spec_trl.drafter_training.sequence_loss import TargetView
-from spec_trl.generation.configuration import SpeculativeConfig
-from spec_trl.specactor.ladder import Ladder
+from spec_trl.generation.options import SpeculativeConfig
+from spec_trl.papers.specactor.ladder import Ladder
 from spec_trl.trainers import run_drafting
 from spec_trl.trainers.run_log import read_run
 from tests.trainers import test_prompt_images, trl_trainers

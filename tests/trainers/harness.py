@@ -28,10 +28,10 @@ from examples.demo.task import build_tokenizer
 from spec_trl import SpecDistillationTrainer, SpecGMPOTrainer, SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOTrainer
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.planner.control import Control
+from spec_trl.generation.planner.planner import Planner
 from spec_trl.generation.registry import CHOOSING
 from spec_trl.quantization.awq import ActivationStatistics
-from spec_trl.scheduling.control import Control
-from spec_trl.scheduling.planner import Planner
 from spec_trl.trainers.run_log import LOG_FILE, read_run
 from tests.conftest import TRANSFORMERS
 from tests.tiny_families import tiny_settings

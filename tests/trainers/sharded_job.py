@@ -77,7 +77,7 @@ SPECULATING: dict[str, Case] = {
     "loop": ({}, {}),  # shards as the trainer before it
     "online_dpo": ({"bf16": True, "learning_rate": 1e-3}, fsdp2()),
 }
-"""Trainers of TRL under :func:`spec_trl.speculate`, and a loop without a trainer."""
+"""Trainers of TRL under :func:`~.speculate`, and a loop without a trainer."""
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 
 

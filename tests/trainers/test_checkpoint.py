@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spec_trl.generation.drafters.history import HistoryDrafter
-from spec_trl.scheduling.ledger import CELL_ERROR, VERSION, Drafts, Times
+from spec_trl.generation.planner.ledger import CELL_ERROR, VERSION, Drafts, Times
 from spec_trl.trainers.checkpoint import STATE_FILE, DraftLengthState, RankState, RolloutState, find_checkpoint
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.harness import Run, tiny_dataset, train

@@ -27,7 +27,7 @@ from spec_trl import (
     SpecRLOOConfig,
     SpeculativeConfig,
 )
-from spec_trl.generation.configuration import OPTIONS
+from spec_trl.generation.options import OPTIONS
 from spec_trl.trainers.checkpoint import DraftLengthState
 from spec_trl.trainers.rollout_options import RolloutOptions
 from tests.generation.drafters.watching import make_checkpoint

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_trl.specactor.ladder import Ladder
+from spec_trl.papers.specactor.ladder import Ladder
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.ddp_job import look, same_batch, train_on_each_rank
 from tests.trainers.harness import Run, train

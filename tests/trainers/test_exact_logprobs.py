@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from spec_trl import SpecRLOOTrainer
-from spec_trl.native_code import compiler
+from spec_trl.native.native_code import compiler
 from tests.conftest import TRANSFORMERS
 from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.test_families import build

@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
-from spec_trl.generation.engine.foreign_layers import alike, is_foreign, stored
+from spec_trl.generation.engine.network.foreign_layers import alike, is_foreign, stored
 from tests.quantization.test_bitsandbytes import to_bitsandbytes
 from tests.trainers.harness import tiny_dataset, tiny_policy
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from spec_trl import SpecGRPOTrainer
-from spec_trl.generation.engine import neutral_settings
+from spec_trl.generation.engine.sampling import neutral_settings
 from spec_trl.trainers.run_log import read_run
 from tests.trainers.harness import tiny_policy
 from tests.trainers.script_of_recipes import OurConfig, StockConfig, main

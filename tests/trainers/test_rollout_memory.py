@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 from trl.distributed import DistributedBackend
 
-from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.generation.session import Session
 from spec_trl.trainers import rollout_memory
 from spec_trl.trainers.rollout_memory import KeptGraphs, whole_weights

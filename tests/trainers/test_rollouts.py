@@ -14,17 +14,17 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTraine
 
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
-from spec_trl.efficient_rollout import profile_cache as profiles_module
-from spec_trl.efficient_rollout.profile import Profile
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.engine import runner_choice
+from spec_trl.generation.engine.forwards import runner_choice
 from spec_trl.generation.engine.parked_rows import ParkedRows
 from spec_trl.generation.engine.statistics import SpeculationStatistics
-from spec_trl.scheduling.planner import Planner
-from spec_trl.specactor import ladder_calibration
+from spec_trl.generation.planner.planner import Planner
+from spec_trl.papers.efficient_rollout import profile_cache as profiles_module
+from spec_trl.papers.efficient_rollout.profile import Profile
+from spec_trl.papers.specactor import ladder_calibration
 from spec_trl.trainers import run_drafting
 from spec_trl.trainers.run_log import read_run
 from spec_trl.trainers.step_totals import RolloutTotals

@@ -24,8 +24,8 @@ from trl import GRPOTrainer
 import spec_trl
 from spec_trl import SpecGRPOTrainer
 from spec_trl.cli.main import main
-from spec_trl.generation.engine import neutral_settings
 from spec_trl.generation.engine.requirements import policy_in
+from spec_trl.generation.engine.sampling import neutral_settings
 from spec_trl.trainers.run_log import read_run
 from spec_trl.trainers.run_verdict import verdict_of
 from tests.trainers.conftest import ignore_round_times

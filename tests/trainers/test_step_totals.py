@@ -15,7 +15,7 @@ from spec_trl.generation.engine.statistics import (
     RoundPoint,
     SpeculationStatistics,
 )
-from spec_trl.scheduling.control import Tally
+from spec_trl.generation.planner.control import Tally
 from spec_trl.trainers import step_totals
 from spec_trl.trainers.run_log import RolloutRecord
 from spec_trl.trainers.step_totals import RolloutTotals, StepClock, metrics

@@ -21,10 +21,10 @@ from spec_trl import SpecGRPOTrainer
 from spec_trl.drafter_training.adaptation import STATE_FILE as ADAPTED_FILE
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine.accept import Proposal
-from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.scheduling.planner import Planner
-from spec_trl.specactor.ladder import Ladder
+from spec_trl.generation.engine.sampling.accept import Proposal
+from spec_trl.generation.engine.sampling.noise import RoundNoise
+from spec_trl.generation.planner.planner import Planner
+from spec_trl.papers.specactor.ladder import Ladder
 from spec_trl.trainers import run_verdict
 from spec_trl.trainers.checkpoint import STATE_FILE
 from spec_trl.trainers.run_verdict import verdict_of

@@ -17,11 +17,11 @@ from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 import spec_trl
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOTrainer
-from spec_trl.generation.drafters.tts import distilled_drafter
-from spec_trl.generation.engine import runner_choice
+from spec_trl.generation.engine.forwards import runner_choice
+from spec_trl.generation.engine.network.shadow import unwrapped
 from spec_trl.generation.engine.rollout import Rollout
-from spec_trl.generation.engine.shadow import unwrapped
 from spec_trl.generation.session import Session
+from spec_trl.papers.test_time_speculation import distilled_drafter
 from tests.conftest import STORY_MODEL
 from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.tape import Tape, install_tape

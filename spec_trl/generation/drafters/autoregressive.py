@@ -10,18 +10,18 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...quantization.linear import QuantizedLinear
-from ..engine.accept import Integers, Proposal
-from ..engine.attention import keeps_states
-from ..engine.cache import RowStates, autocast_dtype
 from ..engine.drafter import DraftSession, NetworkDraft
-from ..engine.linear_layers import lend_copies, take_copies_back
-from ..engine.memory import sent
-from ..engine.model_costs import kv_bytes
-from ..engine.noise import RoundNoise
+from ..engine.forwards.model_costs import kv_bytes
+from ..engine.forwards.runner import EagerRunner
+from ..engine.kv.cache import RowStates, autocast_dtype
+from ..engine.kv.memory import sent
+from ..engine.kv.states import cache_for, state_bytes
+from ..engine.network.attention import keeps_states
+from ..engine.network.linear_layers import lend_copies, take_copies_back
+from ..engine.network.shadow import decoder_layers
 from ..engine.rows import Admission
-from ..engine.runner import EagerRunner
-from ..engine.shadow import decoder_layers
-from ..engine.states import cache_for, state_bytes
+from ..engine.sampling.accept import Integers, Proposal
+from ..engine.sampling.noise import RoundNoise
 from .trainable_drafter import Canvas, TrainableDrafter
 
 
@@ -33,7 +33,7 @@ class NetworkDrafter(TrainableDrafter):
     """Drafts with a causal language model over a ragged cache.
 
     Args:
-        network: the drafting network, as :func:`~spec_trl.generation.engine.shadow.make_shadow` makes it.
+        network: the drafting network, as :func:`~.make_shadow` makes it.
         shares_target_cache: whether it reads the target's K/V. The K/V of drafts is written into the target's cache,
             where verification overwrites it (ER §E.2), or into a tail if it runs ahead (SA §4.1).
         made_of: networks with an equal tuple share captured forwards; None: only this network.

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...scheduling.acceptance import MAX_DRAFT_LENGTH
 from ...value_checks import require_folder_or_id
-from ..configuration import SpeculativeConfig
-from ..engine.accept import Proposal
-from ..engine.cache import RowStates, autocast_dtype
 from ..engine.drafter import DraftCost, DraftSession, Forward, NetworkDraft
-from ..engine.linear_layers import NarrowProduct
-from ..engine.noise import RoundNoise
+from ..engine.forwards.runner import COLUMN_BUCKET
+from ..engine.kv.cache import RowStates, autocast_dtype
+from ..engine.network.linear_layers import NarrowProduct
 from ..engine.rows import Admission
-from ..engine.runner import COLUMN_BUCKET
+from ..engine.sampling.accept import Proposal
+from ..engine.sampling.noise import RoundNoise
+from ..options import SpeculativeConfig
+from ..planner.acceptance import MAX_DRAFT_LENGTH
 from .checkpoints import (
     ConfigFile,
     load_exactly,

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-from ..engine.attention import FULL, SLIDING, ragged_attention
+from ..engine.network.attention import FULL, SLIDING, ragged_attention
 from .target_parts import is_padded
 
 
@@ -222,7 +222,7 @@ class FeatureNetwork(nn.Module):
     @torch.no_grad()
     def embed(self, tokens: Tensor, target: nn.Module) -> Tensor:
         """Embeddings `[B, n, hidden]` of `tokens` `[B, n]`, without gradients: its own, or those of the `target`
-        (:func:`~spec_trl.generation.drafters.target_parts.plain_embedding`)."""
+        (:func:`~.plain_embedding`)."""
         if self.embed_tokens is not None:
             # The target's vocabulary may have more rows of padding.
             target, tokens = self.embed_tokens, tokens.clamp(max=self.embed_tokens.num_embeddings - 1)

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...value_checks import require_value
-from ..configuration import SpeculativeConfig
-from ..engine.accept import Integers, Proposal
 from ..engine.drafter import Drafter, DraftSession
-from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
+from ..engine.sampling.accept import Integers, Proposal
+from ..engine.sampling.noise import RoundNoise
+from ..options import SpeculativeConfig
 from ..registry import register_drafter
 from .suffix_index import SuffixIndex
 

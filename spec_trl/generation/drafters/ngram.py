@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..configuration import SpeculativeConfig
-from ..engine.accept import Proposal
 from ..engine.drafter import Drafter
-from ..engine.noise import RoundNoise
+from ..engine.sampling.accept import Proposal
+from ..engine.sampling.noise import RoundNoise
+from ..options import SpeculativeConfig
 from ..registry import register_drafter
 
 

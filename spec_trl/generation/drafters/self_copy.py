@@ -15,12 +15,12 @@ from ...quantization import quantize_projections
 from ...quantization.awq import ActivationStatistics
 from ...quantization.kernels import PackedWeight
 from ...quantization.source_weight import modules_by_name
-from ..configuration import SpeculativeConfig
-from ..engine.accept import Proposal
-from ..engine.foreign_layers import is_foreign
-from ..engine.noise import RoundNoise
-from ..engine.shadow import make_shadow
-from ..engine.states import state_bytes
+from ..engine.kv.states import state_bytes
+from ..engine.network.foreign_layers import is_foreign
+from ..engine.network.shadow import make_shadow
+from ..engine.sampling.accept import Proposal
+from ..engine.sampling.noise import RoundNoise
+from ..options import SpeculativeConfig
 from ..registry import register_drafter
 from ..session import WeightState
 from .autoregressive import NetworkDrafter
@@ -34,7 +34,7 @@ _ONE_STREAM = {"humming", "marlin"}
 class SelfDrafter(NetworkDrafter):
     """A twin of the policy with quantized projections; all other modules share the policy's weights.
 
-    Arguments are those of :func:`~spec_trl.quantization.quantize_projections`; the policy is never changed. With
+    Arguments are those of :func:`~.quantize_projections`; the policy is never changed. With
     `packs_later` weights are quantized before the first draft; a copy that never drafts costs almost nothing.
 
     Attributes:
@@ -99,7 +99,7 @@ class SelfDrafter(NetworkDrafter):
 
     def refresh_if_changed(self) -> None:
         """Requantizes before the next draft if the policy's weights have changed since the last check
-        (:class:`~spec_trl.generation.session.WeightState`)."""
+        (:class:`~.WeightState`)."""
         self._may_have_changed = True
 
     def refresh_before_drafting(self, statistics: ActivationStatistics | None = None) -> None:

@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ...value_checks import require_folder_or_id
-from ..configuration import SpeculativeConfig
-from ..engine.attention import keeps_states
-from ..engine.cache import autocast_dtype
 from ..engine.drafter import DraftCost
-from ..engine.model_costs import model_constants
+from ..engine.forwards.model_costs import model_constants
+from ..engine.kv.cache import autocast_dtype
+from ..engine.network.attention import keeps_states
+from ..engine.network.shadow import make_shadow
 from ..engine.requirements import check_model, policy_in
-from ..engine.shadow import make_shadow
+from ..options import SpeculativeConfig
 from ..registry import register_drafter
 from ..session import addresses, structure
 from .autoregressive import NetworkDrafter

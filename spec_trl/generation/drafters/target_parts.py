@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..engine.shadow import share_weights
+from ..engine.network.shadow import share_weights
 
 
 # What families do to their logits after the head, by the config's key.

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..configuration import SpeculativeConfig
-from ..engine.cache import RaggedCache, ReplayCache
 from ..engine.drafter import Drafter
+from ..engine.kv.cache import RaggedCache, ReplayCache
+from ..options import SpeculativeConfig
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,19 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ...scheduling.acceptance import MAX_DRAFT_LENGTH
-from ..configuration import SpeculativeConfig
-from .accept import Integers, Proposal
-from .cache import RaggedCache, RowStates
-from .noise import Draw, RoundNoise, draw, stream_keys, widen
-from .penalty import Seen
-from .processors import Filters, LogitsPipeline, draw_processed
+from ..options import SpeculativeConfig
+from ..planner.acceptance import MAX_DRAFT_LENGTH
+from .kv.cache import RaggedCache, RowStates
 from .rows import Admission, PrefixView, Request, Rows
+from .sampling.accept import Integers, Proposal
+from .sampling.noise import Draw, RoundNoise, draw, stream_keys, widen
+from .sampling.penalty import Seen
+from .sampling.processors import Filters, LogitsPipeline, draw_processed
 from .statistics import LearningStatistics
 
 
 if TYPE_CHECKING:
-    from .runner import EagerRunner
+    from .forwards.runner import EagerRunner
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ class Drafter(CandidateGenerator):
 
 
 Drawing = Callable[[Tensor, RoundNoise | None, int, Draw | None, Seen | None], tuple[Draw, Tensor | None]]
-"""As :meth:`~spec_trl.generation.engine.drafter.DraftSession.draw`."""
+"""As :meth:`~.DraftSession.draw`."""
 
 Forward = Callable[[Tensor, Tensor, int], Tensor]
 """Takes tokens and columns `[B, q]` and the step of a draft, and returns logits `[B, q, V]`."""
@@ -337,7 +337,7 @@ class NetworkDraft:
         draw: of the session.
         show: called with the step and its tokens `[B, 1]`, for processors that read the text.
         drawn_by: of the session: such loops can be captured. None: otherwise.
-        text: `[B, W]` int64, of :class:`~spec_trl.generation.engine.penalty.Seen`, if a draw needs it.
+        text: `[B, W]` int64, of :class:`~.Seen`, if a draw needs it.
     """
 
     tokens: Tensor

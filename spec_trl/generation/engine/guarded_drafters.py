@@ -13,12 +13,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...scheduling.control import Control
-from ...scheduling.planner import SHARE
-from .accept import Integers
+from ..planner.control import Control
+from ..planner.planner import SHARE
 from .drafter import Drafter
+from .forwards.runner import EagerRunner
 from .rows import Rows
-from .runner import EagerRunner
+from .sampling.accept import Integers
 
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class _Lookup:
 class LookupEvaluation:
     """Estimates the acceptance of lookup drafters that do not draft. Sometimes those named by the control draft beside
     a round, and the control learns how far the committed text agrees. No forward runs, and no token depends on it. A
-    lookup pauses so that it takes at most :data:`~spec_trl.scheduling.planner.SHARE` of the time."""
+    lookup pauses so that it takes at most :data:`~.SHARE` of the time."""
 
     def __init__(self, control: Control, drafters: GuardedDrafters, vocabulary: int) -> None:
         self._control, self._drafters, self._vocabulary = control, drafters, vocabulary

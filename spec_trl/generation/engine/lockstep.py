@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...scheduling.control import Chain
-from .accept import Lanes, Outcome, Proposal, leading
-from .memory import sent
-from .noise import Draw, RoundNoise
+from ..planner.control import Chain
+from .kv.memory import sent
 from .rollout import Rollout
 from .rows import Admission
+from .sampling.accept import Lanes, Outcome, Proposal, leading
+from .sampling.noise import Draw, RoundNoise
 
 
 class RolloutInStep(Rollout):

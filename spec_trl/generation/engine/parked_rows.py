@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from operator import methodcaller
 from typing import TYPE_CHECKING
 
-from .cache import RowStates
-from .memory import free_memory
+from .kv.cache import RowStates
+from .kv.memory import free_memory
 from .rows import Admission, Request, Spans
 
 

@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduling.admission import PlainRounds, plain_rounds
-from ...scheduling.control import Chain, Control, Tally
-from .accept import Integers
+from ..planner.admission import PlainRounds, plain_rounds
+from ..planner.control import Chain, Control, Tally
 from .drafter import Drafter
+from .forwards.runner import EagerRunner
 from .rows import Request, Rows, prompt_key
-from .runner import EagerRunner
+from .sampling.accept import Integers
 from .statistics import (
     DEPTH_EDGES,
     MOST_CHANGES,
@@ -153,7 +153,7 @@ class Record:
         rounds: decoding rounds; the last one may be unfinished.
         tokens_read: prompt tokens read.
         completions: by request; None: it has not ended on this rank.
-        preemptions: see :class:`~spec_trl.generation.engine.statistics.SpeculationStatistics`.
+        preemptions: see :class:`~.SpeculationStatistics`.
         phase, phase_seconds: as of :class:`PhaseTimer`.
     """
 

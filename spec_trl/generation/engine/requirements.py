@@ -17,12 +17,12 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..session import Snapshot, snapshot_of
-from .attention import STATELESS, MaskPlan, keeps_states
-from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
-from .foreign_layers import check_foreign_layers
-from .scans import follows_states
-from .shadow import unwrapped
-from .training_marks import unfollowed_patch
+from .network.attention import STATELESS, MaskPlan, keeps_states
+from .network.family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
+from .network.foreign_layers import check_foreign_layers
+from .network.scans import follows_states
+from .network.shadow import unwrapped
+from .network.training_marks import unfollowed_patch
 
 
 if TYPE_CHECKING:

@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...scheduling.admission import AdmissionDelay
-from ...scheduling.control import Chain, Control
-from .accept import Lanes, Outcome, Proposal, draft_lengths, verify_rejection
+from ..planner.admission import AdmissionDelay
+from ..planner.control import Chain, Control
 from .drafter import Drafter, DraftSession
+from .forwards.runner import EagerRunner
 from .guarded_drafters import GuardedDrafters, LookupEvaluation, broken_logits, report_broken
-from .memory import free_memory, sent
-from .noise import Draw, NoiseAhead, RoundNoise, derive, position_keys
-from .processors import LogitsPipeline
+from .kv.memory import free_memory, sent
+from .kv.row_memory import RowMemory
 from .record import Completion, DraftedChains, Record
-from .row_memory import RowMemory
 from .rows import Admission, Request, RequestQueue, Rows
-from .runner import EagerRunner
+from .sampling.accept import Lanes, Outcome, Proposal, draft_lengths, verify_rejection
+from .sampling.noise import Draw, NoiseAhead, RoundNoise, derive, position_keys
+from .sampling.processors import LogitsPipeline
+from .sampling.stopping import Stopping
 from .statistics import SpeculationStatistics
-from .stopping import Stopping
 
 
 class Rollout:

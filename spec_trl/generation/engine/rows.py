@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .accept import Integers
-from .cache import RaggedCache, RowStates
-from .memory import check_memory, sent
-from .noise import position_keys
+from .kv.cache import RaggedCache, RowStates
+from .kv.memory import check_memory, sent
+from .sampling.accept import Integers
+from .sampling.noise import position_keys
 
 
 if TYPE_CHECKING:
-    from .image_prompts import ImagePrompt
+    from .network.image_prompts import ImagePrompt
     from .parked_rows import ParkedRow, ParkedRows
     from .rollout import Rollout
 

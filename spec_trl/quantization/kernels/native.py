@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ...cpu_products import CODE_BLOCK, MOST_ROWS, Matrix, library, multiply_matrix
-from ...native_code import untraced
+from ...native.cpu_products import CODE_BLOCK, MOST_ROWS, Matrix, library, multiply_matrix
+from ...native.native_code import untraced
 from .base import LayerSpec, PackedWeight, QuantizedRows
 from .reference import ReferenceInt8
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.paper.published import main, read_fit, read_sweep
-from spec_trl.efficient_rollout.commands.validate import read_config
-from spec_trl.efficient_rollout.fit import evaluate
-from spec_trl.efficient_rollout.profile import Profile
-from spec_trl.efficient_rollout.sweep import Sample, points
+from spec_trl.papers.efficient_rollout.commands.validate import read_config
+from spec_trl.papers.efficient_rollout.fit import evaluate
+from spec_trl.papers.efficient_rollout.profile import Profile
+from spec_trl.papers.efficient_rollout.sweep import Sample, points
 
 
 FOLDER = "data/efficientrollout"

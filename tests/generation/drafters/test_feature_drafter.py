@@ -26,8 +26,8 @@ from transformers.initialization import no_init_weights
 from spec_trl import release
 from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
+from spec_trl.generation.planner.control import Chain
 from spec_trl.generation.registry import DRAFTERS
-from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.dflash import reference as dflash

@@ -13,14 +13,14 @@ from transformers import LlamaForCausalLM
 
 import spec_trl
 from spec_trl.generation.engine.rollout import Rollout
+from spec_trl.generation.planner.ledger import ForwardSeconds, ProbedRounds
+from spec_trl.generation.planner.planner import Planner
 from spec_trl.generation.session import Session
 from spec_trl.measuring import known_rounds
 from spec_trl.quantization import kernels, quantized_copy
 from spec_trl.quantization.kernels import LayerSpec, PackedWeight, kernel_times
 from spec_trl.quantization.kernels.kernel_times import ROWS, KernelTable
 from spec_trl.quantization.kernels.reference import ReferenceInt4
-from spec_trl.scheduling.ledger import ForwardSeconds, ProbedRounds
-from spec_trl.scheduling.planner import Planner
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.engine.tape import Tape

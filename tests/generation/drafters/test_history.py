@@ -19,8 +19,8 @@ from spec_trl import release
 from spec_trl.generation.drafters.history import HistoryDrafter, RolloutHistory, Text
 from spec_trl.generation.drafters.suffix_index import SuffixIndex
 from spec_trl.generation.engine.rows import Request
+from spec_trl.generation.planner.control import Chain
 from spec_trl.generation.session import Session
-from spec_trl.scheduling.control import Chain
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.watching import begin_greedy
 from tests.generation.races import Plans

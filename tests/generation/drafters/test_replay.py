@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
-from spec_trl.generation.drafters.tts.distillation import distillation_loss
-from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
-from spec_trl.generation.engine.accept import Proposal
-from spec_trl.generation.engine.noise import RoundNoise
+from spec_trl.generation.engine.sampling.accept import Proposal
+from spec_trl.generation.engine.sampling.noise import RoundNoise
+from spec_trl.generation.options import Distillation
+from spec_trl.papers.test_time_speculation.distillation import distillation_loss
+from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
 from tests.generation.calls import generate, pad_left, random_rows
 from tests.generation.drafters.eagle3 import reference
 

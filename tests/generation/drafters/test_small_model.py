@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 from spec_trl.generation.drafters.autoregressive import CATCH_UP
 from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
 from spec_trl.generation.drafters.target_parts import check_sizes
-from spec_trl.generation.engine.accept import Proposal
-from spec_trl.generation.engine.row_memory import RowMemory
-from spec_trl.scheduling.control import Chain
+from spec_trl.generation.engine.kv.row_memory import RowMemory
+from spec_trl.generation.engine.sampling.accept import Proposal
+from spec_trl.generation.planner.control import Chain
 from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.watching import before, untouched

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from spec_trl.generation.drafters.autoregressive import CATCH_UP
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.scheduling.control import Chain
+from spec_trl.generation.planner.control import Chain
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.watching import (
     CONFIGS,

@@ -16,11 +16,11 @@ from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
 from spec_trl.generation.drafters.mtp.mtp_drafter import MtpDrafter
-from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.drafter import Drafter, DraftSession
-from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.generation.engine.processors import LogitsPipeline
 from spec_trl.generation.engine.rows import PrefixView, Rows
+from spec_trl.generation.engine.sampling.accept import Proposal
+from spec_trl.generation.engine.sampling.noise import RoundNoise
+from spec_trl.generation.engine.sampling.processors import LogitsPipeline
 from tests.conftest import tiny_llama
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3

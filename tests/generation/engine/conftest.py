@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from spec_trl.generation.engine import fused_layers
-from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.generation.engine.network import fused_layers
+from spec_trl.generation.engine.network.shadow import make_shadow
 
 
 @pytest.fixture

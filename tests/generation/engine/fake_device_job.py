@@ -22,15 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import spec_trl
-from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
-from spec_trl.generation.drafters.decoupled.worker import Kind
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.rollout import Rollout
-from spec_trl.scheduling.planner import Planner
+from spec_trl.generation.planner.planner import Planner
+from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
+from spec_trl.papers.specactor.decoupled.worker import Kind
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
-from tests.generation.drafters.decoupled.scripted import InTurn
 from tests.generation.engine.tape import install_tape
+from tests.papers.specactor.decoupled.scripted import InTurn
 from tests.tiny_families import make
 
 
@@ -82,7 +82,7 @@ class Audit(TorchDispatchMode):
         if not is_read and waits:
             (self.copies if self.is_round else self.outside)[_place()] += 1
         if not is_read and not waits and self.is_round:
-            self.sends[-1] += any(name in _place() for name in ("engine/states.py", "engine/scans.py"))
+            self.sends[-1] += any(name in _place() for name in ("engine/kv/states.py", "engine/network/scans.py"))
         if is_read and waits:
             self._wait()
         elif is_read:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation import generate as one_call
-from spec_trl.generation.engine import cache, pages, row_memory, runner_choice
-from spec_trl.generation.engine.pages import PagedCache
-from spec_trl.generation.engine.row_memory import RowNeeds
+from spec_trl.generation.engine.forwards import runner_choice
+from spec_trl.generation.engine.kv import cache, pages, row_memory
+from spec_trl.generation.engine.kv.pages import PagedCache
+from spec_trl.generation.engine.kv.row_memory import RowNeeds
 
 
 def install_pool(monkeypatch: pytest.MonkeyPatch, columns: int = 4, most: int | None = None) -> list[PagedCache]:

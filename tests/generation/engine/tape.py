@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from spec_trl import cpu_products
 from spec_trl.generation import session
-from spec_trl.generation.engine import cpu_states, runner_choice
-from spec_trl.generation.engine.graph_capture import Outputs, Recording
+from spec_trl.generation.engine.cuda.graph_capture import Outputs, Recording
+from spec_trl.generation.engine.forwards import runner_choice
+from spec_trl.generation.engine.network import cpu_states
+from spec_trl.native import cpu_products
 
 
 _WAITS_FOR_DEVICE = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)

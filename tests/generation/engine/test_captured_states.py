@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from spec_trl import release
-from spec_trl.generation.engine import memory, scans, states
+from spec_trl.generation.engine.kv import memory, states
+from spec_trl.generation.engine.network import scans
 from spec_trl.generation.engine.rollout import Rollout
 from tests.conftest import TRANSFORMERS
 from tests.generation.calls import generate, outputs, pad_left, random_rows

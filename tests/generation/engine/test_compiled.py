@@ -6,12 +6,12 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel, Qwen2Config
 
-from spec_trl.generation.drafters.tts.trained_weights import RowAdapters
-from spec_trl.generation.engine import graph_runner
-from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.graph_runner import compiled_twin
-from spec_trl.generation.engine.runner import EagerRunner
-from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.generation.engine.cuda import graph_runner
+from spec_trl.generation.engine.cuda.graph_runner import compiled_twin
+from spec_trl.generation.engine.forwards.runner import EagerRunner
+from spec_trl.generation.engine.kv.cache import RaggedCache
+from spec_trl.generation.engine.network.shadow import make_shadow
+from spec_trl.papers.test_time_speculation.trained_weights import RowAdapters
 from spec_trl.quantization import quantize_projections
 from tests.conftest import tiny_llama
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from spec_trl.generation.engine.drafter import DraftSession
-from spec_trl.generation.engine.processors import LogitsPipeline
 from spec_trl.generation.engine.rows import PrefixView, Request, Rows
+from spec_trl.generation.engine.sampling.processors import LogitsPipeline
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.grammars import EOS, WIDTH, Processor, Refused
 

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spec_trl.generation.engine import attention, fused_layers, graph_runner, runner_choice, shadow
-from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.linear_layers import ExactConv1D, ExactLinear, NarrowProduct, make_copies
-from spec_trl.generation.engine.pages import PagedCache
-from spec_trl.generation.engine.runner import EagerRunner
-from spec_trl.generation.engine.shadow import make_shadow, not_exact
+from spec_trl.generation.engine.cuda import graph_runner
+from spec_trl.generation.engine.forwards import runner_choice
+from spec_trl.generation.engine.forwards.runner import EagerRunner
+from spec_trl.generation.engine.kv.cache import RaggedCache
+from spec_trl.generation.engine.kv.pages import PagedCache
+from spec_trl.generation.engine.network import attention, fused_layers, shadow
+from spec_trl.generation.engine.network.linear_layers import ExactConv1D, ExactLinear, NarrowProduct, make_copies
+from spec_trl.generation.engine.network.shadow import make_shadow, not_exact
 from spec_trl.generation.session import Session
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.engine.tape import install_tape

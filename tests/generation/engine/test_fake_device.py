@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from spec_trl.native_code import compiler
+from spec_trl.native.native_code import compiler
 
 
 pytestmark = pytest.mark.slow

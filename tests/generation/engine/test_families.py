@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.scheduling.control import Chain
+from spec_trl.generation.planner.control import Chain
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows, reference_outputs
 from tests.generation.races import Knowing, Plans, raced
 

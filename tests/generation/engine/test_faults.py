@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from spec_trl.efficient_rollout.toggle import RooflineToggle
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.guarded_drafters import GuardedDrafters
-from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.scheduling.control import Candidate
-from spec_trl.scheduling.ledger import Drafts, Times
-from spec_trl.scheduling.planner import Planner
+from spec_trl.generation.engine.sampling.accept import Proposal
+from spec_trl.generation.engine.sampling.noise import RoundNoise
+from spec_trl.generation.planner.control import Candidate
+from spec_trl.generation.planner.ledger import Drafts, Times
+from spec_trl.generation.planner.planner import Planner
+from spec_trl.papers.efficient_rollout.toggle import RooflineToggle
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs
 from tests.generation.races import PROMPTS, Knowing

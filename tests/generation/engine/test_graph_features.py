@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from spec_trl import release
-from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.dflash.dflash_network import DFlashConfig
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
-from spec_trl.generation.drafters.tts.distilled_drafter import DistilledDrafter
-from spec_trl.generation.engine import graph_runner
-from spec_trl.generation.engine.attention import RAGGED_ATTENTION, ragged_attention
-from spec_trl.generation.engine.graph_capture import Outputs, Recording
-from spec_trl.generation.engine.graph_drafts import CapturedFeatures
-from spec_trl.scheduling.control import Chain
+from spec_trl.generation.engine.cuda import graph_runner
+from spec_trl.generation.engine.cuda.graph_capture import Outputs, Recording
+from spec_trl.generation.engine.cuda.graph_drafts import CapturedFeatures
+from spec_trl.generation.engine.network.attention import RAGGED_ATTENTION, ragged_attention
+from spec_trl.generation.options import Distillation
+from spec_trl.generation.planner.control import Chain
+from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
 from tests.conftest import tiny_llama
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
 from tests.generation.drafters.dflash import reference

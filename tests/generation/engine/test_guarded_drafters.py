@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from spec_trl.generation.engine import guarded_drafters
-from spec_trl.generation.engine.accept import Proposal
 from spec_trl.generation.engine.guarded_drafters import GuardedDrafters, LookupEvaluation
-from spec_trl.scheduling.planner import SHARE
+from spec_trl.generation.engine.sampling.accept import Proposal
+from spec_trl.generation.planner.planner import SHARE
 
 
 class Listener:

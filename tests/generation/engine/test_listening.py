@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.graph_capture import GraphBudget
-from spec_trl.generation.engine.graph_runner import GraphRunner
-from spec_trl.generation.engine.runner import EagerRunner
-from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.generation.engine.cuda.graph_capture import GraphBudget
+from spec_trl.generation.engine.cuda.graph_runner import GraphRunner
+from spec_trl.generation.engine.forwards.runner import EagerRunner
+from spec_trl.generation.engine.kv.cache import RaggedCache
+from spec_trl.generation.engine.network.shadow import make_shadow
 from tests.generation.engine.tape import Tape
 
 

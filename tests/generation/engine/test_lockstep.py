@@ -14,7 +14,7 @@ from transformers.generation import EosTokenCriteria, TopKLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
 from spec_trl import release
-from spec_trl.scheduling.control import Chain
+from spec_trl.generation.planner.control import Chain
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 from tests.generation.conftest import KINDS as DRAFTERS
 from tests.generation.conftest import Make

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 import spec_trl
 from spec_trl.generation import generate as one_call
-from spec_trl.generation.engine import runner_choice
+from spec_trl.generation.engine.forwards import runner_choice
 from spec_trl.generation.session import Session
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows

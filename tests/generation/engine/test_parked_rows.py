@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
-from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine import parked_rows
@@ -17,6 +15,8 @@ from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.parked_rows import ParkedRows
 from spec_trl.generation.engine.rows import Request, RequestQueue
 from spec_trl.generation.generate import SpeculativeOutput
+from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
+from spec_trl.papers.specactor.decoupled.pipe import DraftThread
 from tests.conftest import TRANSFORMERS
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.engine.pools import install_pool

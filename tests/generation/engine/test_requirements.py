@@ -31,8 +31,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from spec_trl import speculative_decoding
 from spec_trl.generation import strategies
-from spec_trl.generation.engine import cache, memory, neutral_settings
-from spec_trl.generation.engine.family_hooks import cache_argument
+from spec_trl.generation.engine.kv import cache, memory
+from spec_trl.generation.engine.network.family_hooks import cache_argument
+from spec_trl.generation.engine.sampling import neutral_settings
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows
 

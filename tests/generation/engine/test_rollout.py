@@ -14,18 +14,18 @@ from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from spec_trl.generation.drafters.decoupled.decoupled_drafter import DecoupledDrafter
-from spec_trl.generation.drafters.decoupled.pipe import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine.accept import Proposal
-from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.noise import RoundNoise
+from spec_trl.generation.engine.forwards.runner import EagerRunner
+from spec_trl.generation.engine.kv.cache import RaggedCache
+from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.generation.engine.rows import PrefixView, Request, RequestQueue, Rows
-from spec_trl.generation.engine.runner import EagerRunner
-from spec_trl.generation.engine.shadow import make_shadow
-from spec_trl.generation.engine.stopping import Stopping
-from spec_trl.scheduling import admission
-from spec_trl.scheduling.admission import AdmissionDelay
+from spec_trl.generation.engine.sampling.accept import Proposal
+from spec_trl.generation.engine.sampling.noise import RoundNoise
+from spec_trl.generation.engine.sampling.stopping import Stopping
+from spec_trl.generation.planner import admission
+from spec_trl.generation.planner.admission import AdmissionDelay
+from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
+from spec_trl.papers.specactor.decoupled.pipe import DraftThread
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows, reference_outputs
 from tests.generation.races import PROMPTS, ROWS
@@ -180,7 +180,7 @@ def test_texts_and_heads_are_read_together(
 ) -> None:
     """A row that another rank has begun has fewer columns to read than a shorter prompt, or none."""
     for name, limit in zip(("QUERIES_PER_FORWARD", "TOKENS_PER_FORWARD"), limits, strict=True):
-        monkeypatch.setattr(f"spec_trl.generation.engine.runner.{name}", limit)
+        monkeypatch.setattr(f"spec_trl.generation.engine.forwards.runner.{name}", limit)
     runner = EagerRunner(network := make_shadow(tiny), RaggedCache.for_network(network, rows=6, columns=32))
     rows, (short, long, other, copied) = Rows(6, 32, CPU), random_rows([6, 9, 8, 9])
     requests = [Request(0, short, 30, 0), Request(1, long, 30, 1), Request(2, long, 30, 2)]
@@ -223,7 +223,7 @@ def test_a_head_that_no_hook_narrows(
     expected, shapes = outputs(generate(tiny, TEXTS)), list[tuple[int, ...]]()
     model = kind(tiny.config).double().eval()
     model.load_state_dict(tiny.state_dict())
-    monkeypatch.setattr("spec_trl.generation.engine.runner._LOGITS_PER_FORWARD", 10 * 64)
+    monkeypatch.setattr("spec_trl.generation.engine.forwards.runner._LOGITS_PER_FORWARD", 10 * 64)
     prefill = EagerRunner.prefill
 
     def noting(self: EagerRunner, tokens: Tensor, *given: Any) -> Tensor | None:

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import memory, record
+from spec_trl.generation.engine import record
+from spec_trl.generation.engine.kv import memory
 from spec_trl.generation.engine.record import (
     LENGTH_BIN,
     Completion,
@@ -42,8 +43,8 @@ from spec_trl.generation.engine.statistics import (
     added,
     slowest,
 )
-from spec_trl.scheduling.admission import PlainRounds
-from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, Chain, Tally
+from spec_trl.generation.planner.admission import PlainRounds
+from spec_trl.generation.planner.control import AlwaysSpeculate, Candidate, Chain, Tally
 from tests.generation.calls import generate, pad_left, random_rows
 
 

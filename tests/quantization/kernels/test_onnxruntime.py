@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from spec_trl.generation.engine.shadow import share_weights
+from spec_trl.generation.engine.network.shadow import share_weights
 from spec_trl.quantization.kernels import QuantizedRows, find_kernel, make_packed
 from spec_trl.quantization.kernels.onnxruntime_int4 import OnnxRuntimeInt4, matmul_nbits_model
 from spec_trl.quantization.kernels.reference import ReferenceInt4

@@ -11,7 +11,7 @@ from spec_trl.quantization.kernels.base import join_rows
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.kernels.triton_int4 import TritonInt4
 from spec_trl.quantization.rtn import RoundToNearest
-from tests.generation.engine.kernels.ahead_of_time import CAPABILITIES, compile_for
+from tests.generation.engine.cuda.kernels.ahead_of_time import CAPABILITIES, compile_for
 from tests.quantization.conftest import layer_spec
 from tests.quantization.conftest import pack as pack_weight
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ...engine.attention import SLIDING, as_spans
+from ...engine.network.attention import SLIDING, as_spans
 from ..feature_network import (
     DECODER_KEYS,
     Attention,
@@ -178,7 +178,7 @@ class DFlashConfig(FeatureConfig):
 
     def spans(self, anchors: Tensor, table: Tensor | None) -> list[Tensor]:
         """The same masks as first and last column that a query sees: a block follows its context, so these columns are
-        contiguous. Made by :func:`~spec_trl.generation.engine.attention.as_spans`, with its `table`."""
+        contiguous. Made by :func:`~.as_spans`, with its `table`."""
         anchor = anchors[:, None]  # [B, 1]
         query = anchor + torch.arange(self.block_size, device=anchors.device)  # [B, n]
         start, end = torch.zeros_like(query), (anchor + self.block_size - 1).expand_as(query)  # [B, n] each

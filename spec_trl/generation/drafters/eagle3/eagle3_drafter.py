@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ...engine.accept import Integers
-from ...engine.attention import FULL, MaskPlan, as_spans, attended
 from ...engine.drafter import DraftSession, Forward
-from ...engine.memory import sent
+from ...engine.kv.memory import sent
+from ...engine.network.attention import FULL, MaskPlan, as_spans, attended
 from ...engine.rows import Admission
+from ...engine.sampling.accept import Integers
 from ...registry import register_drafter
 from ..autoregressive import CATCH_UP
 from ..feature_drafter import FeatureDrafter

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ...engine.attention import FULL
+from ...engine.network.attention import FULL
 from ..feature_network import (
     DECODER_KEYS,
     Attention,
@@ -117,7 +117,7 @@ class Eagle3Network(FeatureNetwork):
     checkpoints of speculators plain decoder layers follow it.
 
     It predicts the token after the pair's. Where the target has not been yet, the last layer's output takes the place
-    of r (`fed_back`). :class:`~spec_trl.generation.drafters.eagle3.eagle3_drafter.Eagle3Drafter` shows the pairs.
+    of r (`fed_back`). :class:`~.Eagle3Drafter` shows the pairs.
 
     Parameters have the names of the speculators format, in which `midlayer` is `layers.0`. Arguments are those of
     :class:`FeatureNetwork`, which takes the layers too.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...configuration import SpeculativeConfig
 from ...engine.drafter import DraftCost
+from ...options import SpeculativeConfig
 from ...registry import register_drafter
 from ..checkpoints import ConfigFile, read_config
 from ..eagle3.eagle3_drafter import Eagle3Drafter

@@ -15,7 +15,7 @@ from spec_trl import release
 from spec_trl.drafter_training.sequence_loss import TargetView, sequence_loss
 from spec_trl.generation.drafters.mtp import mtp_layouts as layouts
 from spec_trl.generation.drafters.mtp.mtp_drafter import MtpDrafter
-from spec_trl.generation.engine.shadow import observe
+from spec_trl.generation.engine.network.shadow import observe
 from tests.conftest import STORY_MODEL, TRANSFORMERS
 from tests.generation.calls import generate, outputs, pad_left, random_rows, reference_outputs
 from tests.generation.drafters.mtp.heads import LAYOUTS, add, random_head, write_heads

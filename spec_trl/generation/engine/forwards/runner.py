@@ -1,0 +1,450 @@
+"""Forwards: runs one network over a ragged cache, eagerly or with C++ on a CPU: prefill, verification, drafting."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import groupby
+from threading import get_ident
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from ....native.cpu_products import reading_prompts
+from ....native.native_code import compiler
+from ..drafter import Forward, NetworkDraft
+from ..kv.cache import RaggedCache, ReplayCache, autocast_dtype
+from ..kv.memory import sent
+from ..kv.states import cache_for
+from ..network.attention import EXACT_ATTENTION, MaskPlan, attended, calls_attention, keeps_states, reads_spans
+from ..network.cpu_layers import SCALARS
+from ..network.family_hooks import cache_argument
+from ..network.image_prompts import read_images
+from ..network.shadow import keep_states
+from ..requirements import position_limit
+from ..rows import Admission, Piece, Rows
+from ..sampling.accept import ChainLayout, Proposal
+
+
+# Attention reads columns up to the longest row, rounded up: kernels that are prepared per shape (oneDNN on CPU,
+# captured graphs on CUDA) need few shapes.
+COLUMN_BUCKET = 32
+# Tokens and columns of one prefill forward, padding included: they bound the memory of activations and masks.
+TOKENS_PER_FORWARD = 8192
+QUERIES_PER_FORWARD = 2048
+# Logits of one prefill forward of a network that names no head: half a GiB in float32.
+_LOGITS_PER_FORWARD = 2**27
+_facts: "WeakKeyDictionary[nn.Module, tuple[MaskPlan, int | None, str, bool]]" = WeakKeyDictionary()
+
+Heard = Callable[[Tensor, Tensor, int], None]
+TakeIn = Callable[[Tensor, Tensor], None]
+"""Stores features `[B, q, F]` at positions `[B, q]` in the network's cache, which points there."""
+Over = Callable[[int], Forward]
+"""Runs the forwards of one draft, with attention over the first columns, up to this number."""
+
+
+def _facts_of(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool]:
+    """Masks and limit of positions of `network`, the name of its cache argument, and whether it can compute only the
+    last logits. Read once per network: they are the same for shadows and their quantized twins."""
+    facts = _facts.get(network)
+    if facts is None:
+        _facts[network] = facts = (
+            MaskPlan.for_network(network), position_limit(network), cache_argument(network),
+            network._supports_logits_to_keep(),
+        )  # fmt: skip
+    return facts
+
+
+class FeatureRunner:
+    """Runs the network of a drafter that reads its target's hidden states, eagerly.
+
+    Args:
+        network: of the drafter.
+        cache: of the network, with the stored features.
+    """
+
+    is_exact = False
+    uses_spans = False
+    """Whether texts and drafts attend under spans (:meth:`~.MaskPlan.spans`)."""
+
+    def __init__(self, network: nn.Module, cache: RaggedCache) -> None:
+        self.network, self.cache = network, cache
+
+    def take_in(self, features: Tensor, positions: Tensor, first_row: int, keep: TakeIn) -> None:
+        """Calls `keep` to store the features of a forward of the target over the rows from `first_row` on."""
+        self.cache.point_at(positions, 0, first_row)
+        self.cache.table_to_read(len(positions))  # nothing is read: no pages are gathered
+        keep(features, positions)
+
+    def take_in_round(self, features: Tensor, positions: Tensor, keep: TakeIn) -> None:
+        """The same for a round, which verifies all rows in flight."""
+        self.take_in(features, positions, 0, keep)
+
+    def draft(self, draft: NetworkDraft, over: Over, columns: int) -> Proposal:
+        """Drafts, with attention over columns `0..columns`."""
+        return attended(self, lambda: draft.run(over(columns)))
+
+
+class EagerRunner:
+    """Runs forwards of a network as they are.
+
+    Args:
+        network: a shadow (:func:`~.make_shadow`) or its quantized twin.
+        cache: its K/V; a self-drafter shares that of its target.
+
+    Attributes:
+        forwards: since the generation began.
+        eager_forwards: runs of the network's modules, warm-ups of captures included.
+        uses_spans, is_exact: whether prompts, and what a :class:`GraphRunner` captures, attend under spans; or all.
+        preparations: number of warm-up and capture forwards so far, those of the drafters' networks included.
+        captured: number and bytes of captured forwards of this network and its drafters' networks.
+    """
+
+    preparations = 0
+    captured = 0, 0
+
+    def __init__(self, network: PreTrainedModel, cache: RaggedCache) -> None:
+        self.network = network
+        self.cache = cache
+        self.forwards = 0
+        self.eager_forwards = 0
+        self._masks, self._position_limit, self._cache_argument, self._keeps_last_logits = _facts_of(network)
+        self.uses_spans = reads_spans(network)
+        self.is_exact = self.uses_spans and network.config._attn_implementation == EXACT_ATTENTION
+        self._states: dict[int, Tensor] = {}
+        self._kept: tuple[int, ...] = ()  # layers whose hidden states hooks keep
+        self._listeners: list[tuple[tuple[int, ...], Heard]] = []
+        self._hooks: list[RemovableHandle] = []
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0, is_step: bool = False
+    ) -> Tensor:
+        """Runs `tokens` (`[B, q]` int64) of cache rows `first_row..first_row + B` at `positions` (`[B, q]` int64).
+
+        Writes their K/V, attends over columns `0..columns` and returns logits `[B, q, vocab]`. `is_step`: every row
+        feeds one token, which is not a draft.
+        """
+        self.forwards += 1
+        self.cache.feeds(is_step=is_step)
+        logits, features = self._run(tokens, positions, columns, first_row)
+        if features is not None:
+            self._tell(features, positions, first_row)
+        return logits
+
+    def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
+        """Drafts token by token; the first forward attends over columns `0..columns`, the next over one more."""
+        self.cache.begin_drafts(len(draft.tokens))
+        return draft.run(lambda tokens, positions, step: self.forward(tokens, positions, columns + step))
+
+    def forward_chains(self, layout: ChainLayout, columns: int) -> Tensor:
+        """Runs several chains per row at once over columns `0..columns`; returns logits `[B, W, vocab]`.
+
+        Listeners are called by :meth:`keep_chains`. All runners run it eagerly: races are a rollout's last rounds,
+        with many shapes.
+        """
+        self.forwards += 1
+        logits, features = self._run(layout.tokens, layout.positions, columns, places=layout.columns)
+        self._raced = layout, features
+        return logits
+
+    def keep_chains(self, slots: Tensor) -> None:
+        """Commits one chain per row of those that just ran, in `slots` (`[B, n]` int64) of the layout: moves its K/V
+        to the columns of its positions, and calls listeners with its hidden states."""
+        layout, features = self._raced
+        del self._raced
+        first = layout.columns[:, :1]  # [B, 1]
+        positions = first + torch.arange(slots.shape[1], device=slots.device)  # [B, n]
+        self.cache.move_columns(layout.columns.gather(1, slots), positions)
+        if features is not None:
+            features = features.gather(1, slots[..., None].expand(-1, -1, features.shape[2]))  # [B, n, F]
+            self._tell(features, positions, 0)
+
+    def prefill(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        columns: int,
+        first_row: int = 0,
+        places: Sequence[tuple[int, int]] = (),
+    ) -> Tensor | None:
+        """Like :meth:`forward`, but returns logits `[n, 1, vocab]` only at n `places`, pairs of row and token index of
+        `tokens`. None without places."""
+        self.forwards += 1
+        kept_logits = 1  # few, if it can
+
+        def run() -> tuple[Tensor, Tensor | None]:
+            return self._run(tokens, positions, columns, first_row, kept_logits, spans=self.uses_spans)
+
+        def undo() -> None:
+            if self.cache.has_states and positions[:, 0].any():
+                raise RuntimeError("the states of a row have taken in a part of its text")
+            self.cache.forget(range(first_row, first_row + len(tokens)))
+
+        if not places:
+            _, features = attended(self, run, undo)
+            if features is not None:
+                self._tell(features, positions, first_row)
+            return None
+        from_end = torch.tensor(places) - torch.tensor([0, tokens.shape[1]])  # the same after `logits_to_keep`
+        kept_logits = -int(from_end[:, 1].min())
+        at, thread = sent(from_end, tokens.device).unbind(1), get_ident()  # [n], [n]
+
+        def narrow(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
+            # A drafter that learns in another thread uses the head too.
+            return (inputs[0][at][:, None],) if get_ident() == thread else None  # [n, 1, hidden]
+
+        head = self.network.get_output_embeddings()
+        hook = None if head is None else head.register_forward_pre_hook(narrow)
+        try:
+            logits, features = attended(self, run, undo)
+        finally:
+            if hook is not None:
+                hook.remove()
+        if features is not None:
+            self._tell(features, positions, first_row)
+        is_narrow = logits.shape[:2] == (len(places), 1)  # else the network has no head, or does not call it
+        return logits if is_narrow else logits[at][:, None]
+
+    def read_prompts(self, rows: Rows, admission: Admission) -> tuple[int, Tensor | None]:
+        """Writes the K/V of admitted texts: prompts whole, equal prompts once; texts from another rank up to their
+        head; other texts without their last token, which the first round feeds.
+
+        Returns:
+            The number of tokens read, and logits `[n, 1, vocab]` after the prompts of the n rows in `admission.begun`,
+            or None.
+        """
+        lengths = admission.cached
+        for row, request in admission.moved.items():
+            lengths[row - admission.first] = request.head
+        known = {row: parked.columns for row, parked in admission.parked.items()} if admission.parked else {}
+        count, logits = sum(lengths[: admission.leaders]) - sum(known.values()), list[Tensor]()
+        if admission.images or self.cache.offsets is not None:
+            seen, logits = read_images(self.network, self.cache, admission, lengths)
+            known |= seen
+            self.forwards += len(seen)
+            self.eager_forwards += len(seen)
+        logits += self.read(rows, admission, lengths, known, admission.begun.keys() - admission.images.keys())
+        late = [row for row in admission.followers if admission.begun[row] == row]
+        # Logits of copies of prompts with images, the last ones, are known.
+        ends = [admission.images[row].logits for row in late if row in admission.images] if admission.images else []
+        if text := late[: len(late) - len(ends)]:
+            logits += self._read_ends(rows, admission, text)
+        logits += ends
+        return count, torch.cat(logits) if logits else None
+
+    def _read_ends(self, rows: Rows, admission: Admission, late: list[int]) -> list[Tensor]:
+        """Reads the last prompt tokens of the rows `late`, copies of rows that were in flight before, for the logits
+        after them. It reads them as prompts, for a step would sum in another order."""
+        logits: list[Tensor] = []
+        for is_short, group in groupby(range(late[0], late[-1] + 1), admission.ends_short):
+            between = list(group)
+            first, last = between[0], between[-1] + 1
+            positions = rows.lengths[first:last, None] - 1  # [n, 1]
+            longest = max(admission.lengths[first - admission.first : last - admission.first])
+            tokens = rows.tokens[first:last].gather(1, positions)  # [n, 1]
+            places = [(row - first, 0) for row in between if row in late]
+            with nullcontext() if is_short else reading_prompts():
+                ends = self.prefill(tokens, positions, longest, first, places)
+            if ends is not None:
+                logits.append(ends)
+        return logits
+
+    def read(
+        self, rows: Rows, admission: Admission, lengths: list[int], known: Mapping[int, int],
+        ends: Collection[int] = (),
+    ) -> list[Tensor]:  # fmt: skip
+        """Writes the K/V of the first `lengths` columns of the admitted rows, except the `known` first columns by row;
+        returns logits `[n, 1, vocab]` of the last columns of leaders in `ends`."""
+        logits, first = list[Tensor](), admission.first
+        self.cache.reserve(lengths[: admission.leaders], first)
+        self.cache.forget([row for row in range(first, first + len(lengths)) if not known.get(row)])
+        most, queries = TOKENS_PER_FORWARD, QUERIES_PER_FORWARD
+        if ends and self.network.get_output_embeddings() is None:  # a forward may then compute logits of all tokens
+            vocabulary: int = self.network.config.get_text_config(decoder=True).vocab_size
+            most = min(most, max(_LOGITS_PER_FORWARD // vocabulary, 1))
+            queries = min(queries, most)
+        leaders = zip(admission.requests[: admission.leaders], lengths, strict=False)
+        pieces = [request.pieces(known.get(row, 0), end) for row, (request, end) in enumerate(leaders, first)]
+        start = 0
+        while start < admission.leaders:
+            group, end, width, furthest = list(pieces[start]), start + 1, 0, 0
+            # Prompts of one kind are read together, if padding stays within the rows; other texts piece by piece.
+            together = len(group) == 1 and not group[0].generated
+            while together and end < admission.leaders and len(pieces[end]) == 1:
+                (piece,) = pieces[end]
+                length = piece.end - piece.first
+                width, furthest = max(width, group[0].end - group[0].first, length), max(furthest, piece.first)
+                fits = (len(group) + 1) * width <= most and max(furthest, group[0].first) + width <= rows.columns
+                in_order = width <= queries or width == length  # of rows, their logits come
+                if not (fits and in_order) or piece[2:] != group[0][2:]:
+                    break
+                group.append(piece)
+                end += 1
+            for part in [group] if together else [[piece] for piece in group]:
+                done = zip(range(start, end), part, strict=True)
+                wanted = [n - start for n, piece in done if first + n in ends and piece.end == lengths[n]]
+                logits += self._read_pieces(rows, first + start, part, wanted, queries)
+            self.cache.trim(first + start, lengths[start:end])
+            start = end
+        if admission.followers:
+            self.cache.copy_rows(admission.sources, admission.followers, lengths[admission.leaders :])
+        return logits
+
+    def _read_pieces(
+        self, rows: Rows, first_row: int, pieces: list[Piece], wanted: list[int], most: int
+    ) -> list[Tensor]:
+        """Writes one piece of text for each row from `first_row` on, of one kind, at most `most` columns at once;
+        returns logits `[n, 1, vocab]` after those that are `wanted`."""
+        logits, generated = list[Tensor](), pieces[0].generated
+        firsts, ends, *_ = zip(*pieces, strict=True)
+        lengths = np.subtract(ends, firsts).tolist()
+        offsets = sent(torch.tensor(firsts), rows.tokens.device)[:, None]  # [n, 1]
+        texts = rows.tokens[first_row : first_row + len(pieces)]  # [n, columns]
+        for begin in range(0, max(lengths), most):
+            stop = min(begin + most, max(lengths))
+            positions = offsets + torch.arange(begin, stop, device=offsets.device)  # [n, q]
+            fed = [max(min(stop, length) - begin, 0) for length in lengths]
+            self.cache.feeds(None if generated else fed)
+            # Shorter rows feed scratch tokens after their text: masked now, overwritten later.
+            places = [(row, lengths[row] - 1 - begin) for row in wanted if begin < lengths[row] <= stop]
+            # Generated tokens are computed like steps, in the same order of sums.
+            with nullcontext() if generated or pieces[0].short else reading_prompts():
+                read = self.prefill(texts.gather(1, positions), positions, max(firsts) + stop, first_row, places)
+            if generated:
+                self.cache.commit(fed)
+            if read is not None:
+                logits.append(read)
+        return logits
+
+    def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":
+        """Makes a runner of this kind for a drafter's `network`, over this cache or another one of the same size.
+
+        `made_of`: as of :class:`~.NetworkDrafter`.
+        """
+        return EagerRunner(network, self._cache_for(network, shares_cache))
+
+    def _cache_for(self, network: PreTrainedModel, shares_cache: bool) -> RaggedCache:
+        if shares_cache:
+            return self.cache.for_drafts()
+        has_states = keeps_states(network.config)  # which no kind of cache but theirs has
+        return cache_for(network, self.cache.rows, self.cache.columns) if has_states else self.cache.like(network)
+
+    def for_features(self, network: nn.Module, layers: int, more: int) -> FeatureRunner:
+        """Makes a runner of this kind for a drafter's `network` that reads hidden states, over a new cache with
+        `layers` layers, and with `more` columns per row than this cache."""
+        return FeatureRunner(network, self.cache.beside(layers, more))
+
+    def listen(self, layers: Sequence[int], heard: Heard) -> None:
+        """Registers `heard`, which is called with the hidden states of every further forward.
+
+        `heard` gets features `[B, q, len(layers) * hidden]`, the states in the order of `layers` (see
+        :func:`~.keep_states`), which are valid until the next forward, their
+        positions `[B, q]`, and the first cache row. It must not raise: that would end the generation.
+
+        Raises:
+            ValueError: the network has no such layer.
+        """
+        if not set(layers) <= set(self._kept):
+            wanted = dict.fromkeys(layer for others, _ in [*self._listeners, (layers, heard)] for layer in others)
+            hooks = keep_states(self.network, wanted, self._states)
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks, self._kept = hooks, tuple(wanted)
+        self._listeners.append((tuple(layers), heard))
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a listener is registered."""
+        return bool(self._listeners)
+
+    def stop_listening(self, heard: Heard) -> None:
+        """Unregisters `heard`. Hooks still store the states, so that captured forwards stay valid."""
+        self._listeners = [listener for listener in self._listeners if listener[1] != heard]
+
+    def replay(self, network: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: ReplayCache) -> Tensor:
+        """Logits `[B, q, vocab]` of `network`, a copy of this runner's, for `tokens` at `positions` (`[B, q]` int64
+        each) that continue `cache`; with gradient."""
+        cache.point_at(positions)
+        return network(
+            input_ids=tokens,
+            position_ids=self._position_ids(positions),
+            attention_mask=self._masks.build(positions, cache.columns, network.dtype),
+            use_cache=True,
+            **{self._cache_argument: cache},
+        ).logits
+
+    def _position_ids(self, positions: Tensor, first_row: int = 0) -> Tensor:
+        if self.cache.offsets is not None:
+            positions = positions + self.cache.offsets[first_row : first_row + len(positions), None]  # [B, q]
+        # Drafts of a row about to end may be past the last position. Their outputs are discarded, but a learned
+        # position table must not be read out of range. RoPE has no last position.
+        return positions if self._position_limit is None else positions.clamp(max=self._position_limit - 1)  # [B, q]
+
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        columns: int,
+        first_row: int = 0,
+        logits_to_keep: int = 0,
+        spans: bool = False,
+        places: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        self.eager_forwards += 1
+        columns = min(-(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
+        self.cache.point_at(positions if places is None else places, columns, first_row)
+        dtype = autocast_dtype(tokens.device) or self.network.dtype
+        keys = self.cache.key_positions
+        # Chains, and keys whose positions are not their columns, need a mask.
+        spans = (spans or (self.is_exact and places is None)) and keys is None
+        # Attention of torch and of our C++ reads contiguous columns.
+        table = self.cache.table_to_read(len(tokens)) if spans and self.uses_spans else None
+        if spans:
+            masks = self._masks.spans(positions, table, places)
+        else:
+            masks = self._masks.build(positions, columns, dtype, places, keys)
+        logits = self.network(
+            input_ids=tokens,
+            position_ids=self._position_ids(positions, first_row),
+            attention_mask=masks,
+            use_cache=True,
+            **{self._cache_argument: self.cache},
+            **({"logits_to_keep": logits_to_keep} if self._keeps_last_logits else {}),
+        ).logits
+        return logits, self._features() if self._kept else None
+
+    def _features(self) -> Tensor:
+        """`[B, q, len(kept) * hidden]` of the forward that just ran."""
+        features = torch.cat([self._states[index] for index in self._kept], dim=-1)
+        self._states.clear()
+        return features
+
+    def _tell(self, features: Tensor, positions: Tensor, first_row: int) -> None:
+        states = features.chunk(len(self._kept), dim=-1)  # [B, q, hidden] each
+        for layers, heard in self._listeners:
+            is_all = layers == self._kept
+            wanted = features if is_all else torch.cat([states[self._kept.index(layer)] for layer in layers], dim=-1)
+            heard(wanted, positions, first_row)
+
+
+class CompiledRunner(EagerRunner):
+    """An :class:`EagerRunner` on a CPU with C++ attention in every forward, and C++ parts of layers."""
+
+    def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
+        return cpu_runner(network, self._cache_for(network, shares_cache))
+
+    def _run(self, tokens: Tensor, *arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor | None]:
+        with torch.inference_mode():
+            logits, features = super()._run(tokens, *arguments, **keywords | {"spans": True})
+        # Copies, since drafters learn from them, and inference tensors take no part in autograd.
+        return logits.clone(), None if features is None else features.clone()
+
+
+def cpu_runner(network: PreTrainedModel, cache: RaggedCache) -> EagerRunner:
+    """Makes a runner with C++ attention if that serves `network`, else an eager one."""
+    has_attention = network.device.type == "cpu" and network.dtype in SCALARS and compiler() is not None
+    is_served = has_attention and calls_attention(network)
+    return (CompiledRunner if is_served else EagerRunner)(network, cache)

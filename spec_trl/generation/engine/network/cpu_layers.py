@@ -1,0 +1,322 @@
+"""Decoder layers on a CPU in C++, if there is a compiler: attention, the operations between products, whole layers.
+
+Attention reads the columns of a row, without a mask, so a row's output does not depend on other rows or on padding of
+columns. It is compiled once per element type and head size, in about a second (`native_code.py`).
+
+The operations between matrix products replace some thirty small torch calls. They have the arguments of those in
+`kernels/fused_layer.py`. For few tokens in float32 a whole layer is one call, which gets the addresses of its weights:
+collected once, and again if a weight has moved.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+
+from ....native import cpu_products
+from ....native.cpu_products import DenseLinear, Matrix
+from ....native.native_code import SOURCES, load, untraced
+from ....quantization.kernels.native import Native
+from ....quantization.linear import QuantizedLinear
+from ..kv.cache import RaggedLayer
+
+
+SCALARS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "Bfloat16", torch.float16: "_Float16"}
+_SOURCE = SOURCES / "cpu_attention.cpp"
+_Numbers = ctypes.c_int64 * 12  # struct Sizes
+
+
+@untraced
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor | None:
+    """Queries `[B, heads, q, d]` over `[B, kv_heads, columns, d]` → `[B, q, heads, d]`; None if it does not serve
+    these. Sums are in float32, for float64 in float64.
+
+    Args:
+        query, key, value: in one dtype: bfloat16, float16, float32 or float64. Values may have another `d`.
+        spans: `[B, 1, q, 2]` int64, first and last column of each query; or `[B, 1, q, 4]`: third, the column from
+            which columns are shifted, fourth, the shift (:meth:`MaskPlan.spans`).
+        scale: of the scores.
+        softcap: scores become `tanh(score / softcap) * softcap`.
+        sinks: `[heads]`, a score per head that joins the denominator.
+    """
+    head_size, value_size = max(query.shape[3], value.shape[3]), value.shape[3]
+    function = attention_function(query.dtype, head_size) if query.dtype == key.dtype == value.dtype else None
+    if function is None:
+        return None
+    # Heads of two sizes are padded with zeros. Such K/V is computed in every call (DeepSeek), which takes longer.
+    query, key, value = (
+        states if states.shape[3] == head_size else F.pad(states, (0, head_size - states.shape[3]))
+        for states in (query, key, value)
+    )
+    if key.stride() != value.stride() or key.stride(3) != 1:
+        key, value = key.contiguous(), value.contiguous()
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    batch, heads, count, _ = query.shape
+    kv_heads = key.shape[1]
+    output, spans = query.new_empty(batch, count, heads, head_size), spans.contiguous()
+    if sinks is not None:
+        sinks = sinks.to(torch.promote_types(query.dtype, torch.float32)).contiguous()  # [heads]
+    sizes = _Numbers(
+        batch, kv_heads, heads // kv_heads, count, *query.stride()[:3], *key.stride()[:3], spans.shape[3],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in (query, key, value, spans, sinks, output)]
+    function(*pointers, sizes, scale, softcap or 0.0)
+    return output[..., :value_size].contiguous()
+
+
+@functools.cache
+def attention_function(dtype: torch.dtype, head_size: int) -> Callable[..., None] | None:
+    """The C++ function for these; None if it cannot be compiled."""
+    scalar = SCALARS.get(dtype)
+    library = None if scalar is None else load(_SOURCE, SCALAR=scalar, HEAD_SIZE=head_size)
+    if library is None:
+        return None
+    library.attend.argtypes = [ctypes.c_void_p] * 6 + [_Numbers, ctypes.c_double, ctypes.c_double]
+    library.attend.restype = None
+    return library.attend
+
+
+_PER_THREAD = 1 << 15  # elements: with fewer, a second thread saves less than waking it takes
+
+_Heads = ctypes.c_int64 * 29  # struct Heads
+_Strides = ctypes.c_int64 * 2
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the functions take `x`: float32, in inference mode (in forwards of the compiled runner), and not under
+    autocast. In float64 the norms of families still compute in float32, and would round differently here."""
+    fits = x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    return fits and torch.is_inference_mode_enabled() and library() is not None
+
+
+@untraced
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`[..., hidden]` contiguous, normed over its last dimension and times `weight` `[hidden]`."""
+    out, size = torch.empty_like(x), x.shape[-1]
+    rows, threads = x.numel() // size, _threads(out)
+    library().rms_norm(x.data_ptr(), None, weight.data_ptr(), None, out.data_ptr(), rows, size, eps, threads)
+    return out
+
+
+@untraced
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + residual, both `[..., hidden]` contiguous, and :func:`rms_norm` of that."""
+    total, out, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
+    pointers = [tensor.data_ptr() for tensor in (x, residual, weight, total, out)]
+    library().rms_norm(*pointers, x.numel() // size, size, eps, _threads(out))
+    return total, out
+
+
+@untraced
+def silu_multiply(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both `[..., n]` with any stride of rows, as `[..., n]` contiguous."""
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    size = gate.shape[-1]
+    gate, up = gate.reshape(-1, size), up.reshape(-1, size)
+    strides = _Strides(gate.stride(0), up.stride(0))
+    pointers = gate.data_ptr(), up.data_ptr(), out.data_ptr()
+    library().silu_multiply(*pointers, len(gate), size, strides, _threads(out))
+    return out
+
+
+@untraced
+def rotate_and_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    to_rows: Tensor,
+    to_columns: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Rotates queries and keys by their positions, and writes keys and values into a layer's cache: see
+    :func:`~.rotate_and_write`."""
+    batch, length, heads, head_dim = query.shape
+    out = query.new_empty(batch, heads, length, head_dim)
+    sizes = _Heads(
+        batch, length, heads, key.shape[2], head_dim, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        *cos.stride()[:2], *sin.stride()[:2], *to_rows.stride(), *to_columns.stride(),
+        *keys.stride()[:3], *values.stride()[:3], _threads(out),
+    )  # fmt: skip
+    tensors = query, key, value, cos, sin, keys, values, to_rows, to_columns
+    weights = (None if weight is None else weight.data_ptr() for weight in (query_weight, key_weight))
+    function = library().rotate_and_write
+    function(*(tensor.data_ptr() for tensor in tensors), *weights, out.data_ptr(), sizes, eps)
+    return out
+
+
+def _threads(out: Tensor) -> int:
+    return min(torch.get_num_threads(), 1 + out.numel() // _PER_THREAD)
+
+
+@functools.cache
+def library() -> Any:
+    """The compiled functions; None without a compiler."""
+    functions = load(SOURCES / "cpu_layer.cpp")
+    if functions is not None:
+        pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+        functions.decoder_layer.argtypes = [pointer, pointer]
+        functions.rms_norm.argtypes = [pointer] * 5 + [integer, integer, real, integer]
+        functions.silu_multiply.argtypes = [pointer] * 3 + [integer, integer, _Strides, integer]
+        functions.rotate_and_write.argtypes = [pointer] * 12 + [_Heads, real]
+        for name in ("rms_norm", "silu_multiply", "rotate_and_write", "decoder_layer"):
+            getattr(functions, name).restype = None
+    return functions
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_double)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [("matrices", Matrix * 7), ("norms", _Norm * 6), ("scale", ctypes.c_double)]
+
+
+_Call = ctypes.c_int64 * 29  # struct Call: pointers, sizes and strides, all eight bytes wide
+
+
+class OneCall:
+    """A decoder layer as one C++ call.
+
+    Args:
+        layer: a fused decoder layer. Its modules stay; hooks on them may come and go, and weights may move.
+        norms: six modules in the order of `struct Layer`, with None for a norm that the layer lacks. None instead of
+            the list: the layer is not served.
+
+    Attributes:
+        index: of the layer.
+    """
+
+    def __init__(self, layer: Any, norms: list[Any] | None) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index, self._served = getattr(attention, "layer_idx", 0), False
+        if norms is None:
+            return
+        projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+        modules = [*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if not all(map(_is_served, modules)):
+            return
+        watched = [attention, mlp, mlp.act_fn, *modules, *(norm for norm in norms if norm is not None)]
+        self._hooks = [hooks for part in watched for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._hooks += [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
+        self._quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
+        self._flags = [vars(module) for module in self._quantized]
+        tensors: list[tuple[dict[str, Tensor | None], str]] = []
+        for module in modules:
+            if isinstance(module, QuantizedLinear):
+                tensors += [(module.packed._buffers, "codes"), (module._buffers, "merged_bias")]
+                module = module.dense
+            tensors += [(module._parameters, "weight"), (module._parameters, "bias")]
+        tensors += [(norm._parameters, "weight") for norm in norms if norm is not None]
+        self._tensors = [(where, name) for where, name in tensors if where.get(name) is not None]
+        self._projections, self._norms, self._scale = modules, norms, attention.scaling
+        self._head_dim = attention.head_dim
+        self._pointers: list[int] = []
+        self._attend = attention_function(torch.float32, self._head_dim)
+        self._heads = modules[0].out_features // self._head_dim
+        self._kv_heads = modules[1].out_features // self._head_dim
+        self._served = self._attend is not None
+        functions = (cpu_products.library().multiply, self._attend) if self._served else ()
+        self._functions = [cpu_products.address(function) for function in functions]
+
+    def __call__(
+        self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Tensor, cache: RaggedLayer
+    ) -> Tensor | None:
+        """The layer's output for `hidden_states` [B, q, hidden] float32; None if it is not served, or watched.
+
+        Args:
+            cosine, sine: [B, q, head_dim] float32.
+            spans: of attention, `[B, 1, q, 2 or 4]` int64.
+            cache: of the layer's K/V.
+        """
+        if not self._served or any(self._hooks) or spans.is_floating_point() or not cpu_products.serves(torch.float32):
+            return None
+        tensors: list[Any] = [where[name] for where, name in self._tensors]
+        # 0 if numbers are not contiguous, as in a transposed weight at the same address.
+        pointers = [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in tensors]
+        if pointers != self._pointers:
+            self._describe(pointers)
+        batch, count, _ = hidden_states.shape
+        if batch * count > self._most_rows:
+            return None
+        if not cache.is_initialized:
+            heads = hidden_states.new_empty(batch, self._kv_heads, 0, self._head_dim)
+            cache.lazy_initialization(heads, heads)
+        hidden, spans = hidden_states.clone(memory_format=torch.contiguous_format), spans.contiguous()
+        to_rows, to_columns, first_row = cache.places
+        keys = cache.keys
+        call = _Call(
+            hidden.data_ptr(), cosine.data_ptr(), sine.data_ptr(), keys.data_ptr(), cache.values.data_ptr(),
+            to_rows.data_ptr(), to_columns.data_ptr(), spans.data_ptr(), spans.shape[3],
+            batch, count, self._heads, self._kv_heads, self._head_dim, first_row,
+            *cosine.stride()[:2], *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(), *keys.stride()[:3],
+            torch.get_num_threads(), *self._functions,
+        )  # fmt: skip
+        library().decoder_layer(self._described, call)
+        for flags in self._flags:
+            flags["called"] = True
+        return hidden
+
+    def _describe(self, pointers: list[int]) -> None:
+        matrices = [_matrix_of(module) for module in self._projections]
+        self._most_rows = min([cpu_products.MOST_ROWS, *(module.max_rows for module in self._quantized)])
+        weights = [_Norm(None, 0.0) if norm is None else _norm_of(norm) for norm in self._norms]
+        self._pointers = pointers
+        if None in matrices or None in weights:
+            self._most_rows = 0
+            return
+        layer = _Layer((Matrix * 7)(*matrices), (_Norm * 6)(*weights), self._scale)  # type: ignore[misc]
+        self._described = ctypes.byref(layer)
+
+
+calls: WeakKeyDictionary[nn.Module, OneCall] = WeakKeyDictionary()
+"""By decoder layer."""
+
+
+def _is_served(module: nn.Module) -> bool:
+    if "forward" in vars(module):
+        return False
+    if type(module) is DenseLinear:
+        return cpu_products.library() is not None
+    is_native = type(module) is QuantizedLinear and isinstance(module.packed, Native)
+    return is_native and module.inverse_scales is None
+
+
+def _matrix_of(module: Any) -> Matrix | None:
+    """None if C++ cannot read a tensor."""
+    bias = module.bias
+    if bias is not None and not _is_plain(bias):
+        return None
+    if isinstance(module, QuantizedLinear):
+        return module.packed.matrix(bias)  # type: ignore[operator]
+    return cpu_products.dense_matrix(module.weight, bias) if _is_plain(module.weight) else None
+
+
+def _norm_of(module: Any) -> _Norm | None:
+    """None if C++ cannot read it."""
+    return _Norm(module.weight.data_ptr(), module.variance_epsilon) if _is_plain(module.weight) else None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return cpu_products.is_readable(tensor) and tensor.dtype == torch.float32

@@ -1,0 +1,96 @@
+"""When a row ends: `generate`'s stopping criteria, applied to rows of different lengths; and whether criteria and
+processors need all rows at every step."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+
+from ..rows import PrefixView
+from .accept import Bools, Integers
+from .processors import is_known, needs_batch
+
+
+class Stopping:
+    """When a row ends: any EOS id, its length limit, or a stopping criterion; `criteria` as prepared by `generate`."""
+
+    def __init__(self, criteria: StoppingCriteriaList, prefixes: PrefixView) -> None:
+        self._prefixes, self._criteria = prefixes, criteria
+        eos, self._of_time = list[int](), list[MaxTimeCriteria]()
+        self._by_prefix = list[StoppingCriteria]()
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                eos += criterion.eos_token_id.view(-1).tolist()
+            elif type(criterion) is MaxTimeCriteria:  # reads no token
+                self._of_time.append(criterion)
+            elif type(criterion) is not MaxLengthCriteria and not needs_batch(criterion):
+                self._by_prefix.append(criterion)
+        self._eos = np.array(eos, np.int64)  # [ids]
+        self._may_refuse = not all(map(is_known, self._by_prefix))
+
+    def first_stop(self, tokens: Integers, counts: Integers, remaining: Integers) -> tuple[Integers, Bools]:
+        """Where rows end that have `remaining` (`[B]`) tokens left.
+
+        Args:
+            tokens: `[B, n]`, the next ones, already written after the committed ones.
+            counts: `[B]`, number of verified tokens; 0: the row takes none, and continues.
+            remaining: `[B]`, most tokens that a row may take.
+
+        Returns:
+            Number of tokens that a row takes, `[B]`, at least one if there are any; and whether it ends there, `[B]`.
+        """
+        keep = np.minimum(counts, remaining)  # [B]
+        ends = keep == remaining  # [B]
+        if len(self._eos):
+            is_eos = (tokens[..., None] == self._eos).any(-1)  # [B, n]
+            first = np.where(is_eos.any(1), is_eos.argmax(1) + 1, tokens.shape[1] + 1)  # [B]
+            ends |= first <= keep
+            keep = np.minimum(keep, first)
+        if self._by_prefix:
+            # A user's criterion may raise on a text that continues after its end.
+            longest = int(keep.max())
+            for start, count in [(n, 1) for n in range(longest)] if self._may_refuse else [(0, longest)]:
+                first = self._first_by_prefix(keep, start, count)
+                ends |= first <= keep
+                keep = np.minimum(keep, first)
+        for clock in self._of_time:
+            if bool(clock(self._prefixes.rows.tokens[:1], None)):  # the next token is the last, as in generate
+                keep, ends = np.minimum(keep, 1), keep > 0
+        return keep, ends
+
+    def in_step(self, step: int) -> Tensor:
+        """`[B]` bool: whether rows end with the token before place `step`. Shows every criterion, in `generate`'s
+        order, all rows once, in the caller's order."""
+        return self._criteria(self._prefixes.batch(step), None)[self._prefixes.rows.requests]
+
+    def _first_by_prefix(self, keep: Integers, start: int, count: int) -> Integers:
+        """`[B]`: number of tokens after which a row stops, if at one of its tokens `start..start + count`, of `keep`
+        (`[B]`) tokens; else `keep + 1`."""
+        row, place = (np.arange(start, start + count) < keep[:, None]).nonzero()  # of each token
+        stopped = np.zeros((len(keep), count), np.bool_)  # [B, n]
+        at, steps = row.tolist(), (start + place + 1).tolist()  # prefixes that end with the token
+        for member, prefix in self._prefixes.groups(at, self._prefixes.widths(at, steps)):
+            for criterion in self._by_prefix:
+                stopped[row[member], place[member]] |= torch.as_tensor(criterion(prefix, None)).cpu().numpy()
+        return np.where(stopped.any(1), start + stopped.argmax(1) + 1, keep + 1)
+
+
+def must_run_in_step(parts: Iterable[LogitsProcessor | StoppingCriteria], batch: int, capacity: int) -> bool:
+    """Whether some of these processors and criteria need a
+    :class:`~.RolloutInStep`.
+
+    Raises:
+        ValueError: they do, and there are fewer rows (`capacity`) than requests (`batch`).
+    """
+    names = [getattr(part, "__qualname__", type(part).__qualname__) for part in parts if needs_batch(part)]
+    if names and capacity < batch:
+        raise ValueError(
+            f"{', '.join(dict.fromkeys(names))} may look at other rows or keep state, and so has to be shown all rows "
+            f"at each step, but max_batch_size={capacity} is less than the {batch} rows of the batch: raise it to "
+            f"{batch}, or set prefix_only = True on it if its result for a row depends on that row's tokens and "
+            "scores alone."
+        )
+    return bool(names)

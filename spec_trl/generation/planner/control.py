@@ -1,0 +1,277 @@
+"""A control decides when drafters draft: it plans every decoding round, and records its result. `NeverSpeculate` and
+`AlwaysSpeculate` ignore results; `planner.py` learns from them; a
+toggle of `papers/efficient_rollout` predicts by a roofline.
+"""
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ...papers import load
+from .admission import PlainRounds
+
+
+NO_METHOD = "none"  # plain decoding, where methods are named
+RoundSeconds: TypeAlias = Callable[[Mapping[str, int], int, int, float], float]
+"""Predicted seconds of a round: by γ of each drafter, most draft tokens of a row, rows, and their mean length."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A control's prediction for a rollout, and why its rows drafted or did not."""
+
+    # Over plain decoding: the mean over the rounds that drafted or, where none did, the largest prediction. None:
+    # nothing is predicted.
+    predicted_speedup: float | None
+    reason: str  # one sentence
+
+    @classmethod
+    def too_many_rows(cls, batch: int, max_rows: int) -> "Explanation":
+        """Says why nothing drafts for `batch` rows."""
+        return cls(None, f"more rows ({batch}) than the drafter's kernels serve ({max_rows})")
+
+
+FAILED = "the drafter failed"  # the engine has already warned of the error
+
+
+def promise(name: str, speedup: float, batch: int, length: float, by: str = "predicted") -> str:
+    """Says the predicted speedup of `name` for a round of `batch` rows of mean length `length`."""
+    return f"{name} {by} {speedup:.2f}× at {batch} {'row' if batch == 1 else 'rows'} × {length:.0f} tokens"
+
+
+def decision(speedup: float, margin: float) -> str:
+    """Says what follows from a predicted speedup."""
+    if speedup >= 1 + margin:
+        return "speculating"
+    asked = f", since sd_margin asks for {1 + margin:.2f}×" if speedup >= 1 else ""
+    return f"decoding plainly{asked}"
+
+
+@dataclass
+class Candidate:
+    """A drafter, described for a control."""
+
+    name: str  # its strategy
+    draft_length: int  # γ
+    block_efficiency: float  # τ_prev, of its last rollout; at first the expected τ
+    max_rows: int  # most rows that its kernels serve
+    is_network: bool = True  # False: drafts are looked up, and cost no forward
+
+
+@dataclass
+class Tally:
+    """Counts of one candidate in one rollout."""
+
+    rounds: int = 0  # in which it drafted
+    blocks: int = 0  # rows verified, summed over the rounds
+    tokens: int = 0  # committed
+    seconds: float = 0.0  # of the rounds
+    baseline_seconds: float = 0.0  # estimate for autoregressive rounds with the same tokens
+    predicted_sum: float = 0.0  # of the predicted speedups
+    predicted_rounds: int = 0  # rounds that had one
+
+    def add_round(self, rows: int, tokens: int, seconds: float) -> None:
+        """Counts a round of `rows` rows."""
+        self.rounds += 1
+        self.blocks += rows
+        self.tokens += tokens
+        self.seconds += seconds
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    @property
+    def block_efficiency(self) -> float | None:
+        """τ, None without blocks."""
+        return self.tokens / self.blocks if self.blocks else None
+
+    @property
+    def predicted_speedup(self) -> float | None:
+        """Mean prediction over the rounds that had one."""
+        return self.predicted_sum / self.predicted_rounds if self.predicted_rounds else None
+
+    @property
+    def measured_speedup(self) -> float | None:
+        """Speedup over the autoregressive time; None if that is unknown, or without rounds."""
+        return self.baseline_seconds / self.seconds if self.baseline_seconds and self.seconds else None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of draft tokens for each of some rows."""
+
+    which: int  # index of the candidate that drafts it
+    draft_length: int  # γ
+    rows: tuple[int, ...] | None = None  # of the batch; None: all
+
+
+class Control(ABC):
+    """Decides in every round which candidates draft for which rows, and how far.
+
+    A rollout calls `begin`; in every round `plan`, `record_rows` (if it drafted) and `record`; and in the end
+    `finish`, unless an error ends it.
+    """
+
+    candidates: Sequence[Candidate]
+    tallies: list[Tally]
+    races = False  # whether a row may get chains of several candidates in one round
+    # Whether every row commits as many tokens as the row that accepts least; the rollout sets it before `begin`.
+    in_step = False
+    # Lookup drafters to evaluate on the committed text (`record_unverified`), and their number of tokens.
+    compared_lookups: Sequence[int] = ()
+    compared_length = 0
+
+    @property
+    def most_drafted(self) -> int:
+        """Most draft tokens of a row in one round, over all its chains: the cache has columns for them."""
+        return max(map(operator.attrgetter("draft_length"), self.candidates), default=0)
+
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
+        """Starts a rollout.
+
+        Args:
+            capacity: most rows at a time.
+            prompts: keys of the requests' prompts, in the caller's order; equal prompts have equal keys.
+        """
+        return
+
+    @abstractmethod
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        """Returns the chains of a round; empty: decode autoregressively.
+
+        A row with chains of several candidates is raced: the chain with most accepted tokens wins, among equals the
+        first in the plan; of several chains of one candidate the longest. A row without a chain decodes
+        autoregressively in the same round.
+
+        Args:
+            requests: index, in the caller's batch, of the request in each row; -1: it has ended, and its row stays.
+            length: mean length of the rows.
+            waiting: number of requests without a row.
+        """
+
+    def record_rows(
+        self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Records the verdicts on a round's chains, before `record`; not called after autoregressive rounds.
+
+        Args:
+            requests: as passed to `plan`.
+            accepted: by candidate, per row: accepted draft tokens, whether or not its chain won; -1: no chain.
+            drafted: likewise drafted tokens, up to the row's end; may be fewer than γ.
+        """
+        return
+
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
+        """Records a planned round.
+
+        Args:
+            draft_length: most draft tokens verified in any row; less than planned where no row had more tokens left.
+            seconds: of the round.
+            tokens: committed, all rows together.
+            is_typical: False if forwards were captured in the round, or ran eagerly before a capture: its seconds say
+                nothing about later rounds.
+        """
+        return
+
+    def record_unverified(
+        self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
+    ) -> None:
+        """Records unverified drafts of candidate `which`, judged against the text of `requests`: `accepted` of
+        `attempted` tokens were right."""
+        return
+
+    def spend(self, seconds: float) -> bool:
+        """Takes `seconds` from the exploration budget; False if the budget holds less. Without a budget always
+        True."""
+        return True
+
+    def further_method(
+        self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
+    ) -> tuple[str, list[int]] | None:
+        """Returns a method with which a free rank may race, and the `requests` to race for; None: no race pays.
+        `helpers`: ranks that race already, by request and method."""
+        return None
+
+    def helper(self, which: int) -> "Control":
+        """Returns the control of rows for which this rank races with candidate `which`."""
+        helper: Control = load("papers.specactor.assignment").RaceHelper(self, which)
+        return helper
+
+    @abstractmethod
+    def drop(self, index: int) -> None:
+        """Excludes candidate `index`, which failed, for the rest of this rollout."""
+
+    def limit(self, index: int, max_rows: int) -> None:
+        """The kernels of candidate `index` serve at most `max_rows` rows, as its first draft has measured."""
+        for candidate in self.candidates[index : index + 1]:
+            candidate.max_rows = min(candidate.max_rows, max_rows)
+
+    def finish(self) -> None:
+        """Ends the rollout."""
+        return
+
+    def explain(self) -> Explanation:
+        """Explains the newest rollout."""
+        return Explanation(sum(self.tallies, Tally()).predicted_speedup, f"decided by {type(self).__name__}")
+
+    def forecast(self, batch: int, length: float) -> Explanation:
+        """Explains a future rollout of `batch` rows of mean length `length`."""
+        return self.explain()
+
+    def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
+        """Estimates the seconds of these autoregressive rounds; None: too little is known."""
+        return None
+
+
+class NeverSpeculate(Control):
+    """Decodes autoregressively, for `reason`."""
+
+    candidates: Sequence[Candidate] = ()
+    tallies: list[Tally] = []
+
+    def __init__(self, reason: str = "no drafter") -> None:
+        self._reason = reason
+
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        return ()
+
+    def drop(self, index: int) -> None:
+        return
+
+    def explain(self) -> Explanation:
+        return Explanation(None, self._reason)
+
+
+class AlwaysSpeculate(Control):
+    """Speculates in every round that its drafter's kernels can serve: the paper's always-on quantized self-SD."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidates: Sequence[Candidate] = (candidate,)
+        self._batch = 0
+        self.begin(0, ())
+
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
+        self.tallies = [Tally()]
+        self._failed = False
+
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        self._batch, (candidate,) = len(requests), self.candidates
+        if self._failed or self._batch > candidate.max_rows:
+            return ()
+        return (Chain(0, candidate.draft_length),)
+
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
+        if draft_length == self.candidates[0].draft_length:  # less: a rollout's last rounds
+            self.tallies[0].add_round(self._batch, tokens, seconds)
+
+    def drop(self, index: int) -> None:
+        self._failed = True
+
+    def explain(self) -> Explanation:
+        return Explanation(None, FAILED) if self._failed else self.forecast(self._batch, 0.0)
+
+    def forecast(self, batch: int, length: float) -> Explanation:
+        most = self.candidates[0].max_rows
+        return Explanation.too_many_rows(batch, most) if batch > most else Explanation(None, "sd_toggle=always")

@@ -1,0 +1,144 @@
+"""Compiles our C++ on the machine where it runs, if it has a compiler, and caches the result in the user's cache."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ..json_files import replacing
+from ..user_cache import cache_directory, read_cached, save_cached
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+logger = logging.getLogger(__name__)
+
+# Without -ffp-contract=off a compiler rounds a product in one inlined copy of a function, and fuses it in another.
+_COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
+# Our C++ leaves out the instructions that oneDNN leaves out, by values of ONEDNN_MAX_CPU_ISA.
+_NO_TILES = "-mno-amx-tile", "-mno-amx-bf16"
+_LEFT_OUT = (
+    dict.fromkeys(("AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), ("-mno-avx512f", *_NO_TILES))
+    | dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), ("-mno-avx512bf16", *_NO_TILES))
+    | dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16"), _NO_TILES)
+)
+_LINK = ("-shared", "-fopenmp")
+SOURCES = Path(__file__).parent
+"""The folder of the C++."""
+_SECONDS = 60  # after which a compiler is stopped
+
+
+@cache
+def compiler() -> str | None:
+    """Path of the C++ compiler of this machine; None: there is none."""
+    return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+
+class Library(NamedTuple):
+    """What a library is compiled from."""
+
+    source: str  # path, from the package's folder if it lies there
+    macros: dict[str, str]
+
+
+loaded: list[Library] = []
+"""Libraries that this process has loaded."""
+failed: list[Library] = []
+"""Libraries for which :func:`load` returned None."""
+
+
+def untraced(function: F) -> F:
+    """`function`, which hands addresses to C++, as torch.compile must run it: a trace keeps neither the addresses of
+    tensors nor what is written to them."""
+    wrapped: F = torch.compiler.disable(function)
+    return wrapped
+
+
+@untraced
+def load(source: Path, **defined: object) -> ctypes.CDLL | None:
+    """Returns the library of `source`, compiled now or by an earlier process, with macros `defined`, or None."""
+    macros = {name: str(value) for name, value in defined.items()}
+    short = source.relative_to(SOURCES) if source.is_relative_to(SOURCES) else source
+    library, functions = Library(str(short), macros), None
+    try:
+        if compiler() is not None:
+            functions = _load(source, _options(macros))
+    except (OSError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or b""
+        logger.info("torch does the work of %s, which is slower on a CPU: %s %s", source.stem, error, output.decode())
+    known = failed if functions is None else loaded
+    if library not in known:
+        known.append(library)
+    return functions
+
+
+def loads(libraries: list[Library]) -> bool:
+    """Whether all of `libraries` load in this process."""
+    return all(each in loaded or load(SOURCES / each.source, **each.macros) is not None for each in libraries)
+
+
+def target() -> bytes:
+    """The predefined macros, which name the compiler's version and the instructions of this CPU that our C++ uses:
+    machines may share a home. Raises OSError or SubprocessError where the compiler fails."""
+    return _macros(_options({}))
+
+
+def _options(macros: dict[str, str]) -> tuple[str, ...]:
+    left_out = _LEFT_OUT.get(os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper(), ())
+    return (*_COMPILE, *left_out, *(f"-D{name}={value}" for name, value in macros.items()))
+
+
+@cache
+def _macros(options: tuple[str, ...]) -> bytes:
+    return _call(*options, "-dM", "-E", "-x", "c++", "/dev/null")
+
+
+def _call(*arguments: str) -> bytes:
+    program = compiler()
+    assert program is not None
+    return subprocess.run([program, *arguments], check=True, capture_output=True, timeout=_SECONDS).stdout
+
+
+def _load(source: Path, options: tuple[str, ...]) -> ctypes.CDLL:
+    """Loads what `source` was compiled to under `options`, or compiles it. A library's name ends in the hash of its
+    content: to load a part of one, as a full disk leaves it, would end the process."""
+    headers = {*SOURCES.glob("*.h"), *source.parent.glob("*.h")}
+    included = b"".join(path.read_bytes() for path in sorted(headers))
+    # Some options, such as -ffp-contract, define no macro.
+    facts = " ".join(options).encode() + _macros(options) + source.read_bytes() + included
+    stem = f"{source.stem}_{_hash(facts)}_"
+    for path in sorted(cache_directory().glob(f"{stem}*.so")):
+        library = read_cached(path, partial(_open_checked, start=stem), ", and compiled again")
+        if library is not None:
+            return library
+    with tempfile.TemporaryDirectory() as folder:  # a loaded library stays when its file is removed
+        compiled, linked = Path(folder, "code.o"), Path(folder, "code.so")
+        _call(*options, "-c", str(source), "-o", str(compiled))
+        _call(*_LINK, str(compiled), "-o", str(linked))
+        path = cache_directory() / f"{stem}{_hash(linked.read_bytes())}.so"
+        is_kept = save_cached(partial(_copy, linked), path)  # in a read-only home the next process compiles again
+        return ctypes.CDLL(str(path if is_kept else linked))
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _open_checked(path: Path, start: str) -> ctypes.CDLL:
+    """Loads the library at `path`; raises ValueError unless its content is that of its name."""
+    if path.stem != start + _hash(path.read_bytes()):
+        raise ValueError("the file is damaged")
+    return ctypes.CDLL(str(path))
+
+
+def _copy(linked: Path, path: Path) -> None:
+    with replacing(path) as fresh:  # several processes may do so at once
+        shutil.copy(linked, fresh)

@@ -1,0 +1,10 @@
+"""Loads modules by name, above all those of the papers' rooms, when an option, a command or a calibrated file needs
+them. The default never loads them (`tests/test_imports.py`)."""
+
+from importlib import import_module
+from types import ModuleType
+
+
+def load(module: str) -> ModuleType:
+    """Imports a module of spec_trl by name, such as "papers.specactor.ladder"."""
+    return import_module(f"spec_trl.{module}")

@@ -1,0 +1,117 @@
+"""A calibrated roofline as a JSON file: what it is valid for, the coefficients, and the times they were fitted to; and
+the seconds of rounds that it predicts for any drafters."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...generation.planner.model_constants import ModelConstants, ProfileKey
+from ...json_files import read_json, write_json
+from .roofline import Coefficients, Roofline
+from .sweep import Sample
+
+
+class ProfileMismatch(ValueError):
+    """A profile of other hardware, shape, precision, quantization or kernel than those that run."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One calibration."""
+
+    key: ProfileKey  # what it is valid for
+    roofline: Roofline  # constants and fitted coefficients
+    draft_max_rows: int | None  # most rows that the drafter's kernel serves; None: no limit
+    diagnostics: dict[str, Any]  # errors of the fit, as plain data
+    created: str  # ISO date
+    samples: list[Sample] = field(default_factory=list)  # what it was fitted to, for plots and refits
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON to `path`, whole or not at all."""
+        own, fitted = self.roofline.constants, self.roofline.coefficients
+        file = _File(1, self.created, self.key, own, fitted, self.draft_max_rows, self.diagnostics, self.samples)
+        write_json(path, file)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Profile":
+        """Reads what `save` wrote. Raises FileNotFoundError if there is no such file, ValueError if it is no
+        profile of this version; the message names file, field and value."""
+        f = read_json(path, _File, "roofline profile", "correct it, or delete the file and calibrate again")
+        return cls(f.key, Roofline(f.constants, f.coefficients), f.draft_max_rows, f.diagnostics, f.created, f.samples)
+
+    def require(self, key: ProfileKey, path: str | Path) -> None:
+        """Raises ProfileMismatch, naming each differing field and both values, unless this profile is for `key`."""
+        differing = [
+            f"{name} is {mine!r} there and {vars(key)[name]!r} here"
+            for name, mine in vars(self.key).items()
+            if mine != vars(key)[name]
+        ]
+        if differing:
+            raise ProfileMismatch(
+                f"The roofline profile {path} was calibrated for something else: {'; '.join(differing)}. "
+                "Calibrate again or name another profile."
+            )
+
+
+@dataclass(frozen=True)
+class _File:
+    """A profile as it is written."""
+
+    version: Literal[1]
+    created: str
+    key: ProfileKey
+    constants: ModelConstants
+    coefficients: Coefficients
+    draft_max_rows: int | None
+    diagnostics: dict[str, Any]
+    samples: list[Sample]
+
+    def __post_init__(self) -> None:
+        if self.draft_max_rows is not None and self.draft_max_rows < 1:
+            raise ValueError(f"draft_max_rows={self.draft_max_rows} must be null or an integer of at least 1.")
+
+
+if TYPE_CHECKING:
+    from ...generation.engine.drafter import Drafter
+
+
+@dataclass(frozen=True)
+class RooflineRounds:
+    """Predicts rounds by a calibrated roofline."""
+
+    target: Roofline
+    drafters: Mapping[str, Roofline]  # those of networks
+
+    def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
+        """As :data:`~.RoundSeconds`."""
+        if not lengths:
+            return self.target.target_seconds(batch, length)
+        drafts = (
+            count * self.drafters[name].draft_seconds(batch, length)
+            for name, count in lengths.items()
+            if name in self.drafters
+        )
+        return self.target.verify_seconds(batch, length, width) + sum(drafts)
+
+
+def roofline_rounds(drafters: "Sequence[Drafter]", profile: Profile) -> RooflineRounds:
+    """Predicts seconds of rounds of `drafters` by a calibrated profile."""
+    networks = {each.strategy: roofline_of(each, profile) for each in drafters if each.has_probabilities}
+    return RooflineRounds(profile.roofline, networks)
+
+
+def roofline_of(drafter: "Drafter", profile: Profile) -> Roofline:
+    """Predicts rounds of `drafter`, a network.
+
+    A drafter other than the policy's copy is predicted by its weights and FLOP. Its kernels are dense like the
+    target's, so the target's coefficients apply. A forward that drafts many tokens is divided among them.
+    """
+    cost = drafter.cost
+    if cost is None:
+        return profile.roofline
+    k, c, share = profile.roofline.constants, profile.roofline.coefficients, 1 / cost.tokens
+    return Roofline(
+        replace(k, draft_weight_bytes=cost.weight_bytes * share, draft_expert_bytes=0.0),
+        replace(c, eta_D=1.0, c_D=c.c_T * share, t_D=c.t_T * share, phi_D=cost.dense_flops * share / k.dense_flops),
+    )

@@ -1,0 +1,390 @@
+"""Decoder layers in C++: attention, its runner, and layers in one call. Token identity: `test_token_identity.py`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPTNeoConfig,
+    GptOssConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+)
+
+from spec_trl.generation.engine.forwards.runner import CompiledRunner, EagerRunner, cpu_runner
+from spec_trl.generation.engine.kv.cache import RaggedCache
+from spec_trl.generation.engine.network import cpu_layers
+from spec_trl.generation.engine.network.attention import MaskPlan, ragged_attention
+from spec_trl.generation.engine.network.cpu_layers import attend
+from spec_trl.generation.engine.network.shadow import make_shadow
+from spec_trl.generation.engine.sampling.accept import ChainLayout
+from spec_trl.native import native_code
+from spec_trl.quantization import quantize_projections
+from tests.conftest import tiny_llama
+from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.generation.engine.network.test_fused_layers import CONFIGS, compare, model_of, run
+
+
+pytestmark = pytest.mark.skipif(native_code.compiler() is None, reason="no C++ compiler")
+PROMPTS = pad_left(random_rows([9, 2, 14]))
+SIZES: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16, max_position_embeddings=128, initializer_range=0.1,
+)  # fmt: skip
+COLUMNS = 1100  # many blocks of columns
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCES))
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "softcap and sinks": {"softcap": 2.0, "sinks": torch.randn(6)}}
+
+
+def heads(rows: int, count: int, kv_heads: int, groups: int, size: int, dtype: torch.dtype) -> list[Tensor]:
+    """Queries `[rows, heads, count, size]` as a projection lays them, keys and values as a part of a larger cache."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(rows, count, kv_heads * groups, size, generator=generator).to(dtype).transpose(1, 2)
+    cache = torch.randn(2, rows + 2, kv_heads, COLUMNS + 7, size, generator=generator).to(dtype)
+    return [queries, *cache[:, 1 : rows + 1, :, :COLUMNS]]
+
+
+def plan_of(window: int | None) -> MaskPlan:
+    return MaskPlan(("full_attention" if window is None else "sliding_attention",), False, window or 0, 0)
+
+
+def spans_of(rows: int, count: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Spans of queries in the last columns of rows of different lengths, and the mask that they stand for."""
+    plan = plan_of(window)
+    positions = torch.arange(COLUMNS - count, COLUMNS) - torch.arange(rows)[:, None] * 97 % (COLUMNS - count)  # [B, q]
+    spans, mask = plan.spans(positions), plan.build(positions, COLUMNS, torch.float64)
+    assert isinstance(spans, Tensor) and isinstance(mask, Tensor)
+    return spans, mask
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, spans: Any, **options: Any) -> Tensor:
+    found = attend(query, key, value, spans, 0.3, **options)
+    assert found is not None and found.dtype == query.dtype
+    return found
+
+
+@DTYPES
+@pytest.mark.parametrize(("size", "groups", "count", "window"), [(64, 3, 1, None), (24, 3, 40, 50), (6, 3, 7, 5)])
+@pytest.mark.parametrize(("threads", "options"), [(1, "plain"), (2, "softcap and sinks")])
+def test_it_is_attention_under_the_mask(size, groups, count, window, dtype, threads: int, options: str) -> None:
+    given = OPTIONS[options]
+    query, key, value = heads(5, count, 2, groups, size, dtype)
+    spans, mask = spans_of(5, count, window)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = attended(query, key, value, spans, **given)
+    finally:
+        torch.set_num_threads(before)
+    wide = dict(scaling=0.3, softcap=given.get("softcap"), s_aux=given.get("sinks"))
+    expected, _ = ragged_attention(nn.Module(), query.double(), key.double(), value.double(), mask, **wide)
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_rounds_to_the_nearest_and_ties_to_even(dtype: torch.dtype) -> None:
+    """Means of two neighbours."""
+    query, numbers = torch.zeros(1, 1, 1, 16, dtype=dtype), 1 + torch.arange(17) * torch.finfo(dtype).eps
+    value = torch.stack([numbers[:-1], numbers[1:]])[None, None].to(dtype)  # [1, 1, 2, 16]
+    found = attended(query, torch.zeros_like(value), value, torch.tensor([[[[0, 1]]]]))
+    assert torch.equal(found.flatten(), value.double().mean(2).flatten().to(dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [24, 64])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_nothing_else_in_a_call_changes_a_bit(size: int, window: int | None, dtype: torch.dtype, options: str) -> None:
+    """Neither other queries, a thousand or one, nor other rows, nor columns, nor threads."""
+    given, plan = OPTIONS[options], plan_of(window)
+    query, key, value = heads(7, 1000, 1, 6, size, dtype)
+    spans = plan.spans(torch.arange(1000).expand(7, -1))
+    assert isinstance(spans, Tensor)
+    whole = attended(query, key, value, spans, **given)
+    rows = torch.arange(64) * 5 % 7
+    for count in (1, 6, 9, 65):
+        for first in (0, 61, 1000 - count):
+            own, end = slice(first, first + count), first + count
+            parts = query[:, :, own], key[:, :, :end], value[:, :, :end], spans[:, :, own]
+            assert torch.equal(attended(*parts, **given), whole[:, own])
+            assert torch.equal(attended(*(part[3:4] for part in parts), **given), whole[3:4, own])
+        assert torch.equal(attended(*(part[rows] for part in parts), **given), whole[rows, own])
+    some = torch.tensor([900, 3, 64, 63, 500])
+    assert torch.equal(attended(query[:, :, some], key, value, spans[:, :, some], **given), whole[:, some])
+
+
+@DTYPES
+def test_what_a_query_does_not_see_may_be_anything(dtype: torch.dtype) -> None:
+    query, key, value = heads(1, 9, 1, 2, 16, dtype)
+    spans, _ = spans_of(1, 9)
+    expected = attended(query, key, value, spans)
+    key[:, :, COLUMNS - 3 :] = value[:, :, COLUMNS - 3 :] = torch.nan
+    found = attended(query, key, value, spans)
+    assert torch.equal(found[:, :6], expected[:, :6]) and found[:, 6:].isnan().all()
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [24, 64])
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention", "chunked_attention"])
+def test_chains_are_summed_as_if_each_were_alone(dtype: torch.dtype, size: int, kind: str, monkeypatch) -> None:
+    plan = MaskPlan((kind,), False, 45, 70)
+    query, key, value = heads(2, 9, 2, 3, size, dtype)
+    last = torch.tensor([62, 200])[:, None]
+    shifts = torch.tensor([0, 0, 0, 0, 3, 3, 5, 5, 5])  # chains of three, two and three tokens after the last one
+    places = last + torch.arange(9)  # [B, q]
+    positions = places - shifts
+    spans = plan.spans(positions, places=places)
+    assert isinstance(spans, Tensor)
+    together = attended(query, key, value, spans)
+    for slots in (range(4), (0, 4, 5), (0, 6, 7, 8)):
+        own = torch.tensor(slots)
+        alone_key, alone_value = key.clone(), value.clone()
+        for row in range(2):
+            to, where = positions[row, own], places[row, own]
+            alone_key[row, :, to], alone_value[row, :, to] = key[row, :, where], value[row, :, where]
+        alone = attended(query[:, :, own], alone_key, alone_value, plan.spans(positions[:, own]))
+        assert torch.equal(together[:, own], alone)
+    monkeypatch.setattr(cpu_layers, "attention_function", lambda *_: None)
+    masks = plan.build(positions, COLUMNS, dtype, places)
+    masked, spanned = (ragged_attention(nn.Module(), query, key, value, given)[0] for given in (masks, spans))
+    assert torch.equal(masked, spanned)
+
+
+def test_nan_is_not_lost() -> None:
+    """It is compiled by the rules for finite numbers."""
+    query, key, value = heads(2, 1, 1, 1, 16, torch.float32)
+    spans, _ = spans_of(2, 1)
+    key[1, 0, 3] = torch.nan
+    found = attend(query, key, value, spans, 0.3)
+    assert found is not None and found[0].isfinite().all() and found[1].isnan().all()
+
+
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens per row of each call of `attend` that served."""
+    found: list[int] = []
+
+    def noted(query: Tensor, *given: Any) -> Tensor | None:
+        output = attend(query, *given)
+        found.extend([] if output is None else [query.shape[2]])
+        return output
+
+    monkeypatch.setattr("spec_trl.generation.engine.network.attention.attend", noted)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["none", "self", "ngram"])
+def test_tokens_are_those_of_masks(tiny: LlamaForCausalLM, lengths: list[int], strategy: str) -> None:
+    prompts = pad_left(random_rows([9, 2, 80]))
+    eager = outputs(generate(tiny, prompts, "none", {"runner": "eager"}))
+    assert not lengths
+    for runner in ("auto", "compiled"):
+        lengths.clear()
+        assert outputs(generate(tiny, prompts, strategy, {"runner": runner})) == eager
+        assert len(lengths) > 10 and max(lengths) == 80
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**SIZES, sliding_window=5),
+        GptOssConfig(**SIZES, sliding_window=5, num_local_experts=2, num_experts_per_tok=1),
+    ],
+)
+def test_soft_caps_windows_and_sinks(config: PreTrainedConfig, lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
+    eager = outputs(generate(model, PROMPTS, "self", {"runner": "eager"}))
+    assert not lengths
+    assert outputs(generate(model, PROMPTS, "self", {"runner": "compiled"})) == eager
+    assert max(lengths) == 14
+
+
+def test_a_cache_that_is_made_in_inference_mode_outlives_it(tiny: LlamaForCausalLM) -> None:
+    """Prompts of one token have no prefill; rows that end first leave gaps, which are filled outside of it."""
+    prompts = pad_left([torch.tensor([token]) for token in range(3, 11)])
+    config, ends = {"max_batch_size": 4}, list(range(16))
+    found = [
+        outputs(generate(tiny, prompts, "none", config | {"runner": runner}, eos_token_id=ends))
+        for runner in ("compiled", "eager")
+    ]
+    assert found[0] == found[1] and len({len(tokens) for tokens in found[0]}) > 2
+
+
+@pytest.mark.parametrize("what", ["logits", "hidden states"])
+def test_what_it_returns_can_be_learned_from(tiny: LlamaForCausalLM, what: str) -> None:
+    runner = cpu_runner(make_shadow(tiny), RaggedCache.for_network(tiny, 1, 8))
+    heard: list[Tensor] = []
+    if what == "hidden states":
+        runner.listen([1], lambda features, *_: heard.append(features))
+    with torch.no_grad():
+        found = [runner.forward(torch.tensor([[5]]), torch.tensor([[0]]), 1), *heard][-1]
+    weight = torch.ones(found.shape[-1], requires_grad=True)
+    (found * weight).sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_compiled_too(tiny: LlamaForCausalLM, lengths: list[int], dtype: torch.dtype) -> None:
+    generate(tiny_llama().to(dtype), PROMPTS, "none", {"exact": False})
+    assert max(lengths) == 14
+
+
+class _OfItsOwn(nn.Module):
+    is_causal = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.transpose(-1, -2) @ x
+
+
+def test_attention_code_that_nobody_knows_stays_eager() -> None:
+    layers = dict(num_layers=2, attention_types=[[["global", "local"], 1]])
+    model = AutoModelForCausalLM.from_config(GPTNeoConfig(vocab_size=64, hidden_size=32, num_heads=2, **layers))
+    cache = RaggedCache.for_network(model, 1, 8)
+    assert type(cpu_runner(model, cache)) is not EagerRunner
+    model.transformer.h[0].attn.attention = _OfItsOwn()
+    assert type(cpu_runner(model, cache)) is EagerRunner
+
+
+@DTYPES
+@pytest.mark.parametrize("sizes", [(24, 16), (16, 24)], ids=str)
+def test_heads_of_two_sizes(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    (query, key, _), (_, _, value) = (heads(5, 40, 2, 3, size, dtype) for size in sizes)
+    spans, mask = spans_of(5, 40)
+    scores = query.double() @ key.double().repeat_interleave(3, 1).transpose(2, 3) * 0.3 + mask
+    exact = scores.softmax(-1) @ value.double().repeat_interleave(3, 1)  # [B, heads, q, d]
+    found = attended(query, key, value, spans)
+    assert (found.double() - exact.transpose(1, 2)).abs().max() < TOLERANCES[dtype]
+    assert torch.equal(attended(query[:, :, 7:9], key, value, spans[:, :, 7:9]), found[:, 7:9])
+
+
+def test_under_autocast_training_goes_on_after_it(lengths: list[int]) -> None:
+    model = tiny_llama().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(model, PROMPTS, "none", {"exact": False})
+        assert max(lengths) == 14
+        model(PROMPTS["input_ids"]).logits.float().sum().backward()
+
+
+# ---- a layer in one call --------------------------------------------------------------------------------------------
+
+
+LAYERS, FORWARDS = 2, 4  # of `run`
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each layer's forward was one call."""
+    found: list[bool] = []
+    call = cpu_layers.OneCall.__call__
+
+    def noted(*given: Any) -> Any:
+        output = call(*given)
+        found.append(output is not None)
+        return output
+
+    monkeypatch.setattr(cpu_layers.OneCall, "__call__", noted)
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_layer_is_that_of_the_family(served: list[bool], family: str, threads: int) -> None:
+    before = torch.get_num_threads()
+    network = make_shadow(model_of(family, torch.float32))
+    expected = run(network)
+    assert not served, "an eager forward runs the modules as they are"
+    torch.set_num_threads(threads)
+    try:
+        compare(run(network, kind=CompiledRunner), expected)
+    finally:
+        torch.set_num_threads(before)
+    assert served == [True] * LAYERS * FORWARDS
+
+
+def test_chains_are_served(served: list[bool]) -> None:
+    """Two chains of two tokens after five: the second one's logits are those that it has alone."""
+    network = make_shadow(model_of("llama", torch.float32))
+    found = []
+    for slots, shifts in ((range(5), [0, 0, 0, 2, 2]), ([0, 3, 4], [0, 0, 0])):
+        runner = CompiledRunner(network, RaggedCache.for_network(network, 1, 16))
+        tokens, own = torch.arange(3, 12)[None], torch.tensor(slots)
+        runner.forward(tokens[:, :5], torch.arange(5)[None], 5)
+        places = torch.arange(4, 4 + len(own))[None]
+        layout = ChainLayout(tokens[:, 4:][:, own], places, places - torch.tensor(shifts), own[None, None])
+        found.append(runner.forward_chains(layout, 9)[:, -2:])
+    torch.testing.assert_close(found[0], found[1])
+    assert all(served)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_copy_is_served(served: list[bool], family: str) -> None:
+    """Its packed weights, joined where they are siblings, and biases; what it computes by its modules is the same."""
+    model = model_of(family, torch.float32)
+    model.config.intermediate_size = 128
+    model = type(model)(model.config).eval()
+    network = make_shadow(model)
+    copy = quantize_projections(network, "rtn-w4-g64", kernel="native")
+    whole = run(network, kind=CompiledRunner)
+    assert served == [True] * LAYERS * FORWARDS
+    copy.assert_all_called()
+    for layer in network.model.layers:
+        layer.mlp.act_fn.register_forward_hook(lambda module, given, output: output)
+    served.clear()
+    compare(run(network, kind=CompiledRunner), whole)
+    assert served == [False] * LAYERS * FORWARDS
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a weight that moves": lambda layer: setattr(layer.mlp.up_proj.weight, "data", 2 * layer.mlp.up_proj.weight.data),
+    "a weight written in place": lambda layer: layer.self_attn.o_proj.weight.data.mul_(2),
+    "a norm that moves": lambda layer: setattr(layer.input_layernorm.weight, "data", 2 * layer.input_layernorm.weight),
+    "rows that do not follow each other": lambda layer: setattr(
+        layer.mlp.gate_proj.weight, "data", layer.mlp.gate_proj.weight.data.T.contiguous().T
+    ),
+    "rows of a square weight become columns": lambda layer: setattr(
+        layer.self_attn.q_proj.weight, "data", layer.self_attn.q_proj.weight.data.T
+    ),
+    "a hook": lambda layer: layer.self_attn.v_proj.register_forward_hook(lambda module, given, output: 2 * output),
+    "a hook on a norm": lambda layer: layer.post_attention_layernorm.register_forward_pre_hook(
+        lambda module, given: (2 * given[0],)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_forwards(served: list[bool], change: str) -> None:
+    network = make_shadow(model_of("bitnet" if "square" in change else "llama", torch.float32))
+    before = run(network, kind=CompiledRunner)
+    with torch.no_grad():
+        CHANGES[change](network.model.layers[1])
+    expected = run(network)
+    served.clear()
+    compare(run(network, kind=CompiledRunner), expected)
+    if "rows that" not in change:
+        assert not torch.allclose(before, expected)
+    by_modules = "hook" in change or "rows" in change
+    assert served == [True, not by_modules] * FORWARDS
+
+
+def test_many_tokens_are_left_to_the_modules(served: list[bool]) -> None:
+    network = make_shadow(model_of("llama", torch.float32))
+    runner = CompiledRunner(network, RaggedCache.for_network(network, rows=1, columns=64))
+    for count in (16, 17):
+        served.clear()
+        runner.forward(torch.ones(1, count, dtype=torch.long), torch.arange(count)[None], count)
+        assert served == [count == 16] * LAYERS
+
+
+def test_drafts_change_no_token(served: list[bool]) -> None:
+    """Steps of one token, verifications of several, and batches of different size give the same tokens in float32."""
+    model = model_of("llama", torch.float32)
+    prompts = pad_left(random_rows([4, 9, 6]))
+    plain = generate(model, prompts, max_new_tokens=40)
+    drafted = generate(model, prompts, "self", max_new_tokens=40)
+    assert outputs(drafted) == outputs(plain) and drafted.statistics.total.drafted and any(served)

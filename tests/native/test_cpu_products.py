@@ -1,0 +1,63 @@
+"""Products of few rows in C++: right, and an element the same bits whatever the number of rows and threads."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_trl.native import cpu_products
+from spec_trl.native.native_code import compiler
+from spec_trl.quantization.kernels import LayerSpec
+from spec_trl.quantization.kernels.native import NativeInt4, NativeInt8
+from spec_trl.quantization.kernels.reference import ReferenceInt4, ReferenceInt8
+from spec_trl.quantization.rtn import RoundToNearest
+
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+# Outputs that no block divides, inputs that no register does, a single output, and more than one block of outputs.
+DENSE = [(50, 172), (7, 64), (1, 9), (961, 576)]
+QUANTIZED = [(50, 192, 64), (1, 64, 64), (961, 576, 64), (70, 1536, 128)]  # the last is the group
+EIGHT_BITS = [(50, 172, None), (1, 9, None), (961, 576, None)]
+Products = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Ours, and the same in double precision."""
+
+
+def dense(out: int, size: int) -> tuple[Tensor, Products]:
+    weight, bias = torch.randn(out, size), torch.randn(out)
+    x = torch.randn(33, size)
+    return x, lambda x: (
+        cpu_products.multiply_matrix(cpu_products.dense_matrix(weight, bias), x),
+        x.double() @ weight.double().T + bias,
+    )
+
+
+def quantized(out: int, size: int, group: int | None) -> tuple[Tensor, Products]:
+    bits, kinds = (4, (NativeInt4, ReferenceInt4)) if group else (8, (NativeInt8, ReferenceInt8))
+    layer = LayerSpec(out, size, bits, group or size, torch.float32, None, torch.device("cpu"))
+    weight, bias, x = torch.randn(out, size), torch.randn(out), torch.randn(33, size)
+    packed, exact = (kind(layer) for kind in kinds)
+    for each in (packed, exact):
+        RoundToNearest().quantize_(weight, each)
+    values = exact.dequantize().double()
+    return x, lambda x: (cpu_products.multiply_matrix(packed.matrix(bias), x), x.double() @ values.T + bias)
+
+
+@pytest.mark.instructions
+@pytest.mark.parametrize("shape", [*DENSE, *QUANTIZED, *EIGHT_BITS], ids=str)
+def test_products(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, products = dense(*shape) if len(shape) == 2 else quantized(*shape)
+    threads = torch.get_num_threads()
+    whole, exact = products(x)
+    assert (whole.double() - exact).norm() < 2e-6 * exact.norm()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert torch.equal(products(x)[0], whole)
+            for rows in (1, 2, 3, 4, 5, 6, 7, 16):
+                assert torch.equal(products(x[3 : 3 + rows])[0], whole[3 : 3 + rows]), rows
+    finally:
+        torch.set_num_threads(threads)
+    wide = torch.stack([x, x], dim=1)[:, 0]  # rows do not follow each other
+    assert torch.equal(products(wide)[0], whole)
