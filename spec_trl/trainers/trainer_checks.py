@@ -47,15 +47,13 @@ KNOWN = "trl 1.16 and transformers 5.17 to 5.24"
 _REMEDY = "Install trl>=1.16,<1.17, or a spec_trl that knows the installed version."
 OVERRIDDEN = (
     "_calculate_rewards", "_generate", "_generate_single_turn", "_get_per_token_logps_and_entropies",
-    "_inner_training_loop",
-    "_get_train_sampler", "_load_optimizer_and_scheduler", "_prepare_inputs", "_save_rng_state",
     "_tool_call_loop", "compute_loss", "save_model", "train", "training_step",
 )  # fmt: skip
 """Methods that the trainer overrides, and calls."""
 _CALLED = ("_tokenize_prompts",)
 READ = (
-    "_dist", "_metrics", "_tokenizer", "accelerator", "aux_loss_enabled", "eval_dataset", "generation_config",
-    "generation_kwargs", "model", "model_wrapped", "rollout_func", "state", "tools", "train_dataset",
+    "_dist", "_metrics", "_tokenizer", "accelerator", "aux_loss_enabled", "callback_handler", "eval_dataset",
+    "generation_config", "generation_kwargs", "model", "model_wrapped", "rollout_func", "state", "tools", "train_dataset",
 )  # fmt: skip
 """Attributes that the trainer reads."""
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)

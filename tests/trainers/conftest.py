@@ -20,7 +20,7 @@ from spec_trl.papers.efficient_rollout import profile_cache as profiles_module
 from spec_trl.papers.efficient_rollout.profile import Profile
 from spec_trl.papers.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.papers.specactor.ladder import Ladder, Rung
-from spec_trl.trainers import run_drafting
+from spec_trl.trainers import trainer_speculator
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.harness import Run, make_run, tiny_dataset, tiny_policy
 
@@ -81,7 +81,7 @@ def use_level_ladder(patch: pytest.MonkeyPatch) -> Asked:
         asked.append(([drafter.strategy for drafter in drafters], rows, draft_lengths))
         return Ladder(tuple(Rung(d.strategy, 1, g, 0.5, 1.0, 1.0) for d in drafters for g in draft_lengths), "level")
 
-    patch.setattr(run_drafting, "find_ladder", find)
+    patch.setattr(trainer_speculator, "find_ladder", find)
     return asked
 
 

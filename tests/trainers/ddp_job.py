@@ -21,7 +21,7 @@ from spec_trl.drafter_training.adaptation import DrafterAdaptation
 from spec_trl.drafter_training.sequence_loss import TargetView
 from spec_trl.generation.options import SpeculativeConfig
 from spec_trl.papers.specactor.ladder import Ladder
-from spec_trl.trainers import run_drafting
+from spec_trl.trainers import trainer_speculator
 from spec_trl.trainers.run_log import read_run
 from tests.trainers import test_prompt_images, trl_trainers
 from tests.trainers.harness import Run, tiny_dataset, train
@@ -77,14 +77,14 @@ def look(folder: Path, rows_per_rank: int) -> list[list[list[int]]]:
 def choose(folder: Path) -> dict[str, Any]:
     """Trains with a ladder that is really profiled, on the rank that does so, and saves."""
     profiled: list[int] = []
-    find = run_drafting.find_ladder
+    find = trainer_speculator.find_ladder
 
     def profile(policy: Any, drafters: Any, config: SpeculativeConfig, *sizes: Any) -> Ladder | None:
         profiled.append(1)
         return find(policy, drafters, replace(config, sd_toggle="roofline"), *sizes)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run_drafting, "find_ladder", profile)
+        patched.setattr(trainer_speculator, "find_ladder", profile)
         patched.setenv("SPEC_TRL_CACHE", str(folder / "cache"))
         log = train(
             folder, "auto", **same_batch(rows_per_rank=4), draft_kernel="reference", draft_lengths=[3],

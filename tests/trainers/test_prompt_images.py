@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 import spec_trl
 from examples.demo.task import build_tokenizer
 from spec_trl.trainers.prompt_images import image_inputs
-from spec_trl.trainers.spec_grpo_config import SpecGRPOConfig
+from spec_trl.trainers.trainers import SpecGRPOConfig
 from tests import tiny_families
 from tests.tiny_vision import VISION, make, processor
 from tests.trainers.harness import OTHERS, Run, assert_same_training, make_run, tiny_policy
