@@ -186,27 +186,23 @@ class RolloutSums:
         self, mode: Mode, rollout: int, step: int, strategy: str, draft_lengths: Mapping[str, int]
     ) -> RolloutRecord:
         """Returns the rollout's record for the log; `draft_lengths`: current γ by strategy."""
-        summed, own, longest = SimpleNamespace(**self.summed), SimpleNamespace(**self.own), self.longest.copy()
+        summed, own, longest = SimpleNamespace(**self.summed), self.own.copy(), self.longest.copy()
         longest["seconds"] += longest["setup_seconds"]
         longest["plain_seconds"] = longest["plain_seconds"] if math.isfinite(longest["plain_seconds"]) else None
         drafts = sum(summed.per_depth.values(), DraftCounts())
         drafted_by = {name: summed.rounds_of.get(name, 0) / (summed.all_rounds or 1) for name in summed.tallies}
         main = max((name for name in drafted_by if drafted_by[name]), key=drafted_by.__getitem__, default=None)
         speculation = sum(summed.tallies.values(), Tally())
-        predicted, reason = own.explained[0] if own.explained else (None, None)  # the first call has all rows
+        predicted, reason = next(iter(own.pop("explained")), (None, None))  # of the first call, which has all rows
         if speculation.predicted_speedup is not None:  # else the prediction was too low, so nothing was drafted
             predicted = speculation.predicted_speedup
-        thin(own.speculating, MOST_PLANS, 0)
-        step_size = -(-len(own.completion_curve) // CURVE_POINTS) or 1
+        thin(own["speculating"], MOST_PLANS, 0)
+        own["speculating"] = [PlanChange(*plan) for plan in own["speculating"]]
+        step_size = -(-len(own["completion_curve"]) // CURVE_POINTS) or 1
+        own["completion_curve"] = own["completion_curve"][::-step_size][::-1]  # with its last point
+        own["timeline"] = slowest(own["timeline"], TIMELINES)
         return RolloutRecord(
-            mode=mode,
-            rollout=rollout,
-            step=step,
-            strategy=strategy,
-            drafter=main,
-            tokens=summed.tokens,
-            requests=summed.requests,
-            phase_seconds=own.phase_seconds,
+            mode=mode, rollout=rollout, step=step, strategy=strategy, drafter=main, drafted_by=drafted_by,
             block_efficiency=_ratio(drafts.committed, drafts.blocks),
             acceptance_rate=_ratio(drafts.accepted, drafts.drafted),
             first_token_acceptance=_ratio(drafts.first_accepted, drafts.first_drafted),
@@ -215,22 +211,13 @@ class RolloutSums:
             draft_length=max(draft_lengths.values(), default=0) if main is None else draft_lengths.get(main, 0),
             mean_draft_length=_ratio(summed.draft_length_sum, summed.drafted_rounds),
             sd_on_fraction=summed.drafted_rounds / (summed.all_rounds or 1),
-            predicted_speedup=predicted,
+            predicted_speedup=predicted, reason=reason,
             measured_speedup=speculation.measured_speedup if summed.drafted_rounds >= FEWEST_DRAFTED else None,
-            rounds=own.rounds,
-            speculating=[PlanChange(*plan) for plan in own.speculating],
-            completion_curve=own.completion_curve[::-step_size][::-1],  # with its last point
+            tokens=summed.tokens, requests=summed.requests, race_wins=summed.race_wins, moved_rows=summed.moved_rows,
             per_depth=dict(sorted(summed.per_depth.items())),
-            points=own.points,
-            timeline=slowest(own.timeline, TIMELINES),
-            reason=reason,
-            drafted_by=drafted_by,
-            race_wins=summed.race_wins,
-            rank_seconds=self.rank_seconds,
-            moved_rows=summed.moved_rows,
             drafter_updates=summed.drafter_updates if DistilledDrafter.strategy in drafted_by else None,
-            **longest,
-        )
+            rank_seconds=self.rank_seconds, **own, **longest,
+        )  # fmt: skip
 
 
 def metrics(record: RolloutRecord, refreshes: bool, races: bool) -> dict[str, float]:
