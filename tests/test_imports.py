@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import spec_trl
+from docs.write_map import PAGE, sentence_of, with_map
 from tests.cli.sample_run import make_profile
 
 
@@ -104,6 +105,12 @@ def test_papers_are_reached_by_name_alone() -> None:
 
 def test_every_module_has_a_room() -> None:
     assert [str(path) for path in SOURCES if not room_of(name_of(path)) and path.parent.name != "spec_trl"] == []
+
+
+def test_the_map_of_the_package_is_made_of_its_docstrings() -> None:
+    assert all(sentence_of(path) for path in SOURCES)
+    page = PAGE.read_text()
+    assert page == with_map(page), "run python -m docs.write_map"
 
 
 def run(code: str) -> str:

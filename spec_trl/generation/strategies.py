@@ -262,7 +262,7 @@ def check_device(
     raise ValueError(
         f"{option} with the model on {device}: the drafter's thread would share that device and launch each operation "
         'by itself, and decoding would be slower than without it. Set decoupled_execution="never" or "auto" and pass '
-        "the drafter itself, or give it a rank of its own (docs/decoupled.md)."
+        "the drafter itself, or give it a rank of its own (spec_trl/papers/specactor/decoupled.md)."
     )
 
 
