@@ -262,7 +262,7 @@ def check_device(
     raise ValueError(
         f"{option} with the model on {device}: the drafter's thread would share that device and launch each operation "
         'by itself, and decoding would be slower than without it. Set decoupled_execution="never" or "auto" and pass '
-        "the drafter itself, or give it a rank of its own (docs/decoupled.md)."
+        "the drafter itself, or give it a rank of its own (spec_trl/papers/specactor/decoupled.md)."
     )
 
 
@@ -344,7 +344,8 @@ def make_control(
         assert known is not None
         costs, times = known.seconds, known.times
     if config.sd_toggle == "roofline" and profile is not None and len(drafters) == 1:
-        toggle: Control = load("papers.efficient_rollout.toggle").RooflineToggle(candidates[0], costs, config.sd_margin)
+        room = load("papers.efficient_rollout.toggle")
+        toggle: Control = room.RooflineToggle(candidates[0], costs, config.sd_margin)
         return toggle
     drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
     race, budget = config.best_of_n_race, config.best_of_n_budget

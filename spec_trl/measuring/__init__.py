@@ -1,0 +1,1 @@
+"""Times rounds of a model on this machine before the first one."""
