@@ -115,9 +115,9 @@ class SpeculativeRollouts(TrainerOfTRL):
         if self._resumed_from is None:
             return
         batches = self.callback_handler.train_dataloader.batch_sampler
-        sampler = getattr(batches, "batch_sampler", batches).sampler  # of several ranks each takes some of its batches
-        for _ in range(int(self.state.epoch or 0)):  # it draws an order per epoch: skip those of earlier epochs
-            next(iter(sampler), None)
+        batches = getattr(batches, "batch_sampler", batches)  # of several ranks each takes some of its batches
+        for _ in range(int(self.state.epoch or 0)):  # a sampler draws an order per epoch: skip those of earlier ones
+            next(iter(getattr(batches, "sampler", ())), None)
         self._speculator.load(self._resumed_from)
 
     # ---- a training step --------------------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ OVERRIDDEN = (
 _CALLED = ("_tokenize_prompts",)
 READ = (
     "_dist", "_metrics", "_tokenizer", "accelerator", "aux_loss_enabled", "callback_handler", "eval_dataset",
-    "generation_config", "generation_kwargs", "model", "model_wrapped", "rollout_func", "state", "tools", "train_dataset",
+    "generation_config", "generation_kwargs", "model", "model_wrapped", "rollout_func", "state", "tools",
+    "train_dataset",
 )  # fmt: skip
 """Attributes that the trainer reads."""
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)

@@ -1,19 +1,17 @@
 """RLOO, distillation and GMPO roll out speculatively, train as without drafts, and go on from checkpoints."""
 
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from peft import LoraConfig
 from trl import GRPOTrainer
 
 import spec_trl
 from spec_trl import SpecDistillationTrainer, SpecGRPOTrainer, SpecRLOOTrainer
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.conftest import STEPS, schedule
-from tests.trainers.harness import OTHERS, Run, assert_same_training, make_run, tiny_dataset, tiny_policy, train
+from tests.trainers.harness import OTHERS, Run, assert_same_training, make_run, tiny_dataset, train
 from tests.trainers.tool_task import add, conversations, make_chat_tokenizer
 
 
@@ -52,23 +50,6 @@ def test_completions_losses_and_weights_are_those_without_drafts(
     half = len(run.rewarded) - len(resumed.rewarded)
     assert 0 < half < len(run.rewarded) and resumed.rewarded == run.rewarded[half:]
     assert all(weight.equal(run.weights[name]) for name, weight in resumed.weights.items())
-
-
-VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "lora": lambda: {
-        "trainer": {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian")},
-        "learning_rate": 5e-2, "gradient_checkpointing": True,
-    },
-    "autocast": lambda: {"policy": tiny_policy().float(), "bf16": True},
-}  # fmt: skip
-
-
-@each_trainer
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_however_they_train(tmp_path: Path, name: str, variant: str) -> None:
-    none, run = (train(tmp_path / kind, kind, **OTHERS[name] | VARIANTS[variant]()) for kind in ("none", "self"))
-    assert_same_training(run, none)
-    assert len(run.completions) == 3 and drafted(run) > 100
 
 
 @each_trainer

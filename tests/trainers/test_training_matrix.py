@@ -3,6 +3,7 @@ trainers than test_training.py has. Most are slow; of those that are not, CUDA g
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,10 +13,8 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
-from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import GRPOTrainer
 
-import spec_trl
-from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOTrainer
 from spec_trl.generation.engine.forwards import runner_choice
 from spec_trl.generation.engine.network.shadow import unwrapped
@@ -25,8 +24,10 @@ from spec_trl.papers.test_time_speculation import distilled_drafter
 from tests.conftest import STORY_MODEL
 from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.tape import Tape, install_tape
+from tests.trainers import trl_trainers
 from tests.trainers.conftest import Asked
 from tests.trainers.harness import (
+    OTHERS,
     Run,
     assert_same_training,
     hybrid_policy,
@@ -126,6 +127,22 @@ CASES: list[tuple[str, Options, Callable[[], Options]]] = [
 ]  # fmt: skip
 
 
+def autocast() -> Options:
+    return dict(policy=tiny_policy().float(), bf16=True)
+
+
+def checkpointed_lora() -> Options:
+    return lora(gradient_checkpointing=True)
+
+
+def other(name: str, training: Callable[[], Options]) -> Options:
+    """A training by another trainer than SpecGRPOTrainer."""
+    return OTHERS[name] | training()
+
+
+OTHER_TRAINERS = [("self", {}, partial(other, name, how)) for name in OTHERS for how in (checkpointed_lora, autocast)]
+
+
 @functools.cache
 def train_without_drafts(training: Callable[[], Options]) -> Run:
     """Once for all cases of one `training`."""
@@ -133,8 +150,9 @@ def train_without_drafts(training: Callable[[], Options]) -> Run:
         return train(Path(folder), "none", **training())
 
 
-@slow
-@pytest.mark.parametrize(("strategy", "how", "training"), CASES)
+@pytest.mark.parametrize(
+    ("strategy", "how", "training"), [*(pytest.param(*case, marks=slow) for case in CASES), *OTHER_TRAINERS]
+)
 def test_the_policy_trains_as_without(
     strategy: str, how: Options, training: Callable[[], Options], tmp_path: Path, named: Named
 ) -> None:
@@ -350,8 +368,8 @@ def test_rollouts_are_captured_and_follow_the_policy(
     assert mostly_equal(*found.values()) and not mostly_equal(found[SpecGRPOTrainer], before)
 
 
-def test_rloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It knows nothing of spec_trl, and drafts with one line in `generation_kwargs`: completions and weights stay."""
+def test_a_line_in_generation_kwargs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that knows nothing of spec_trl drafts by it, without `speculate`: completions and weights stay."""
     drafted: list[int] = []
     run = Rollout.run
 
@@ -361,28 +379,12 @@ def test_rloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return completions, statistics
 
     monkeypatch.setattr(Rollout, "run", watched)
-
-    def train(strategy: str) -> tuple[list[Any], list[torch.Tensor]]:
-        seen: list[Any] = []
-
-        def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-            seen.append(completion_ids)
-            return [float(len(set(ids))) for ids in completion_ids]
-
+    trainers = []
+    for strategy in ("none", "self"):
         options = {"seed": 5, "sd_toggle": "always", "draft_kernel": "reference"}
         given = {"assistant_strategy": strategy, "speculative_config": options}
-        config = RLOOConfig(
-            output_dir=str(tmp_path), generation_kwargs=given, beta=0.0,
-            max_steps=2, per_device_train_batch_size=4, num_generations=2, max_completion_length=8, report_to="none",
-            save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, seed=3, learning_rate=1e-2,
-        )  # fmt: skip
-        config.to_json_string()
-        policy = tiny_policy()
-        trainer = RLOOTrainer(policy, reward, config, tiny_dataset(8), processing_class=build_tokenizer())
-        trainer.train()
-        spec_trl.release(policy)
-        return seen, [parameter.detach() for parameter in policy.parameters()]
-
-    (plain, weights), (speculative, same) = train("none"), train("self")
-    assert plain == speculative and all(map(torch.equal, weights, same))
+        trainers.append(trl_trainers.make_trainer("rloo", tmp_path / strategy, generation_kwargs=given, max_steps=2))
+        trainers[-1].args.to_json_string()
+        trainers[-1].train()
+    trl_trainers.assert_same(*trainers)
     assert drafted[:2] == [0, 0] and all(drafted[2:]) and len(drafted) == 4
