@@ -48,11 +48,13 @@ class Rollouts:
         rank, ranks = accelerator.process_index, accelerator.num_processes
         self._args, self._accelerator = args, accelerator
         self.drafting = RunDrafting(args, accelerator, adapts)
-        self._draft_ranks = DraftRanks(args.draft_ranks, rank, ranks, args.ddp_timeout)
+        config = self.drafting.config
+        self._draft_ranks = DraftRanks(config.specactor.draft_ranks, rank, ranks, args.ddp_timeout)
         shares, decoding = args.rollout_sharing == "pool", self._draft_ranks.decoding
         self._parked = ParkedRows() if parks else None
         self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding, self._parked)
-        self._alarm = CollapseAlarm(by_first_token=args.sd_toggle == "measured" or args.assistant_strategy in CHOOSING)
+        measured = config.sd_toggle == "measured"
+        self._alarm = CollapseAlarm(by_first_token=measured or args.assistant_strategy in CHOOSING)
         self.counts = {"train": 0, "eval": 0}
         self.records = RunRecords(args.output_dir if accelerator.is_main_process else None)
         self._totals = RolloutTotals()
@@ -90,7 +92,8 @@ class Rollouts:
         # Prompts are padded as on one rank, since some processors see the padding.
         padding, width = tokenizer.pad_token_id, max(map(len, turn.prompts))
         prompts = [turn.prompts[place] for place in turn.decoded]
-        rows, device = self._sharing.rows_in_flight(turn, self._args.rollout_batch_size), self._accelerator.device
+        config, device = self.drafting.config, self._accelerator.device
+        rows = self._sharing.rows_in_flight(turn, config.max_batch_size)
         generation_config = copy.copy(generation_config)
         generation_config.return_dict_in_generate = True  # deprecated as an argument next to a config
         decoded: dict[int, Sampled] = {}
@@ -115,7 +118,7 @@ class Rollouts:
                     generation_config=generation_config,
                     tokenizer=tokenizer,
                     assistant_strategy=self._args.assistant_strategy,
-                    speculative_config=replace(self.drafting.config, max_batch_size=rows),
+                    speculative_config=replace(config, max_batch_size=rows),
                     drafter=drafting,
                     request_ids=self._request_ids([turn.rows[place] for place in turn.decoded]),
                     control=control,
@@ -176,7 +179,7 @@ class Rollouts:
         profile = None if self.drafting.profile is None else str(Path(self._args.output_dir) / PROFILE_FILE)
         return describe(
             model, self._accelerator.device, self._args.assistant_strategy,
-            settings=self._args.own_options(), profile=profile, calibration_seconds=seconds,
+            settings=self._args.settings(), profile=profile, calibration_seconds=seconds,
         )  # fmt: skip
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 checkpoints. One rank measures profiles and ladders for all ranks."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,9 +12,10 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
-from ..drafter_training.adaptation import Adaptable, DrafterAdaptation
+from ..drafter_training.adaptation import Adaptable, AdaptationOptions, DrafterAdaptation
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.engine.drafter import Drafter
+from ..generation.options import SpeculativeConfig
 from ..generation.planner.control import Control
 from ..generation.planner.planner import Planner
 from ..generation.registry import CHOOSING
@@ -42,6 +43,23 @@ PROFILE_FILE = "roofline_profile.json"
 """Path of the profile's copy in the run's `output_dir`; the ladder's copy is next to it."""
 
 
+def draft_length_controllers(
+    config: SpeculativeConfig, strategies: Sequence[str], saved: Mapping[str, DraftLengthState]
+) -> "dict[str, DraftLengthController]":
+    """For each drafter by its strategy: where a checkpoint `saved` it, or at its start. None where a planner chooses γ
+    in each round."""
+    controllers: dict[str, DraftLengthController] = {}
+    options = config.efficient_rollout
+    for name in strategies if config.sd_toggle in ("always", "roofline") else ():
+        controllers[name] = load("papers.efficient_rollout.draft_length").DraftLengthController(
+            config.draft_lengths, config.first_draft_length, options.draft_length_up, options.draft_length_down,
+            options.draft_length_patience,
+        )  # fmt: skip
+        if name in saved:
+            controllers[name].load_state_dict(vars(saved[name]))
+    return controllers
+
+
 class RunDrafting:
     """The drafters of a run and their control.
 
@@ -53,7 +71,7 @@ class RunDrafting:
 
     def __init__(self, args: RolloutOptions, accelerator: Accelerator, adapts: bool) -> None:
         self._args, self._accelerator, self._adapts = args, accelerator, adapts
-        self.config = args.speculative_config()
+        self.config = args.rollout_config()
         self.drafters: list[Drafter] = []
         self.control: Control | None = None
         self.adaptation: DrafterAdaptation | None = None
@@ -99,22 +117,20 @@ class RunDrafting:
 
     def _make_drafters(self, policy: PreTrainedModel) -> None:
         args, strategy = self._args, self._args.assistant_strategy
-        strategy, assistant = ("none", None) if args.sd_toggle == "never" else (strategy, args.assistant_model)
+        strategy, assistant = ("none", None) if self.config.sd_toggle == "never" else (strategy, args.assistant_model)
         with Session.lend(policy) as session:
             self.drafters = make_drafters(session, strategy, policy, assistant, self.config)
             for drafter in self.drafters:  # from now on only the trainer uses them
                 session.drafters.pop(drafter.strategy, None)
         names = [drafter.strategy for drafter in self.drafters]
-        self._draft_lengths = args.draft_length_controllers(names, self._saved_lengths)
+        self._draft_lengths = draft_length_controllers(self.config, names, self._saved_lengths)
         for drafter in self.drafters:
             memory = self._saved.memories.pop(drafter.strategy, None)
             if isinstance(drafter, HistoryDrafter | DistilledDrafter) and memory is not None:
                 drafter.load_state_dict(memory)
             if isinstance(drafter, Adaptable) and self._adapts:
-                self.adaptation = DrafterAdaptation(
-                    drafter, policy, self._accelerator, args.drafter_learning_rate, args.drafter_hidden_weight,
-                    args.drafter_token_weight, args.seed, args.choice_of_draft_lengths()[-1],
-                )  # fmt: skip
+                longest, how = self.config.choice_of_draft_lengths()[-1], args.adaptation or AdaptationOptions()
+                self.adaptation = DrafterAdaptation(drafter, policy, self._accelerator, how, args.seed, longest)
                 if self._resumed_from is not None:
                     with only_for_speed(self._resumed_from / ADAPTATION_FILE):
                         self.adaptation.load_state(self._resumed_from)
@@ -131,7 +147,7 @@ class RunDrafting:
         args, is_new = self._args, self.control is None
         steps = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)  # distillation has no choice
         rows = max(rows, args.per_device_train_batch_size * steps)
-        rows = min(args.rollout_batch_size or rows, rows)  # most rows in flight, in this or a later rollout
+        rows = min(self.config.max_batch_size or rows, rows)  # most rows in flight, in this or a later rollout
         if self.control is None:
             self.control = self._make_control(policy, rows, width + args.max_completion_length)
         if not isinstance(self.control, Planner):  # which chooses γ by itself
@@ -149,14 +165,15 @@ class RunDrafting:
     def _make_control(self, policy: PreTrainedModel, rows: int, length: int) -> Control:
         """Makes the control for at most `rows` rows in flight, of `length` tokens, prompt and completion."""
         started, args, config, ladder = time.perf_counter(), self._args, self.config, None
-        lengths = args.choice_of_draft_lengths()
-        if self.drafters and args.sd_toggle in ("measured", "roofline"):
+        lengths = config.choice_of_draft_lengths()
+        if self.drafters and config.sd_toggle in ("measured", "roofline"):
             self.profile = self._find_profile(policy, rows, length)
             if args.assistant_strategy in CHOOSING:
                 ladder = self._on_one_rank(lambda: self._find_ladder(policy, rows, lengths))
         if not self.profile and not ladder:
-            self._known = find_known_rounds(policy, self.drafters, config, args.draft_ranks)
-        control = make_control(self.drafters, config, lengths, self.profile, ladder, self._known)
+            self._known = find_known_rounds(policy, self.drafters, config)
+        races = args.assistant_strategy == "best_of_n"
+        control = make_control(self.drafters, config, lengths, self.profile, ladder, self._known, races)
         if isinstance(control, Planner) and self._saved.ledger is not None:
             control.load_state_dict(self._saved.ledger)
             if self._known is not None:  # a checkpoint may come from another machine
@@ -172,7 +189,8 @@ class RunDrafting:
         profile = self._on_one_rank(lambda: find_profile(policy, self.config, rows, length, copy_to))
         if profile is not None and profile.key != profile_key(policy, self.config):
             # A named profile belongs to the device of rank 0.
-            profile = find_profile(policy, replace(self.config, roofline_profile=None), rows, length)
+            unnamed = replace(self.config, efficient_rollout=replace(self.config.efficient_rollout, profile=None))
+            profile = find_profile(policy, unnamed, rows, length)
         return profile
 
     def _find_ladder(self, policy: PreTrainedModel, rows: int, lengths: tuple[int, ...]) -> "Ladder | None":

@@ -5,7 +5,6 @@ from typing import Any
 
 from trl import DistillationConfig, DistillationTrainer
 
-from ..generation.options import document
 from .rollout_options import RolloutOptions
 from .speculative_rollouts import SpeculativeRollouts
 
@@ -14,11 +13,7 @@ from .speculative_rollouts import SpeculativeRollouts
 class SpecDistillationConfig(RolloutOptions, DistillationConfig):
     """Options of [`~trl.DistillationConfig`], and those that say how rollouts are drafted and verified."""
 
-    _VALID_DICT_FIELDS = [*DistillationConfig._VALID_DICT_FIELDS, "best_of_n_assistants"]
     base_trainer = "trl.DistillationTrainer"
-
-
-document(SpecDistillationConfig, RolloutOptions)
 
 
 class SpecDistillationTrainer(SpeculativeRollouts, DistillationTrainer):

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-from ..generation.options import document
 from .rollout_options import RolloutOptions
 from .spec_grpo_trainer import SpecGRPOTrainer
 
@@ -13,11 +12,7 @@ from .spec_grpo_trainer import SpecGRPOTrainer
 class SpecGMPOConfig(RolloutOptions, GMPOConfig):
     """Options of [`~trl.experimental.gmpo.GMPOConfig`], and those that say how rollouts are drafted and verified."""
 
-    _VALID_DICT_FIELDS = [*GMPOConfig._VALID_DICT_FIELDS, "best_of_n_assistants"]
     base_trainer = "trl.experimental.gmpo.GMPOTrainer"
-
-
-document(SpecGMPOConfig, RolloutOptions)
 
 
 class SpecGMPOTrainer(SpecGRPOTrainer, GMPOTrainer):

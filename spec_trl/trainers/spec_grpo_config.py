@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from trl import GRPOConfig
 
-from ..generation.options import document
 from .rollout_options import RolloutOptions
 
 
@@ -15,8 +14,4 @@ class SpecGRPOConfig(RolloutOptions, GRPOConfig):
     rollouts are drafted and verified.
     """
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "best_of_n_assistants"]
     base_trainer = "trl.GRPOTrainer"
-
-
-document(SpecGRPOConfig, RolloutOptions)

@@ -5,7 +5,6 @@ from typing import Any
 
 from trl import RLOOConfig, RLOOTrainer
 
-from ..generation.options import document
 from .rollout_options import RolloutOptions
 from .speculative_rollouts import SpeculativeRollouts
 
@@ -14,11 +13,7 @@ from .speculative_rollouts import SpeculativeRollouts
 class SpecRLOOConfig(RolloutOptions, RLOOConfig):
     """Options of [`~trl.RLOOConfig`], and those that say how rollouts are drafted and verified."""
 
-    _VALID_DICT_FIELDS = [*RLOOConfig._VALID_DICT_FIELDS, "best_of_n_assistants"]
     base_trainer = "trl.RLOOTrainer"
-
-
-document(SpecRLOOConfig, RolloutOptions)
 
 
 class SpecRLOOTrainer(SpeculativeRollouts, RLOOTrainer):

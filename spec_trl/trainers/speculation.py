@@ -209,7 +209,7 @@ class Speculation(AbstractContextManager["Speculation"]):
         totals.add(statistics, len(output.lengths), seconds)
         totals.add_refreshes(drafters)
         step = sum(self._counts.values()) if trainer is None else trainer.state.global_step
-        lengths = dict.fromkeys(statistics.tallies, self._config.draft_length)
+        lengths = dict.fromkeys(statistics.tallies, self._config.first_draft_length)
         record = totals.record(mode, self._counts[mode], step, self._strategy, lengths)
         self._counts[mode] += 1
         self._append(record, model)

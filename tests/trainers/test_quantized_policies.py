@@ -49,7 +49,8 @@ def test_frozen_weights_and_forward_are_those_of_a_run_of_trl(
     caplog.set_level(logging.ERROR)
     expected, logits, _ = train(tmp_path, False, bits, dtype, max_steps=1, learning_rate=0.0)
     for steps, rate in ((1, 0.0), (10, 1e-2)):
-        options = dict(max_steps=steps, learning_rate=rate, assistant_strategy="self", sd_toggle="always")
+        options = dict(max_steps=steps, learning_rate=rate, assistant_strategy="self")
+        options["speculative_config"] = {"sd_toggle": "always"}
         found, policy_logits, trainer = train(tmp_path, True, bits, dtype, **options)
         assert alike(found, expected)
         assert torch.equal(policy_logits, logits) is (rate == 0)
