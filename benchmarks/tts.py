@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 
 from spec_trl import SpeculativeConfig
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.options import Distillation, TTSScope
+from spec_trl.papers.test_time_speculation.options import TTSOptions, TTSScope
 
 from .calls import Call, rotated
 from .measure import RESULTS, TINY_RESULTS, Options, begin, shown, stopwatch, write_result
@@ -52,7 +52,7 @@ MOST_PROMPTS = 1000  # requests that a part may come to at most; stories repeat,
 # ---- which ways to learn a part compares ---------------------------------------------------------------------------
 
 
-Ways = dict[str, Distillation | None]
+Ways = dict[str, TTSOptions | None]
 SEQUENCES = ("run", "defaults")
 """Parts whose drafters go on with what they learned, from request to request."""
 

@@ -19,8 +19,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 from spec_trl import SpeculativeConfig, SpeculativeOutput
 from spec_trl.cli.arguments import DTYPES, add_option, non_negative, whole_number
 from spec_trl.cli.loading import PROMPTS, find_device, load_model, pad_left, read_prompts, token_ids
-from spec_trl.generation.options import TTSDrafter, Verification
+from spec_trl.generation.options import Verification
 from spec_trl.generation.registry import needing_assistant, strategies, taking_assistant
+from spec_trl.papers.specactor.options import SpecActorOptions
+from spec_trl.papers.test_time_speculation.options import TTSDrafter, TTSOptions
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -36,8 +38,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the sampling noise (default: %(default)s)")
     add("--assistant_strategy", default="self", choices=strategies(), help="what drafts (default: %(default)s)")
     add("--assistant_model", help="hub id or folder of the drafter, for a strategy that takes one")
-    add_option(parser, "--tts_drafter", "tts_drafter", choices=get_args(TTSDrafter))
-    add_option(parser, "--best_of_n_drafters", "best_of_n_drafters", nargs="+")
+    add_option(parser, "--tts_drafter", "tts.drafter", choices=get_args(TTSDrafter))
+    add_option(parser, "--best_of_n_drafters", "specactor.drafters", nargs="+")
     add_option(parser, "--draft_length", "draft_length", type=whole_number)
     add_option(parser, "--verification", "verification", choices=get_args(Verification))
     add("--batch_size", type=whole_number, help="rows decoded at a time (default: all)")
@@ -56,7 +58,8 @@ def sample(
     if arguments.temperature > 0:
         # generate would take the 50 likeliest tokens only, if it were not told otherwise.
         sampling = dict(do_sample=True, temperature=arguments.temperature, top_p=arguments.top_p, top_k=0)
-    chosen = {"tts_drafter": arguments.tts_drafter, "best_of_n_drafters": arguments.best_of_n_drafters}
+    learning = TTSOptions(drafter=arguments.tts_drafter)
+    racing = SpecActorOptions(drafters=arguments.best_of_n_drafters)
     return model.generate(
         **inputs,
         **sampling,
@@ -68,7 +71,8 @@ def sample(
             verification=arguments.verification,
             seed=arguments.seed,
             max_batch_size=arguments.batch_size,
-            **{name: value for name, value in chosen.items() if name.startswith(strategy)},
+            tts=learning if strategy == "tts" else TTSOptions(),
+            specactor=racing if strategy == "best_of_n" else SpecActorOptions(),
         ),
         return_dict_in_generate=True,
     )

@@ -198,7 +198,8 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
         self._sums.add(output.statistics, len(output.lengths), time.perf_counter() - started)
         drafters = list(Session.of(model).drafters.values())
         self._sums.add_refreshes(drafters)
-        _, logged = self._finish(model, drafters, dict.fromkeys(output.statistics.tallies, self._config.draft_length))
+        lengths = dict.fromkeys(output.statistics.tallies, self._config.first_draft_length)
+        _, logged = self._finish(model, drafters, lengths)
         self.counts[mode] += 1
         if trainer is not None:  # without one nothing logs the metrics, and they would pile up
             self._reports.add(mode, logged)

@@ -68,14 +68,14 @@ class SpeculativeRollouts(TrainerOfTRL):
         super().__init__(model, learned_from, args, *rest, **kwargs)
         check_attributes(self, theirs, self.lacking)
         check_fsdp(self._dist.fsdp_version, config_class)
-        adapts = args.drafter_adaptation
+        adapts = args.adaptation is not None
         try:
             check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage, self._dist.is_fsdp)
         except ValueError:
             if adapts and args.adaptable_drafters():
                 raise
             adapts = False  # of a head that "auto" drafts with
-        config, generates = args.speculative_config(), getattr(self, "rollout_func", None) is None
+        config, generates = args.rollout_config(), getattr(self, "rollout_func", None) is None
         self._processors = check_rollouts(self, config) if generates else None
         parks = bool(getattr(self, "tools", None))
         self._speculator = TrainerSpeculator(args, self.accelerator, self._whole_policy, adapts, parks)

@@ -120,15 +120,16 @@ def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorLi
     device, instead = trainer.accelerator.device, f"use {args.base_trainer}"
     processors = check_generation(policy, config, settings, trainer._tokenizer, device, instead)
     check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
-    drafter = config.tts_drafter if args.assistant_strategy == "tts" else args.assistant_strategy
+    drafter = config.tts.drafter if args.assistant_strategy == "tts" else args.assistant_strategy
     if drafter == MtpDrafter.strategy and args.assistant_model is None:
         served_heads(None, policy, OWN)
     if keeps_states(policy.config):
-        check_states(policy, args.assistant_strategy, config, args.draft_ranks)
-    if args.draft_ranks and args.assistant_model is not None:
-        refuse_states("assistant_model", args.assistant_model, f"draft_ranks={args.draft_ranks}", "draft_ranks=0")
-    if args.roofline_profile is not None and Path(args.roofline_profile).exists():
-        load("papers.efficient_rollout.profile").Profile.load(args.roofline_profile)
+        check_states(policy, args.assistant_strategy, config)
+    if (ranks := config.specactor.draft_ranks) and args.assistant_model is not None:
+        asked = f"specactor.draft_ranks={ranks}"
+        refuse_states("assistant_model", args.assistant_model, asked, "specactor.draft_ranks=0")
+    if (profile := config.efficient_rollout.profile) is not None and Path(profile).exists():
+        load("papers.efficient_rollout.profile").Profile.load(profile)
     check_datasets(trainer, policy)
     for name in ("train_dataset", "eval_dataset"):
         check_dataset(policy, settings, name, vars(trainer)[name], trainer._tokenize_prompts)

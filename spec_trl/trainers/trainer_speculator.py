@@ -17,10 +17,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
 from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
-from ..drafter_training.adaptation import Adaptable, DrafterAdaptation
+from ..drafter_training.adaptation import Adaptable, AdaptationOptions, DrafterAdaptation
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.parked_rows import ParkedRows
+from ..generation.options import SpeculativeConfig
 from ..generation.planner.control import Control
 from ..generation.planner.planner import Planner
 from ..generation.registry import CHOOSING
@@ -52,6 +53,23 @@ PROFILE_FILE = "roofline_profile.json"
 """Path of the profile's copy in the run's `output_dir`; the ladder's copy is next to it."""
 
 
+def draft_length_controllers(
+    config: SpeculativeConfig, strategies: Sequence[str], saved: Mapping[str, DraftLengthState]
+) -> "dict[str, DraftLengthController]":
+    """For each drafter by its strategy: where a checkpoint `saved` it, or at its start. None where a planner chooses γ
+    in each round."""
+    controllers: dict[str, DraftLengthController] = {}
+    options = config.efficient_rollout
+    for name in strategies if config.sd_toggle in ("always", "roofline") else ():
+        controllers[name] = load("papers.efficient_rollout.draft_length").DraftLengthController(
+            config.draft_lengths, config.first_draft_length, options.draft_length_up, options.draft_length_down,
+            options.draft_length_patience,
+        )  # fmt: skip
+        if name in saved:
+            controllers[name].load_state_dict(vars(saved[name]))
+    return controllers
+
+
 class TrainerSpeculator(Speculator):
     """Samples the rollouts of a training: `begin`, a `rollout` for each turn, `finish`. All ranks call each.
 
@@ -77,14 +95,16 @@ class TrainerSpeculator(Speculator):
         parks: bool,
     ) -> None:
         folder = args.output_dir if accelerator.is_main_process else None
-        super().__init__(args.assistant_strategy, args.speculative_config(), folder)
+        config = args.rollout_config()
+        super().__init__(args.assistant_strategy, config, folder)
         rank, ranks = accelerator.process_index, accelerator.num_processes
         self._args, self._accelerator, self._weights, self._adapts = args, accelerator, weights, adapts
-        self._draft_ranks = DraftRanks(args.draft_ranks, rank, ranks, args.ddp_timeout)
+        self._draft_ranks = DraftRanks(config.specactor.draft_ranks, rank, ranks, args.ddp_timeout)
         shares, decoding = args.rollout_sharing == "pool", self._draft_ranks.decoding
         self._parked = ParkedRows() if parks else None
         self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding, self._parked)
-        self._alarm = CollapseAlarm(by_first_token=args.sd_toggle == "measured" or args.assistant_strategy in CHOOSING)
+        measured = config.sd_toggle == "measured"
+        self._alarm = CollapseAlarm(by_first_token=measured or args.assistant_strategy in CHOOSING)
         self.drafters: list[Drafter] = []
         self.adaptation: DrafterAdaptation | None = None
         self.activations: ActivationStatistics | None = None
@@ -162,7 +182,7 @@ class TrainerSpeculator(Speculator):
         # Prompts are padded as on one rank, since some processors see the padding.
         padding, width = tokenizer.pad_token_id, max(map(len, turn.prompts))
         prompts = [turn.prompts[place] for place in turn.decoded]
-        rows, device = self._sharing.rows_in_flight(turn, self._args.rollout_batch_size), self._accelerator.device
+        rows, device = self._sharing.rows_in_flight(turn, self._config.max_batch_size), self._accelerator.device
         generation_config = copy.copy(generation_config)
         generation_config.return_dict_in_generate = True  # deprecated as an argument next to a config
         decoded: dict[int, Sampled] = {}
@@ -232,7 +252,7 @@ class TrainerSpeculator(Speculator):
         seconds, self._calibration_seconds = self._calibration_seconds, 0.0
         profile = None if self._profile is None else str(Path(self._args.output_dir) / PROFILE_FILE)
         return super()._header(
-            policy, hardware=hardware_name(self._accelerator.device), settings=self._args.own_options(),
+            policy, hardware=hardware_name(self._accelerator.device), settings=self._args.settings(),
             profile=profile, calibration_seconds=seconds, **more,
         )  # fmt: skip
 
@@ -255,7 +275,7 @@ class TrainerSpeculator(Speculator):
         self._copied = structure_now
         steps = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)  # distillation has no choice
         rows = max(rows, args.per_device_train_batch_size * steps)
-        rows = min(args.rollout_batch_size or rows, rows)  # most rows in flight, in this or a later rollout
+        rows = min(self._config.max_batch_size or rows, rows)  # most rows in flight, in this or a later rollout
         if self._control is None:
             self._control = self._make_control(policy, rows, width + args.max_completion_length)
         if not isinstance(self._control, Planner):  # which chooses γ by itself
@@ -276,22 +296,20 @@ class TrainerSpeculator(Speculator):
 
     def _make_drafters(self, policy: PreTrainedModel) -> None:
         args, strategy = self._args, self._args.assistant_strategy
-        strategy, assistant = ("none", None) if args.sd_toggle == "never" else (strategy, args.assistant_model)
+        strategy, assistant = ("none", None) if self._config.sd_toggle == "never" else (strategy, args.assistant_model)
         with Session.lend(policy) as session:
             self.drafters = make_drafters(session, strategy, policy, assistant, self._config)
             for drafter in self.drafters:  # from now on only the trainer uses them
                 session.drafters.pop(drafter.strategy, None)
         names = [drafter.strategy for drafter in self.drafters]
-        self._draft_lengths = args.draft_length_controllers(names, self._saved_lengths)
+        self._draft_lengths = draft_length_controllers(self._config, names, self._saved_lengths)
         for drafter in self.drafters:
             memory = self._saved.memories.pop(drafter.strategy, None)
             if isinstance(drafter, HistoryDrafter | DistilledDrafter) and memory is not None:
                 drafter.load_state_dict(memory)
             if isinstance(drafter, Adaptable) and self._adapts:
-                self.adaptation = DrafterAdaptation(
-                    drafter, policy, self._accelerator, args.drafter_learning_rate, args.drafter_hidden_weight,
-                    args.drafter_token_weight, args.seed, args.choice_of_draft_lengths()[-1],
-                )  # fmt: skip
+                longest, how = self._config.choice_of_draft_lengths()[-1], args.adaptation or AdaptationOptions()
+                self.adaptation = DrafterAdaptation(drafter, policy, self._accelerator, how, args.seed, longest)
                 if self._resumed_from is not None:
                     with only_for_speed(self._resumed_from / ADAPTATION_FILE):
                         self.adaptation.load_state(self._resumed_from)
@@ -305,18 +323,20 @@ class TrainerSpeculator(Speculator):
     def _make_control(self, policy: PreTrainedModel, rows: int, length: int) -> Control:
         """Makes the control for at most `rows` rows in flight, of `length` tokens, prompt and completion."""
         started, args, config, ladder = time.perf_counter(), self._args, self._config, None
-        lengths, copy_to = args.choice_of_draft_lengths(), Path(args.output_dir) / PROFILE_FILE
-        if self.drafters and args.sd_toggle in ("measured", "roofline"):
+        lengths, copy_to = config.choice_of_draft_lengths(), Path(args.output_dir) / PROFILE_FILE
+        if self.drafters and config.sd_toggle in ("measured", "roofline"):
             profile = self._on_one_rank(lambda: find_profile(policy, config, rows, length, copy_to))
             if profile is not None and profile.key != profile_key(policy, config):
                 # A named profile belongs to the device of rank 0.
-                profile = find_profile(policy, replace(config, roofline_profile=None), rows, length)
+                unnamed = replace(config, efficient_rollout=replace(config.efficient_rollout, profile=None))
+                profile = find_profile(policy, unnamed, rows, length)
             self._profile = profile
             if args.assistant_strategy in CHOOSING:
                 ladder = self._on_one_rank(lambda: self._find_ladder(policy, rows, lengths))
         if not self._profile and not ladder:
-            self._known = find_known_rounds(policy, self.drafters, config, args.draft_ranks)
-        control = make_control(self.drafters, config, lengths, self._profile, ladder, self._known)
+            self._known = find_known_rounds(policy, self.drafters, config)
+        races = args.assistant_strategy == "best_of_n"
+        control = make_control(self.drafters, config, lengths, self._profile, ladder, self._known, races)
         if isinstance(control, Planner) and self._saved.ledger is not None:
             control.load_state_dict(self._saved.ledger)
             if self._known is not None:  # a checkpoint may come from another machine

@@ -5,7 +5,6 @@ from typing import Any
 
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from ..generation.options import document
 from .rollout_options import RolloutOptions
 from .sampler_mismatch import SamplerMismatch
 from .speculative_rollouts import SpeculativeRollouts
@@ -21,7 +20,6 @@ class SpecGRPOConfig(RolloutOptions, GRPOConfig):
     rollouts are drafted and verified.
     """
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "best_of_n_assistants"]
     base_trainer = "trl.GRPOTrainer"
 
 
@@ -79,7 +77,6 @@ class SpecGRPOTrainer(SpeculativeRollouts, GRPOTrainer):
 class SpecRLOOConfig(RolloutOptions, RLOOConfig):
     """Options of [`~trl.RLOOConfig`], and those that say how rollouts are drafted and verified."""
 
-    _VALID_DICT_FIELDS = [*RLOOConfig._VALID_DICT_FIELDS, "best_of_n_assistants"]
     base_trainer = "trl.RLOOTrainer"
 
 
@@ -105,7 +102,6 @@ class SpecRLOOTrainer(SpeculativeRollouts, RLOOTrainer):
 class SpecDistillationConfig(RolloutOptions, DistillationConfig):
     """Options of [`~trl.DistillationConfig`], and those that say how rollouts are drafted and verified."""
 
-    _VALID_DICT_FIELDS = [*DistillationConfig._VALID_DICT_FIELDS, "best_of_n_assistants"]
     base_trainer = "trl.DistillationTrainer"
 
 
@@ -128,10 +124,6 @@ class SpecDistillationTrainer(SpeculativeRollouts, DistillationTrainer):
         super().__init__(model, teacher_model, args, *rest, **kwargs)
 
 
-for _config in (SpecGRPOConfig, SpecRLOOConfig, SpecDistillationConfig):
-    document(_config, RolloutOptions)
-
-
 # ---- GMPO, which is in TRL's experimental part: another TRL may not have it, and importing it warns -----------------
 
 
@@ -144,7 +136,6 @@ def _gmpo() -> tuple[type, type]:
         verified."""
 
         __qualname__ = "SpecGMPOConfig"
-        _VALID_DICT_FIELDS = [*GMPOConfig._VALID_DICT_FIELDS, "best_of_n_assistants"]
         base_trainer = "trl.experimental.gmpo.GMPOTrainer"
 
     class SpecGMPOTrainer(SpecGRPOTrainer, GMPOTrainer):
@@ -159,7 +150,6 @@ def _gmpo() -> tuple[type, type]:
         _tag_names = ["trl", "gmpo", "spec_trl"]
         config_class = SpecGMPOConfig
 
-    document(SpecGMPOConfig, RolloutOptions)
     return SpecGMPOConfig, SpecGMPOTrainer
 
 

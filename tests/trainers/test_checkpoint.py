@@ -166,7 +166,7 @@ def test_a_run_goes_on_without_damaged_memories(tmp_path: Path, whole: Run) -> N
 
 def test_a_run_goes_on_without_a_damaged_drafter(tmp_path: Path) -> None:
     options: dict[str, Any] = dict(
-        SAVING, max_steps=2, draft_lengths=[2], assistant_model=make_checkpoint(tmp_path / "drafter", "eagle3", 48)
+        SAVING, max_steps=2, draft_length=[2], assistant_model=make_checkpoint(tmp_path / "drafter", "eagle3", 48)
     )
     first = train(tmp_path / "first", "eagle3", **options)
     (first.folder / "checkpoint-1" / "drafter_adaptation.pt").write_bytes(b"PK\x03\x04 and no more")

@@ -54,7 +54,7 @@ def test_completions_losses_and_weights_are_those_without_drafts(
 
 @each_trainer
 def test_a_learned_drafter_is_trained_along(tmp_path: Path, name: str) -> None:
-    options = dict(assistant_model=make_checkpoint(tmp_path / "eagle3", "eagle3", 48), drafter_learning_rate=1e-2)
+    options = dict(assistant_model=make_checkpoint(tmp_path / "eagle3", "eagle3", 48))
     found = {
         adapts: train(tmp_path / str(adapts), "eagle3", drafter_adaptation=adapts, **OTHERS[name], **options)
         for adapts in (True, False)

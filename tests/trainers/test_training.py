@@ -161,7 +161,7 @@ def test_no_rollout_drafts_with_stale_weights(tmp_path: Path, monkeypatch: pytes
 def test_rollouts_that_never_speculate_do_not_pay_for_a_refresh(
     tmp_path: Path, profiles: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = roll_out(tmp_path, sd_toggle="roofline", roofline_profile=profiles["does not"])
+    run = roll_out(tmp_path, sd_toggle="roofline", efficient_rollout=dict(profile=profiles["does not"]))
     monkeypatch.setattr(SelfDrafter, "refresh", lambda *_: 1 / 0)
     run.trainer.state.global_step = 1
     run.trainer.evaluate(tiny_dataset(1))
@@ -295,13 +295,13 @@ def test_states_that_do_not_fit_or_are_not_used_yet(tmp_path: Path, recwarn: pyt
     """A state waits for the next generation, which makes the learner, and is saved again; what was given stays as it
     was. Other scopes neither save nor load."""
     options = dict(
-        tts_drafter="eagle3", tts_stride="1", assistant_model=make_checkpoint(tmp_path / "eagle3", "eagle3", 48)
+        tts=dict(drafter="eagle3", stride=1), assistant_model=make_checkpoint(tmp_path / "eagle3", "eagle3", 48)
     )  # fmt: skip
-    other = roll_out(tmp_path, "tts", tts_scope="rollout", **options)
+    other = roll_out(tmp_path, "tts", tts=dict(scope="rollout"), **options)
     other.calls[0].drafters[0].load_state_dict({"student": "dflash"})
     other.trainer.evaluate(tiny_dataset(1))
     assert other.calls[0].drafters[0].state_dict() == {}
-    run = roll_out(tmp_path, "tts", draft_lengths=[3], **options)
+    run = roll_out(tmp_path, "tts", draft_length=[3], **options)
     (drafter,) = run.calls[0].drafters
     state: dict[str, Any] = copy.deepcopy(drafter.state_dict())
     before: dict[str, Any] = copy.deepcopy(state)
