@@ -16,7 +16,6 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from spec_trl.trainers.trainer_speculator import draft_length_controllers
 from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, HfArgumentParser
 from trl import GRPOConfig, TrlParser
@@ -32,6 +31,7 @@ from spec_trl import (
 from spec_trl.drafter_training.adaptation import AdaptationOptions
 from spec_trl.trainers.checkpoint import DraftLengthState
 from spec_trl.trainers.rollout_options import DRAFT_LENGTHS, RolloutOptions
+from spec_trl.trainers.trainer_speculator import draft_length_controllers
 from tests.generation.drafters.watching import make_checkpoint
 from tests.option_groups import merged
 from tests.trainers.harness import hybrid_policy, make_run, tiny_dataset, tiny_policy, train
