@@ -82,7 +82,7 @@ class DeclaredOptions:
             raise ValueError(f"{cls.group()}={value!r} is a {kind}; pass a {cls.__name__} or a dict.")
         if isinstance(value, cls):
             return value
-        given: Mapping[str, Any] = value or {}
+        given: Any = value or {}
         return cls(**given)
 
     def by_place(self) -> dict[str, Any]:

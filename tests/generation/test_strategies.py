@@ -1,4 +1,4 @@
-"""The option decoupled_execution: "auto" takes what is predicted to be fastest, and training is the same."""
+"""The option specactor.decoupled_execution: "auto" takes what is predicted to be fastest, and training is the same."""
 
 import os
 import re
@@ -121,7 +121,7 @@ GPU = torch.device("cuda", 0)
 def test_no_thread_shares_a_gpu(given: str, on_gpu, drafters, monkeypatch) -> None:
     """Refused before any work, by whatever way it is asked for."""
     monkeypatch.setattr(one_call, "make_drafters", None)
-    config, options, what = {"specactor": {"decoupled_execution": "always"}}, {}, 'decoupled_execution="always"'
+    config, options, what = {"specactor": {"decoupled_execution": "always"}}, {}, 'specactor.decoupled_execution="always"'
     if given != "strategy":
         options["drafter"] = drafters("self", "ngram")
     if given == "thread":
@@ -138,7 +138,7 @@ def test_a_drafter_elsewhere_shares_no_gpu(on_gpu) -> None:
 
 
 def test_training_refuses_a_thread_beside_a_gpu(tmp_path: Path, on_gpu) -> None:
-    with pytest.raises(ValueError, match='^decoupled_execution="always" with the model on cuda:0'):
+    with pytest.raises(ValueError, match='^specactor.decoupled_execution="always" with the model on cuda:0'):
         train(tmp_path, "self", specactor=dict(decoupled_execution="always"))
 
 
