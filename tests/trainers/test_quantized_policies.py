@@ -23,7 +23,8 @@ def trained(folder: Path, kind: Any, bits: int, dtype: torch.dtype, **options: A
     """What the frozen layers store after a training, the policy's logits in train mode, and the run."""
     policy = to_bitsandbytes(tiny_policy(hidden_size=128).float(), bits, dtype)
     adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"])}
-    run = make_run(folder, policy=policy, kind=kind, trainer=adapter, max_completion_length=8, **options)
+    sizes = dict(max_completion_length=8, per_device_train_batch_size=4)  # as many rows as int8 drafts serve
+    run = make_run(folder, policy=policy, kind=kind, trainer=adapter, **sizes, **options)
     run.trainer.train()
     model = run.trainer.model
     frozen = [value for module in model.modules() if is_foreign(module) for value in stored(module)]
