@@ -37,18 +37,18 @@ class DeclaredOptions:
     """Base of a group of options. A dict of the same names stands for an instance.
 
     Attributes:
-        place: what stands before a name in errors, such as "tts.".
+        group: its name, such as "tts"; errors name an option "tts.stride".
 
     Raises:
         ValueError: an option is unknown, or its value is not allowed; the message names both, and a remedy.
     """
 
-    place: ClassVar[str] = ""
+    group: ClassVar[str] = "speculative_config"
 
     def __new__(cls, *_: Any, **options: Any) -> Self:
         if unknown := sorted(options.keys() - cls.__dataclass_fields__.keys()):
             remedy = cls.remedy(unknown[0], [declared.name for declared in fields(cls)])
-            raise ValueError(f"{cls.group()} has no option {unknown[0]!r}. {remedy}")
+            raise ValueError(f"{cls.group} has no option {unknown[0]!r}. {remedy}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -62,12 +62,8 @@ class DeclaredOptions:
                 object.__setattr__(self, name, tuple(value))
             else:
                 bounds = {key: bound for key, bound in declared.metadata.items() if key != "help"}
-                require_value(self.place + name, value, kinds_of(declared), **bounds)
-
-    @classmethod
-    def group(cls) -> str:
-        """The group's name in errors."""
-        return cls.place.rstrip(".")
+                place = name if self.group == DeclaredOptions.group else f"{self.group}.{name}"
+                require_value(place, value, kinds_of(declared), **bounds)
 
     @classmethod
     def remedy(cls, name: str, known: Iterable[str]) -> str:
@@ -79,7 +75,7 @@ class DeclaredOptions:
         """Accepts an instance, a mapping of its options, or None for the defaults."""
         if not isinstance(value, cls | Mapping | None):
             kind = type(value).__name__
-            raise ValueError(f"{cls.group()}={value!r} is a {kind}; pass a {cls.__name__} or a dict.")
+            raise ValueError(f"{cls.group}={value!r} is a {kind}; pass a {cls.__name__} or a dict.")
         if isinstance(value, cls):
             return value
         given: Any = value or {}

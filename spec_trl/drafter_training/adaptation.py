@@ -63,7 +63,7 @@ def check_adaptation(torch_compile: bool, data_parallel_devices: int, zero_stage
 class AdaptationOptions(DeclaredOptions):
     """How a drafter learns along with the policy."""
 
-    place = "drafter_adaptation."
+    group = "drafter_adaptation"
 
     learning_rate: float = option(1e-6, "Of the drafter's own AdamW, constant.", positive=True)
     hidden_weight: float = option(1.0, "Weight of the regression of its hidden states onto the policy's.")

@@ -1,5 +1,6 @@
 """The options of speculative generation: those of the default path here, each paper's in its room."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,33 +19,17 @@ if TYPE_CHECKING:
     from ..papers.test_time_speculation.options import TTSOptions
 
 
-Verification = Literal["exact", "rejection"]
-
-MOVED = {
-    "sd_margin": "efficient_rollout.margin",
-    "roofline_profile": "efficient_rollout.profile",
-    "roofline_mismatch": "efficient_rollout.mismatch",
-    "draft_lm_head": "efficient_rollout.lm_head",
-    "draft_lengths": "draft_length",
-    "rollout_batch_size": "max_batch_size",
-}
-"""Places of options that had another name."""
-_GROUPS = {"tts_": "tts.", "best_of_n_": "specactor."}
-"""Groups by the prefix that their options had."""
+_RENAMED = {"draft_lengths": "draft_length", "rollout_batch_size": "max_batch_size"}
 
 
 def place_of(name: str) -> str | None:
-    """The text that gives an option by its earlier `name`; None: there was none."""
-    place = MOVED.get(name, name)
-    for prefix, group in _GROUPS.items():
-        place = place.replace(prefix, group, 1) if place.startswith(prefix) else place
-    if place not in OPTIONS:
-        place = next((known for known in OPTIONS if known.partition(".")[2] == name), "")
-    if not place:
-        return None
-    group, _, inner = place.rpartition(".")
-    inside = f'{{"{inner}": ...}}'
-    return "speculative_config=" + (f'{{"{group}": {inside}}}' if group else inside)
+    """The text that gives an option by its own or its earlier `name`; None: there is none."""
+    for wanted in (_RENAMED.get(name, name), re.sub("^(tts|best_of_n|sd|roofline|draft)_", "", name)):
+        for group, _, inner in (place.rpartition(".") for place in OPTIONS):
+            if inner == wanted:
+                inside = f'{{"{inner}": ...}}'
+                return "speculative_config=" + (f'{{"{group}": {inside}}}' if group else inside)
+    return None
 
 
 @dataclass(frozen=True)
@@ -64,7 +49,7 @@ class SpeculativeConfig(DeclaredOptions):
         low=1,
         high=MAX_DRAFT_LENGTH,
     )
-    verification: Verification = option(
+    verification: Literal["exact", "rejection"] = option(
         "exact",
         '"exact": the tokens of "none". "rejection": their distribution alone (Leviathan et al. 2023).',
     )
@@ -135,37 +120,28 @@ class SpeculativeConfig(DeclaredOptions):
             self._check_draft_lengths(list(self.draft_lengths), self.efficient_rollout.initial_draft_length)
 
     @classmethod
-    def group(cls) -> str:
-        return "speculative_config"
-
-    @classmethod
     def remedy(cls, name: str, known: Iterable[str]) -> str:
         place = place_of(name)
         return f"Give {place}." if place else super().remedy(name, known)
 
     def _check_profile(self, path: str) -> None:
+        given = f"efficient_rollout.profile={path!r}"
         if self.sd_toggle in ("always", "never"):
             raise ValueError(
-                f"efficient_rollout.profile={path!r} is not read under sd_toggle={self.sd_toggle!r}; set "
+                f"{given} is not read under sd_toggle={self.sd_toggle!r}; set "
                 'sd_toggle="measured" or "roofline", or drop the profile.'
             )
         if self.sd_toggle == "measured" and not Path(path).is_file():
-            raise ValueError(
-                f'efficient_rollout.profile={path!r} does not exist; correct the path, or set sd_toggle="roofline", '
-                "which calibrates and writes it."
-            )
+            how = 'correct the path, or set sd_toggle="roofline", which calibrates and writes it'
+            raise ValueError(f"{given} does not exist; {how}.")
         if not Path(path).parent.is_dir() or Path(path).is_dir():
-            raise ValueError(
-                f"efficient_rollout.profile={path!r} must be a file in a folder that exists; correct the path."
-            )
+            raise ValueError(f"{given} must be a file in a folder that exists; correct the path.")
 
     def _check_draft_lengths(self, lengths: list[int], first: int | None) -> None:
-        if not lengths:
-            raise ValueError("draft_length=[] must have at least one integer, e.g. [5, 7, 9, 11].")
         for length in lengths:
             require_value("draft_length", length, [int], low=1, high=MAX_DRAFT_LENGTH)
-        if lengths != sorted(set(lengths)):
-            raise ValueError(f"draft_length={lengths} is not ascending; use {sorted(set(lengths))}.")
+        if not lengths or lengths != sorted(set(lengths)):
+            raise ValueError(f"draft_length={lengths} is not ascending; use {sorted(set(lengths)) or [5, 7, 9, 11]}.")
         if first is not None and first not in lengths:
             raise ValueError(
                 f"efficient_rollout.initial_draft_length={first} is not one of draft_length={lengths}; choose one of "

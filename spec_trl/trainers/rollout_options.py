@@ -67,8 +67,8 @@ class RolloutOptions(TrainerConfig):
     )
     drafter_adaptation: str = option(  # or a bool or a dict
         True,
-        "Train a learned drafter along with the policy, which stays the same. A dict sets learning_rate (1e-6) and "
-        "the weights of its loss, hidden_weight (1.0) and token_weight (0.1).",
+        "Train a learned drafter along with the policy, which stays the same. A dict sets learning_rate, and the "
+        "weights of its loss, hidden_weight and token_weight.",
     )
     exact_logprobs: bool = option(
         False, "The loss has the sampler's log-probabilities, bit for bit, on a CPU. False: TRL's forward."
@@ -227,14 +227,16 @@ class RolloutOptions(TrainerConfig):
 
     def settings(self) -> dict[str, Any]:
         """The options of rollouts by place, for the log."""
-        own = {declared.name: vars(self)[declared.name] for declared in fields(RolloutOptions)}
+        own = self._own()
         del own["speculative_config"]
         return own | self.rollout_config().by_place()
 
+    def _own(self) -> dict[str, Any]:
+        return {declared.name: vars(self)[declared.name] for declared in fields(RolloutOptions)}
+
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON has them, for TensorBoard, W&B and others."""
-        own = {declared.name: vars(self)[declared.name] for declared in fields(RolloutOptions)}
-        options: dict[str, Any] = super().to_dict() | jsonable(own)
+        options: dict[str, Any] = super().to_dict() | jsonable(self._own())
         return options
 
     @property

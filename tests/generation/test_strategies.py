@@ -121,7 +121,8 @@ GPU = torch.device("cuda", 0)
 def test_no_thread_shares_a_gpu(given: str, on_gpu, drafters, monkeypatch) -> None:
     """Refused before any work, by whatever way it is asked for."""
     monkeypatch.setattr(one_call, "make_drafters", None)
-    config, options, what = {"specactor": {"decoupled_execution": "always"}}, {}, 'specactor.decoupled_execution="always"'
+    what = 'specactor.decoupled_execution="always"'
+    config, options = {"specactor": {"decoupled_execution": "always"}}, {}
     if given != "strategy":
         options["drafter"] = drafters("self", "ngram")
     if given == "thread":

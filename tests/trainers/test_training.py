@@ -271,7 +271,7 @@ def test_checkpoints_of_other_trainers(tmp_path: Path, learned: Run) -> None:
     assert [(call.request_ids[0], call.draft_lengths) for call in rest.calls] == [(2 << 36, [1])]
     (tmp_path / "checkpoint-2" / STATE_FILE).unlink()
     with pytest.warns(UserWarning, match=f"{STATE_FILE} does not exist"):
-        del options["tts"]  # a copy that does not learn reads none of it
+        del options["tts"]  # a copy that does not learn reads none
         rest = train(tmp_path / "out", "self", tmp_path / "checkpoint-2", **options)
     assert [(call.request_ids[0], call.draft_lengths) for call in rest.calls] == [(0, [1])]
 

@@ -10,7 +10,7 @@ from ...declared_options import DeclaredOptions, option
 class EfficientRolloutOptions(DeclaredOptions):
     """The roofline (ER §3.2), the controller of the draft length (ER §3.3) and the head of the quantized copy."""
 
-    place = "efficient_rollout."
+    group = "efficient_rollout"
 
     profile: str | None = option(
         None,

@@ -13,12 +13,12 @@ from ...value_checks import require_folder_or_id
 class SpecActorOptions(DeclaredOptions):
     """Decoupled execution (SpecActor §4.1) and races of drafters, the strategy `"best_of_n"` (§4.2)."""
 
-    place = "specactor."
+    group = "specactor"
 
     decoupled_execution: Literal["never", "always", "auto"] = option(
         "never",
-        "Draft while the target verifies, on CPU cores that torch leaves: \"always\", with \"self\", \"model\" or "
-        '"ngram"; "auto", where a profile predicts a gain.',
+        'Draft while the target verifies, on CPU cores that torch leaves: "always", with "self", "model" or "ngram"; '
+        '"auto", where a profile predicts a gain.',
     )
     drafters: Sequence[str] = option(("self", "history", "ngram"), 'Drafters of "best_of_n".')
     assistants: Mapping[str, Any] | None = option(
@@ -28,7 +28,7 @@ class SpecActorOptions(DeclaredOptions):
         None, "Most tokens of one verification of a race, all rows together. None: as many as pay.", low=1
     )
     race: bool = option(True, "Several drafters may race for a row. False: one drafts.")
-    draft_ranks: int = option(0, "Number of ranks, the last ones, that only draft, each for one of the first.", low=0)
+    draft_ranks: int = option(0, "In trainers, number of the last ranks that only draft, each for one of the first.", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

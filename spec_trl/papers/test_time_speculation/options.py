@@ -6,17 +6,13 @@ from typing import Literal
 from ...declared_options import DeclaredOptions, option
 
 
-TTSDrafter = Literal["self", "model", "eagle3", "dflash", "mtp"]
-TTSScope = Literal["request", "rollout", "run"]
-
-
 @dataclass(frozen=True)
 class TTSOptions(DeclaredOptions):
     """How the drafter of `"tts"` learns from the rounds that it drafts."""
 
-    place = "tts."
+    group = "tts"
 
-    drafter: TTSDrafter = option(
+    drafter: Literal["self", "model", "eagle3", "dflash", "mtp"] = option(
         "self",
         'Which one learns: "eagle3", "dflash" or "model" in assistant_model, the policy\'s "mtp" head, or low-rank '
         'corrections of the copy, "self".',
@@ -24,7 +20,7 @@ class TTSOptions(DeclaredOptions):
     learning_rate: float | None = option(
         None, "η of Adam. None: 3e-4; for drafters wider than 256 proportionally less.", positive=True
     )
-    scope: TTSScope | None = option(
+    scope: Literal["request", "rollout", "run"] | None = option(
         None,
         'Learned weights serve one "request", one "rollout" (a call of generate), or the "run", checkpoints included. '
         'None: "request"; in trainers "run".',
