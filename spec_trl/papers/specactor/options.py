@@ -28,7 +28,9 @@ class SpecActorOptions(DeclaredOptions):
         None, "Most tokens of one verification of a race, all rows together. None: as many as pay.", low=1
     )
     race: bool = option(True, "Several drafters may race for a row. False: one drafts.")
-    draft_ranks: int = option(0, "In trainers, number of the last ranks that only draft, each for one of the first.", low=0)
+    draft_ranks: int = option(
+        0, "In trainers, number of the last ranks that only draft, each for one of the first.", low=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
