@@ -39,6 +39,7 @@ from .training import (
     Size,
     Training,
     TrainingTask,
+    config_fields,
     demo_task,
     question_task,
     settings_of,
@@ -48,7 +49,7 @@ from .training import (
 from .workload import STORY_MODEL
 
 
-# ---- what is compared: fields of SpecGRPOConfig by name ------------------------------------------------------------
+# ---- what is compared: fields of SpecGRPOConfig, or of its speculative_config, by name -----------------------------
 
 
 AUTOREGRESSIVE, TRL, EFFICIENT_ROLLOUT, ALWAYS = "autoregressive", "trl", "efficient-rollout", "self-always"
@@ -59,10 +60,8 @@ FIXED = (3, 5, 7)
 
 _SELF: dict[str, Any] = {"assistant_strategy": "self", "draft_quantization": "rtn-w4-g128"}
 _ALWAYS = _SELF | {"sd_toggle": "always"}
-_TOGGLED = _SELF | {"sd_toggle": "roofline", "sd_margin": 0.05}
-_ADAPTIVE: dict[str, Any] = {
-    "draft_lengths": LADDER, "draft_length_up": 0.94, "draft_length_down": 0.85, "draft_length_patience": 2,
-}  # fmt: skip
+_TOGGLED = _SELF | {"sd_toggle": "roofline"}
+_ADAPTIVE: dict[str, Any] = {"draft_length": LADDER}  # ε, and when γ moves, are the defaults, which are the paper's
 
 
 def always_on(draft_length: int) -> str:
@@ -75,19 +74,19 @@ METHODS: dict[str, dict[str, Any]] = {
     TRL: {},  # trl.GRPOTrainer, which knows none of these fields
     # A lookup costs next to nothing, so the paper's history baseline has no toggle either.
     "history": {"assistant_strategy": "history", "sd_toggle": "always"} | _ADAPTIVE,
-    **{always_on(length): _ALWAYS | {"draft_lengths": [length]} for length in FIXED},
+    **{always_on(length): _ALWAYS | {"draft_length": [length]} for length in FIXED},
     EFFICIENT_ROLLOUT: _TOGGLED | _ADAPTIVE,
-    "auto": {"assistant_strategy": "auto", "draft_lengths": LADDER},
+    "auto": {"assistant_strategy": "auto", "draft_length": LADDER},
 }
 """Rows of Table 2; the always-on ones become one, at γ*."""
 ABLATIONS: dict[str, dict[str, Any]] = {
-    **{f"self-toggle-{length}": _TOGGLED | {"draft_lengths": [length]} for length in LADDER},  # Fig. 4a
+    **{f"self-toggle-{length}": _TOGGLED | {"draft_length": [length]} for length in LADDER},  # Fig. 4a
     "self-always-adaptive": _ALWAYS | _ADAPTIVE,  # Fig. 5
     **{
-        f"w8-always-{length}": _ALWAYS | {"draft_lengths": [length], "draft_quantization": "rtn-w8"}
+        f"w8-always-{length}": _ALWAYS | {"draft_length": [length], "draft_quantization": "rtn-w8"}
         for length in FIXED
     },  # Tab. 4
-    "awq-always-5": _ALWAYS | {"draft_lengths": [5], "draft_quantization": "awq-w4-g128"},  # Fig. 7
+    "awq-always-5": _ALWAYS | {"draft_length": [5], "draft_quantization": "awq-w4-g128"},  # Fig. 7
 }
 """What the paper varies. They are read against these rows of `METHODS`:"""
 ABLATED = (AUTOREGRESSIVE, *map(always_on, FIXED), EFFICIENT_ROLLOUT)
@@ -97,11 +96,12 @@ CHOICES = [*(name for name in METHODS if name not in map(always_on, FIXED)), ALW
 def learned(kind: str, checkpoint: str, learning_rate: float) -> dict[str, dict[str, Any]]:
     """The learned auxiliary drafter of Table 2 (ER App. F.5), always on: kept, adapted to the policy after each
     micro-batch, and learning from each round (TTS). `kind`: "eagle3" or "dflash"; the rate is the adaptation's."""
-    fields = {"assistant_model": checkpoint, "sd_toggle": "always", "draft_lengths": [5]}
+    fields = {"assistant_model": checkpoint, "sd_toggle": "always", "draft_length": [5]}
     return {
         "learned-frozen": fields | {"assistant_strategy": kind, "drafter_adaptation": False},
-        "learned-adapted": fields | {"assistant_strategy": kind, "drafter_learning_rate": learning_rate},
-        "learned-tts": fields | {"assistant_strategy": "tts", "tts_drafter": kind, "tts_scope": "run"},
+        "learned-adapted": fields
+        | {"assistant_strategy": kind, "drafter_adaptation": {"learning_rate": learning_rate}},
+        "learned-tts": fields | {"assistant_strategy": "tts", "tts": {"drafter": kind, "scope": "run"}},
     }
 
 
@@ -320,15 +320,16 @@ def make_task(options: argparse.Namespace) -> TrainingTask:
 
 def make_profile(
     task: TrainingTask, size: Size, device: torch.device, budget: float, path: Path
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Calibrates once for all runs; returns what to report of it, and the fields that name it."""
     policy = task.make_policy().to(device)
-    config = SpecGRPOConfig(output_dir=str(path.parent), use_cpu=True, bf16=False, **METHODS[EFFICIENT_ROLLOUT])
+    fields = config_fields(METHODS[EFFICIENT_ROLLOUT])
+    config = SpecGRPOConfig(output_dir=str(path.parent), use_cpu=True, bf16=False, **fields)
     started, longest = time.perf_counter(), task.longest_prompt + size.max_completion_length
-    profile = calibrate(policy, config.speculative_config(), size.rows, longest, budget)
+    profile = calibrate(policy, config.rollout_config(), size.rows, longest, budget)
     facts = {"seconds": time.perf_counter() - started, "diagnostics": profile.diagnostics}
     profile.save(path)
-    return facts, {"roofline_profile": str(path), "roofline_mismatch": "error"}
+    return facts, {"efficient_rollout": {"profile": str(path), "mismatch": "error"}}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -346,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = options.runs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(fresh_cache())
         calibration: dict[str, Any] | None = None
-        profile: dict[str, str] = {}
+        profile: dict[str, Any] = {}
         if any(map(uses_profile, configurations.values())):
             path = folder / "roofline_profile.json"
             calibration, profile = make_profile(task, size, device, options.calibration_seconds, path)

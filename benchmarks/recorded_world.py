@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from spec_trl import SpeculativeConfig
 from spec_trl.generation.engine.record import LENGTH_BIN
 from spec_trl.generation.engine.statistics import RoundPoint
 from spec_trl.generation.planner.acceptance import Acceptance
@@ -131,8 +132,9 @@ class RecordedWorld(World):
         if not self.methods:
             raise ValueError(f"{run.path}: no training rollout drafted, so nothing says how good drafts would be.")
         self.networks = [name for name in self.methods if name not in LOOKUPS]
-        given = run.header.settings["draft_lengths"]
-        self.draft_lengths = sorted({max(given[0] // 2, 1), *given})  # those that the trainer's planner has
+        settings = run.header.settings
+        given = settings["draft_length" if "draft_length" in settings else "draft_lengths"]  # the name in older logs
+        self.draft_lengths = [*SpeculativeConfig(draft_length=given).choice_of_draft_lengths()]
         batch = max(point.batch for point in points)
         self.cell = Cell(batch, "recorded", -(-max(record.completion_curve[-1][1] for record in records) // batch))
         warm = [point for record in records[1:] or records for point in record.points]

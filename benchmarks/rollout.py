@@ -28,6 +28,7 @@ from spec_trl.generation.engine.statistics import DraftCounts
 from spec_trl.generation.registry import strategies
 from spec_trl.generation.session import Session
 from spec_trl.generation.strategies import make_drafters
+from spec_trl.papers.efficient_rollout.options import EfficientRolloutOptions
 
 from .calls import forget, ratios, sampling, way
 from .measure import (
@@ -320,8 +321,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         methods[ASSISTED] = transformers_assisted(model, assistant, options.draft_length)
     quantization = SYNTHETIC_COPY if "agreement" in loaded.facts else "auto"
     config = spec_trl.SpeculativeConfig(
-        draft_quantization=quantization, draft_kernel=options.draft_kernel, draft_lm_head=options.draft_lm_head,
-        verification=options.verification, runner=options.runner,
+        draft_quantization=quantization, draft_kernel=options.draft_kernel, verification=options.verification,
+        runner=options.runner, efficient_rollout=EfficientRolloutOptions(lm_head=options.draft_lm_head),
     )  # fmt: skip
     always = replace(config, sd_toggle="always", draft_length=options.draft_length)
     for strategy in options.strategies:

@@ -181,11 +181,17 @@ def settings_of(task: TrainingTask, size: Size, seed: int, on_cpu: bool) -> dict
     )  # fmt: skip
 
 
+def config_fields(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` as fields of SpecGRPOConfig: those that it lacks go into its `speculative_config`."""
+    own = {name: value for name, value in options.items() if name in SpecGRPOConfig.__dataclass_fields__}
+    return own | {"speculative_config": {name: value for name, value in options.items() if name not in own}}
+
+
 def train(
     task: TrainingTask, fields: dict[str, Any] | None, shared: dict[str, Any], folder: Path, bar: tqdm
 ) -> Training:
-    """Trains once with `fields` of SpecGRPOConfig (None: TRL's own trainer) and `shared` ones of GRPOConfig; `folder`
-    is for the run's log, and `bar` is moved by one per step."""
+    """Trains once with `fields` (:func:`config_fields`; None: TRL's own trainer) and `shared` ones of GRPOConfig;
+    `folder` is for the run's log, and `bar` is moved by one per step."""
     completions: list[list[list[int]]] = []
 
     def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -200,7 +206,8 @@ def train(
     if fields is None:
         trainer = TimedGRPOTrainer(args=GRPOConfig(output_dir=str(folder), **shared), **arguments)
     else:
-        trainer = SpecGRPOTrainer(args=SpecGRPOConfig(output_dir=str(folder), **shared, **fields), **arguments)
+        config = SpecGRPOConfig(output_dir=str(folder), **shared, **config_fields(fields))
+        trainer = SpecGRPOTrainer(args=config, **arguments)
     trainer.remove_callback(PrinterCallback)  # comes with disable_tqdm
     trainer.train()
     if fields is None:

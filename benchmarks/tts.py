@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 
 from spec_trl import SpeculativeConfig
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.options import Distillation, TTSScope
+from spec_trl.papers.test_time_speculation.options import TTSOptions
 
 from .calls import Call, rotated
 from .measure import RESULTS, TINY_RESULTS, Options, begin, shown, stopwatch, write_result
@@ -52,7 +52,7 @@ MOST_PROMPTS = 1000  # requests that a part may come to at most; stories repeat,
 # ---- which ways to learn a part compares ---------------------------------------------------------------------------
 
 
-Ways = dict[str, Distillation | None]
+Ways = dict[str, TTSOptions | None]
 SEQUENCES = ("run", "defaults")
 """Parts whose drafters go on with what they learned, from request to request."""
 
@@ -288,7 +288,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--run-stride", type=int, default=1, help="run: S")
     add("--run-asynchronous", action="store_true", help="run: update during the next rounds")
     add("--batch", type=int, default=8, help="batch, defaults: requests at a time")
-    add("--scope", default="request", choices=get_args(TTSScope), help="defaults:")
+    add("--scope", default="request", choices=("request", "rollout", "run"), help="defaults:")
     add("--dtype", default="float32", choices=list(DTYPES), help="float64 must be identical")
     parser.set_defaults(output=RESULTS)  # a folder: files are tts_PART....json
     add("--suffix", default="", help="added to the files' names, for other settings, such as _float64")

@@ -5,6 +5,7 @@ import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -15,8 +16,8 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.drafters.trainable_drafter import TrainableDrafter
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.options import Distillation
 from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
+from spec_trl.papers.test_time_speculation.options import TTSOptions
 from spec_trl.papers.test_time_speculation.trained_weights import CORRECTION_RATE
 
 
@@ -49,9 +50,9 @@ class Kind:
     learning_rate: float  # η of all weights; of "self", of its corrections
     quantization: str  # scheme of "self"
 
-    def how(self, **changes: object) -> Distillation:
+    def how(self, **changes: Any) -> TTSOptions:
         """The paper's way to learn, but for `changes`."""
-        return replace(Distillation(self.learning_rate, stride=1), **changes)  # type: ignore[arg-type]
+        return replace(TTSOptions(learning_rate=self.learning_rate, stride=1), **changes)
 
     def student(self, target: PreTrainedModel) -> TrainableDrafter:
         """A drafter whose weights are nobody else's."""
@@ -63,7 +64,7 @@ class Kind:
         kind = Eagle3Drafter if self.name == "eagle3" else DFlashDrafter
         return kind(str(self.folder), target)
 
-    def drafter(self, target: PreTrainedModel, how: Distillation | None) -> Drafter:
+    def drafter(self, target: PreTrainedModel, how: TTSOptions | None) -> Drafter:
         """It drafts, and learns as `how` says; None: frozen."""
         return self.student(target) if how is None else DistilledDrafter(self.student(target), how)
 

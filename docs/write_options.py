@@ -1,39 +1,35 @@
 """Writes the tables of options into the pages next to this file: ``python -m docs.write_options``.
 
-A table stands between the marks ``<!-- options: SpecGRPOConfig -->`` and ``<!-- end of options -->``. Names after the
-class, such as ``<!-- options: SpecGRPOConfig tts_* -->``, choose some of its options. A test compares.
+A table stands between the marks ``<!-- options: SpecGRPOConfig -->`` and ``<!-- end of options -->``; after the class
+the mark may name a group, as in ``<!-- options: SpeculativeConfig tts -->``. A test compares.
 """
 
 import re
-from dataclasses import MISSING, Field, fields
-from fnmatch import fnmatch
 from pathlib import Path
 
 from spec_trl import SpeculativeConfig
+from spec_trl.declared_options import declared_in
 from spec_trl.trainers.rollout_options import RolloutOptions
 
 
 CONFIGS: dict[str, type] = {"SpecGRPOConfig": RolloutOptions, "SpeculativeConfig": SpeculativeConfig}
-TABLE = re.compile(r"<!-- options: (\w+)([^>]*?) -->\n(.*?)<!-- end of options -->", re.DOTALL)
+TABLE = re.compile(r"<!-- options: (\w+) ?(\w*) -->\n(.*?)<!-- end of options -->", re.DOTALL)
 
 
 def with_tables(text: str) -> str:
     """The page `text` with its tables of options as the fields say them."""
-    return TABLE.sub(lambda found: write_table(found[1], found[2].split()), text)
+    return TABLE.sub(lambda found: write_table(found[1], found[2]), text)
 
 
-def write_table(name: str, patterns: list[str]) -> str:
-    """The table of the class `name`, of those options that match one of `patterns`, or of all, with its marks."""
-    chosen = [
-        each for each in fields(CONFIGS[name]) if any(fnmatch(each.name, pattern) for pattern in patterns or ["*"])
+def write_table(name: str, group: str) -> str:
+    """The table of the class `name`, of its options in `group` or of those in none, with its marks."""
+    rows = [
+        f"| `{place}` | `{declared.default!r}` | {declared.metadata['help']} |"
+        for place, declared in declared_in(CONFIGS[name])
+        if place.rpartition(".")[0] == group
     ]
-    rows = [f"| `{each.name}` | `{default_of(each)!r}` | {each.metadata['help']} |" for each in chosen]
-    mark = " ".join([f"<!-- options: {name}", *patterns, "-->"])
+    mark = f"<!-- options: {name}{' ' * bool(group)}{group} -->"
     return "\n".join([mark, "| option | default | what it does |", "|---|---|---|", *rows, "<!-- end of options -->"])
-
-
-def default_of(option: Field) -> object:
-    return option.default if option.default_factory is MISSING else option.default_factory()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ the same (on a GPU up to near-ties that rounding decides).
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
@@ -19,8 +19,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 from spec_trl import SpeculativeConfig, SpeculativeOutput
 from spec_trl.cli.arguments import DTYPES, add_option, non_negative, whole_number
 from spec_trl.cli.loading import PROMPTS, find_device, load_model, pad_left, read_prompts, token_ids
-from spec_trl.generation.options import TTSDrafter, Verification
+from spec_trl.declared_options import kinds_of
+from spec_trl.generation.options import OPTIONS
 from spec_trl.generation.registry import needing_assistant, strategies, taking_assistant
+from spec_trl.papers.specactor.options import SpecActorOptions
+from spec_trl.papers.test_time_speculation.options import TTSOptions
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -36,10 +39,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the sampling noise (default: %(default)s)")
     add("--assistant_strategy", default="self", choices=strategies(), help="what drafts (default: %(default)s)")
     add("--assistant_model", help="hub id or folder of the drafter, for a strategy that takes one")
-    add_option(parser, "--tts_drafter", "tts_drafter", choices=get_args(TTSDrafter))
-    add_option(parser, "--best_of_n_drafters", "best_of_n_drafters", nargs="+")
+    add_option(parser, "--tts_drafter", "tts.drafter", choices=kinds_of(OPTIONS["tts.drafter"]))
+    add_option(parser, "--best_of_n_drafters", "specactor.drafters", nargs="+")
     add_option(parser, "--draft_length", "draft_length", type=whole_number)
-    add_option(parser, "--verification", "verification", choices=get_args(Verification))
+    add_option(parser, "--verification", "verification", choices=kinds_of(OPTIONS["verification"]))
     add("--batch_size", type=whole_number, help="rows decoded at a time (default: all)")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (auto: the checkpoint's)")
     add("--device", help="e.g. cuda or cpu (default: cuda where there is one, else cpu)")
@@ -56,7 +59,8 @@ def sample(
     if arguments.temperature > 0:
         # generate would take the 50 likeliest tokens only, if it were not told otherwise.
         sampling = dict(do_sample=True, temperature=arguments.temperature, top_p=arguments.top_p, top_k=0)
-    chosen = {"tts_drafter": arguments.tts_drafter, "best_of_n_drafters": arguments.best_of_n_drafters}
+    learning = TTSOptions(drafter=arguments.tts_drafter)
+    racing = SpecActorOptions(drafters=arguments.best_of_n_drafters)
     return model.generate(
         **inputs,
         **sampling,
@@ -68,7 +72,8 @@ def sample(
             verification=arguments.verification,
             seed=arguments.seed,
             max_batch_size=arguments.batch_size,
-            **{name: value for name, value in chosen.items() if name.startswith(strategy)},
+            tts=learning if strategy == "tts" else TTSOptions(),
+            specactor=racing if strategy == "best_of_n" else SpecActorOptions(),
         ),
         return_dict_in_generate=True,
     )

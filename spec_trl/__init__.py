@@ -16,12 +16,17 @@ from .generation.strategies import refresh
 
 
 if TYPE_CHECKING:
-    from .trainers.spec_distillation_trainer import SpecDistillationConfig, SpecDistillationTrainer
-    from .trainers.spec_gmpo_trainer import SpecGMPOConfig, SpecGMPOTrainer
-    from .trainers.spec_grpo_config import SpecGRPOConfig
-    from .trainers.spec_grpo_trainer import SpecGRPOTrainer
-    from .trainers.spec_rloo_trainer import SpecRLOOConfig, SpecRLOOTrainer
     from .trainers.speculation import speculate
+    from .trainers.trainers import (
+        SpecDistillationConfig,
+        SpecDistillationTrainer,
+        SpecGMPOConfig,
+        SpecGMPOTrainer,
+        SpecGRPOConfig,
+        SpecGRPOTrainer,
+        SpecRLOOConfig,
+        SpecRLOOTrainer,
+    )
 
 
 __all__ = [
@@ -45,25 +50,14 @@ __all__ = [
     "speculative_decoding",
     "uninstall",
 ]
-# Imported on first access: they import TRL, datasets and peft, which generate does not need. GMPO is in TRL's
-# experimental part, which another TRL may not have.
-_TRAINERS = {
-    "SpecDistillationConfig": "spec_distillation_trainer",
-    "SpecDistillationTrainer": "spec_distillation_trainer",
-    "SpecGMPOConfig": "spec_gmpo_trainer",
-    "SpecGMPOTrainer": "spec_gmpo_trainer",
-    "SpecGRPOConfig": "spec_grpo_config",
-    "SpecGRPOTrainer": "spec_grpo_trainer",
-    "SpecRLOOConfig": "spec_rloo_trainer",
-    "SpecRLOOTrainer": "spec_rloo_trainer",
-    "speculate": "speculation",
-}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _TRAINERS:
+    # Trainers import TRL, datasets and peft, which generate does not need.
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(f".trainers.{_TRAINERS[name]}", __name__), name)
+    module = import_module(f".trainers.{'speculation' if name == 'speculate' else 'trainers'}", __name__)
+    globals()[name] = value = getattr(module, name)
     return value
 
 

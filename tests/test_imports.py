@@ -21,11 +21,12 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Each imports from its own room and from those before it.
 FLOORS: list[tuple[str, ...]] = [
     ("cuda_graphs", "hardware", "json_files", "papers", "random_state", "user_cache", "value_checks"),
-    ("native.native_code",),
+    ("declared_options", "native.native_code"),
     ("native",),
     ("generation.planner", "quantization"),
     ("generation.registry",),
     ("generation.engine.network.training_marks",),
+    tuple(f"papers.{room}.options" for room in ("efficient_rollout", "test_time_speculation", "specactor")),
     ("generation.session", "generation.options"),
     ("generation.engine",),
     ("generation.drafters",),
@@ -133,7 +134,8 @@ before = set(sys.modules)
 import spec_trl
 
 def papers():
-    return [name for name in sys.modules if name.startswith(("spec_trl.papers.e", "spec_trl.papers.specactor.l"))]
+    rooms = "spec_trl.papers.efficient_rollout.", "spec_trl.papers.specactor.l"
+    return [name for name in sys.modules if name.startswith(rooms) and not name.endswith(".options")]
 
 def generate(strategy, **options):
     return model.generate(

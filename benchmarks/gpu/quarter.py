@@ -107,7 +107,7 @@ def sizes(model: PreTrainedModel) -> dict[str, float]:
 def speed(stage: Stage, names: Sequence[str], repeats: int) -> None:
     """Shapes by "none", `generate`, "self" that always drafts, and "auto"."""
     kernel: Any = os.environ.get("QUARTER_KERNEL", "triton") if stage.device.type == "cuda" else "reference"
-    packing: dict[str, Any] = dict(draft_kernel=kernel, draft_lm_head="packed")  # one copy for both ways
+    packing: dict[str, Any] = dict(draft_kernel=kernel, efficient_rollout=dict(lm_head="packed"))  # one copy
     for name in names:
         model = stage.attempt(f"{name}, made", partial(make_model, stage, name))
         if model is None:

@@ -62,7 +62,8 @@ def smoke(stage: Stage) -> None:
     check("none, float32", llama, "none")
     check("none, bfloat16", partial(llama, bf16), "none")
     check("self, float32", llama, "self")
-    check("self, bfloat16, packed head", partial(llama, bf16), "self", kernel | {"draft_lm_head": "packed"})
+    packed = {"efficient_rollout": {"lm_head": "packed"}}
+    check("self, bfloat16, packed head", partial(llama, bf16), "self", kernel | packed)
     check("auto, bfloat16", partial(llama, bf16), "auto", {"draft_kernel": "auto"}, calls=2, drafts=False)
     for strategy in ("none", "self", "ngram"):
         check(f"exact, {strategy}", partial(llama, bf16), strategy, exact | kernel, bits="exact", do_sample=False)

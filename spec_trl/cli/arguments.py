@@ -14,7 +14,7 @@ from ..generation.registry import needing_assistant
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 """Names that `dtype=` of transformers takes."""
-MARGIN = SpeculativeConfig.sd_margin
+MARGIN: float = SpeculativeConfig.efficient_rollout.margin
 """ε of ER §3.2, the predicted gain that speculation needs."""
 
 
@@ -95,8 +95,9 @@ def figure_file(text: str) -> Path:
 
 def add_margin(parser: argparse.ArgumentParser, default: float | None = MARGIN) -> None:
     """Adds --margin, ε; with `default` None a command can see whether the user set it."""
-    text = f"{OPTIONS['sd_margin'].metadata['help']} ({MARGIN})"
-    add_option(parser, "--margin", "sd_margin", type=fraction, default=default, help=text)
+    name = "efficient_rollout.margin"
+    text = f"{OPTIONS[name].metadata['help']} ({MARGIN})"
+    add_option(parser, "--margin", name, type=fraction, default=default, help=text)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -296,11 +296,9 @@ def config_to_paste(way: Way, dtype: str, mixed: bool) -> tuple[str, str]:
     named = f"assistant_strategy={way.strategy!r}"
     if way.assistant is not None:
         named += f", assistant_model={way.assistant!r}"
-    call = config = named
     if way.draft_length:
-        call += f", speculative_config=SpeculativeConfig(draft_length={way.draft_length}, sd_toggle='always')"
-        config += f", draft_lengths=[{way.draft_length}], sd_toggle='always'"
-    config += f", bf16={mixed}"
+        named += f", speculative_config=SpeculativeConfig(draft_length={way.draft_length}, sd_toggle='always')"
+    config = f"{named}, bf16={mixed}"
     if dtype != "float32":  # the dtype in which TRL loads a model by name
         config += f", model_init_kwargs={{'dtype': {'torch.float64' if dtype == 'float64' else repr(dtype)}}}"
-    return call, f"SpecGRPOConfig({config})"
+    return named, f"SpecGRPOConfig({config})"

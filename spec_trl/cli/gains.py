@@ -327,6 +327,7 @@ def summarise(
         tau = median(statistics.block_efficiency for statistics in drafted) if drafted else None
         rates = [statistics.acceptance_rate for statistics in drafted if statistics.total.drafted]
         of_none, examined = speedups(made, none), way.strategy not in BASELINES
+        longest = way.config.first_draft_length
         return Gain(
             way=way,
             rows=len(work.prompts),
@@ -340,7 +341,7 @@ def summarise(
             drafting=median(each.drafted_rounds / (each.rounds or 1) for each in known) if known else None,
             acceptance_rate=median(rates) if rates else None,
             block_efficiency=tau,
-            identity=compare(model, work, seed, none, made, way.config.draft_length, until) if examined else None,
+            identity=compare(model, work, seed, none, made, longest, until) if examined else None,
             failure=next((each.drafter_failure for each in known if each.drafter_failure is not None), None),
         )
 

@@ -17,8 +17,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.cli.commands.training import _subtract_subsequence
 
-from ..trainers.spec_grpo_trainer import SpecGRPOConfig, SpecGRPOTrainer
-from ..trainers.spec_rloo_trainer import SpecRLOOConfig, SpecRLOOTrainer
+from ..trainers.trainers import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig, SpecRLOOTrainer
 
 
 CLASSES: dict[str, tuple[Any, Any]] = {

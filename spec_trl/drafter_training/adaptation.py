@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..declared_options import DeclaredOptions, option
 from ..generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from ..generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from ..generation.drafters.mtp.mtp_drafter import MtpDrafter
@@ -57,6 +59,25 @@ def check_adaptation(torch_compile: bool, data_parallel_devices: int, zero_stage
             )
 
 
+@dataclass(frozen=True)
+class AdaptationOptions(DeclaredOptions):
+    """How a drafter learns along with the policy."""
+
+    group = "drafter_adaptation"
+
+    learning_rate: float = option(1e-6, "Of the drafter's own AdamW, constant.", positive=True)
+    hidden_weight: float = option(1.0, "Weight of the regression of its hidden states onto the policy's.")
+    token_weight: float = option(0.1, "Weight of its soft cross-entropy against the policy's distributions.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.hidden_weight and not self.token_weight:
+            raise ValueError(
+                "drafter_adaptation.hidden_weight=0 and drafter_adaptation.token_weight=0 leave the drafter nothing "
+                "to learn. Raise one of them, or set drafter_adaptation=False."
+            )
+
+
 class DrafterAdaptation:
     """Trains a drafter inline, with a separate optimizer.
 
@@ -70,8 +91,7 @@ class DrafterAdaptation:
             optimizer moves: a step of 1e-6 is lost in the rounding of a bfloat16 weight.
         policy: the live policy, without peft's outer wrapper.
         accelerator: of the run.
-        learning_rate: of AdamW, constant.
-        hidden_weight, token_weight: of the loss; a `hidden_weight` of 0 leaves the regression out.
+        how: learning rate, and weights of the loss; one of 0 leaves its term out.
         seed: of DFlash's anchors.
         draft_length: the longest that rollouts use; an MTP head is unrolled no further.
 
@@ -84,24 +104,22 @@ class DrafterAdaptation:
         drafter: Adaptable,
         policy: PreTrainedModel,
         accelerator: Accelerator,
-        learning_rate: float,
-        hidden_weight: float,
-        token_weight: float,
+        how: AdaptationOptions,
         seed: int,
         draft_length: int = MAX_DRAFT_LENGTH,
     ) -> None:
         self.drafter = drafter
         self._policy, self._accelerator, self._seed = policy, accelerator, seed
         # An MTP head's output and the state that it stands for differ by a norm.
-        self._hidden_weight = 0.0 if isinstance(drafter, MtpDrafter) else hidden_weight
-        self._token_weight = token_weight
+        self._hidden_weight = 0.0 if isinstance(drafter, MtpDrafter) else how.hidden_weight
+        self._token_weight = how.token_weight
         self._depth = min(draft_length, 3) if isinstance(drafter, MtpDrafter) else 7
         self._parameters = [parameter.requires_grad_() for parameter in drafter.trained(drafter.network)]
         wide = torch.promote_types(drafter.network.dtype, torch.float32)
         # In float32 or wider the parameters themselves.
         self._masters: list[Tensor] = [parameter.detach().to(wide) for parameter in self._parameters]
         # Decay would pull an already trained drafter towards nothing; ER names none.
-        self._optimizer = torch.optim.AdamW(self._masters, lr=learning_rate, weight_decay=0.0)
+        self._optimizer = torch.optim.AdamW(self._masters, lr=how.learning_rate, weight_decay=0.0)
         self._micro_batches = 0
         self._seen: tuple[Mapping[str, Any], dict[int, Tensor]] | None = None  # inputs, hidden states by index
         self._problem: str | None = None  # of this rank, unknown to other ranks so far
@@ -244,7 +262,7 @@ class DrafterAdaptation:
         except ValueError as error:
             raise ValueError(
                 f"drafter_adaptation=True with this drafter and policy: {error} Set drafter_adaptation=False to keep "
-                "the drafter as it is, or drafter_hidden_weight=0 where hidden states cannot be compared."
+                'the drafter as it is, or {"hidden_weight": 0} where hidden states cannot be compared.'
             ) from error
         except Exception as error:  # all ranks hear of it at the first micro-batch
             self._problem = f"{type(error).__name__}: {error}"

@@ -201,7 +201,7 @@ def speculative_decoding(
         if has_states:
             check_races(model, control.races)
         # "none" gets the same columns: attention over another width would differ in the last bits.
-        most_drafted = max(config.draft_length, control.most_drafted)
+        most_drafted = max(config.first_draft_length, control.most_drafted)
         columns = longest + most_drafted
 
         # ---- number of rows in flight, by memory
@@ -226,7 +226,7 @@ def speculative_decoding(
             check_memory(f"the states of {at_once} of {capacity} rows", int(at_once * needs.states), device)
         if graphs < most:
             warn_of_little_memory(device, free, graphs, most, capacity, asked)
-        if config.decoupled_execution != "never" and not image_inputs:
+        if config.specactor.decoupled_execution != "never" and not image_inputs:
             drafters = decoupled(drafters, model, config, rejects, capacity, longest)
         for each in drafters:
             each.check_length(columns)
@@ -286,7 +286,7 @@ def speculative_decoding(
             raise
         statistics.exact, statistics.copied_bytes = exact, copied
         statistics.setup_seconds = time.perf_counter() - began - statistics.seconds
-        if config.decoupled_execution != "never":
+        if config.specactor.decoupled_execution != "never":
             keep_acceptance(session, drafters, statistics)
         session.check_shadow()
         del rollout, runner, memory

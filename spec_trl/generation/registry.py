@@ -1,6 +1,5 @@
 """Drafter classes by `assistant_strategy`, and which strategies read an option."""
 
-from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 
@@ -49,23 +48,25 @@ def drafting_ahead() -> tuple[str, ...]:
     return tuple(name for name, kind in DRAFTERS.items() if kind.drafts_ahead)
 
 
-_READ_BY = {"tts_": "tts", "best_of_n_": "best_of_n", "ngram_size": "ngram", "history_max_tokens": "history"}
-"""Strategy or drafter by prefix of an option's name. Options of all drafters, and of the quantized copy, which most
+_READ_BY = {
+    "ngram_size": "ngram", "history_max_tokens": "history", "tts": "tts", "specactor.drafters": "best_of_n",
+    "specactor.assistants": "best_of_n", "specactor.budget": "best_of_n", "specactor.race": "best_of_n",
+}  # fmt: skip
+"""Strategy or drafter by an option's place or group. Options of all drafters, and of the quantized copy, which most
 strategies use, are left out: strategies are compared under one config."""
 
 
 def check_use(strategy: str, config: Any) -> None:
-    """Raises ValueError if `config`, a SpeculativeConfig or a dataclass with options of the same names, sets an option
-    that `strategy` does not read to a value other than its default. `"none"` may have any, for comparisons."""
-    reading = {"auto": {"history"}, "best_of_n": {"best_of_n", *config.best_of_n_drafters}}.get(strategy, {strategy})
-    for each in fields(config) if strategy != "none" else ():
-        for begin, reader in _READ_BY.items():
-            if not each.name.startswith(begin) or reader in reading:
-                continue
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            value = getattr(config, each.name)
-            if value != default and not (isinstance(value, list) and tuple(value) == default):  # JSON has no tuples
-                raise ValueError(
-                    f"{each.name}={value!r} has no use with assistant_strategy={strategy!r}, which does not draft by "
-                    f"{reader!r}. Drop it, or set assistant_strategy={reader!r}."
-                )
+    """Raises ValueError if `config`, a SpeculativeConfig, sets an option that `strategy` does not read. `"none"` may
+    have any, for comparisons."""
+    if strategy == "none" or config == type(config)():
+        return
+    reading = {"auto": {"history"}, "best_of_n": {"best_of_n", *config.specactor.drafters}}.get(strategy, {strategy})
+    defaults = type(config)().by_place()
+    for place, value in config.by_place().items():
+        reader = _READ_BY.get(place, _READ_BY.get(place.partition(".")[0]))
+        if reader not in {None, *reading} and value != defaults[place]:
+            raise ValueError(
+                f"{place}={value!r} has no use with assistant_strategy={strategy!r}, which does not draft by "
+                f"{reader!r}. Drop it, or set assistant_strategy={reader!r}."
+            )

@@ -45,7 +45,7 @@ def make_drafters(
     session: Session, strategy: str, model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig
 ) -> list[Drafter]:
     """Returns the drafters of `strategy` for `model`: none for `"none"`, all possible ones for `"auto"`, those of
-    `best_of_n_drafters` for `"best_of_n"`, else one. Drafters that can serve further calls stay in the session. Raises
+    `specactor.drafters` for `"best_of_n"`, else one. Drafters that can serve further calls stay in the session. Raises
     ValueError if the strategy does not take the assistant.
     """
     assistant = os.fspath(assistant) if isinstance(assistant, os.PathLike) else assistant
@@ -60,8 +60,8 @@ def make_drafters(
         members = {"self": None, "history": None} | ({} if assistant is None else {"model": assistant})
         members |= {MtpDrafter.strategy: None} if has_head(model, session.heads) else {}
     elif strategy == "best_of_n":
-        assistants = config.assistants_of_best_of_n(assistant)
-        members = {member: assistants.get(member) for member in config.best_of_n_drafters}
+        assistants = config.specactor.assistants_with(assistant, config.tts.drafter)
+        members = {member: assistants.get(member) for member in config.specactor.drafters}
     drafters = []
     for name, of_member in members.items():
         made_for = DRAFTERS[name].kept_for(model, of_member, config)
@@ -86,17 +86,18 @@ def make_drafters(
     return drafters
 
 
-def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfig, draft_ranks: int = 0) -> None:
+def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfig) -> None:
     """Raises ValueError if `model`, whose layers keep states, cannot do what a rollout asks."""
     copies, ahead = strategy == "self", "the copy would need states of its own for each window"
-    races = strategy == "best_of_n" and config.best_of_n_race
-    learns = strategy == "tts" and config.tts_drafter == "self"
-    decouples = copies and config.decoupled_execution == "always"
+    races = strategy == "best_of_n" and config.specactor.race
+    learns = strategy == "tts" and config.tts.drafter == "self"
+    decouples = copies and config.specactor.decoupled_execution == "always"
+    ranks = config.specactor.draft_ranks
     for is_asked, asked, why, remedy in (
-        (races, 'assistant_strategy="best_of_n"', _NO_RACES, "best_of_n_race=False"),
-        (learns, 'tts_drafter="self"', "the copy cannot learn through states yet", 'assistant_strategy="self"'),
-        (decouples, 'decoupled_execution="always"', ahead, 'decoupled_execution="never"'),
-        (copies and draft_ranks > 0, f"draft_ranks={draft_ranks}", ahead, "draft_ranks=0"),
+        (races, 'assistant_strategy="best_of_n"', _NO_RACES, "specactor.race=False"),
+        (learns, 'tts.drafter="self"', "the copy cannot learn through states yet", 'assistant_strategy="self"'),
+        (decouples, 'specactor.decoupled_execution="always"', ahead, 'specactor.decoupled_execution="never"'),
+        (copies and ranks > 0, f"specactor.draft_ranks={ranks}", ahead, "specactor.draft_ranks=0"),
     ):
         if is_asked:
             raise ValueError(f"{_of_states(model)}: {asked} is not served, since {why}. Use {remedy}.")
@@ -105,11 +106,11 @@ def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfi
 def check_images(strategy: str, config: SpeculativeConfig, drafter: Drafter | Sequence[Drafter] | None) -> None:
     """Raises ValueError if a call asks for what prompts with images do not allow; `drafter`: instead of the strategy's
     drafters."""
-    names: Sequence[str] = {"none": (), "auto": (), "best_of_n": config.best_of_n_drafters}.get(strategy, (strategy,))
+    names: Sequence[str] = {"none": (), "auto": (), "best_of_n": config.specactor.drafters}.get(strategy, (strategy,))
     kinds = [DRAFTERS[name] for name in names] if drafter is None else as_drafters(drafter)
     asked = [f"the drafter {kind.strategy!r}" for kind in kinds if not drafts_after_images(kind)]
-    if config.decoupled_execution == "always":
-        asked.append('decoupled_execution="always"')
+    if config.specactor.decoupled_execution == "always":
+        asked.append('specactor.decoupled_execution="always"')
     if config.exact is True:
         asked.append("exact=True")
     if asked:
@@ -170,10 +171,10 @@ def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeCon
     has another vocabulary than the target. Reads only its config."""
     named = {"assistant_model": ("model" if strategy == "auto" else strategy, assistant)}
     if strategy == "best_of_n":
-        of_members = config.best_of_n_assistants or {}
+        of_members = config.specactor.assistants or {}
         named = {
-            f"best_of_n_assistants[{member!r}]" if member in of_members else "assistant_model": (member, of_member)
-            for member, of_member in config.assistants_of_best_of_n(assistant).items()
+            f"specactor.assistants[{member!r}]" if member in of_members else "assistant_model": (member, of_member)
+            for member, of_member in config.specactor.assistants_with(assistant, config.tts.drafter).items()
         }
     for argument, (member, of_member) in named.items():
         if of_member is not None:
@@ -216,7 +217,7 @@ def decoupled(
     Args:
         drafters: of the call.
         model: the target.
-        config: its `decoupled_execution` decides.
+        config: its `specactor.decoupled_execution` decides.
         rejects: whether rejection sampling verifies.
         capacity: most rows in flight.
         length: the longest total length of a row, tokens.
@@ -224,10 +225,11 @@ def decoupled(
     Raises:
         ValueError: a drafter must run decoupled and cannot.
     """
-    if config.decoupled_execution == "always":
+    if config.specactor.decoupled_execution == "always":
         if rejects and drafters:
             raise ValueError(
-                'verification="rejection" does not go with decoupled_execution="always". Use verification="exact".'
+                'verification="rejection" does not go with specactor.decoupled_execution="always". Use '
+                'verification="exact".'
             )
         return [
             drafter
@@ -236,7 +238,7 @@ def decoupled(
             for drafter in drafters
         ]
     # A thread would share a GPU with the target: only idle CPU cores are a second worker.
-    is_open = config.decoupled_execution == "auto" and model.device.type == "cpu" and _drafting_share() > 0
+    is_open = config.specactor.decoupled_execution == "auto" and model.device.type == "cpu" and _drafting_share() > 0
     if is_open and len(drafters) == 1 and drafters[0].drafts_ahead and not rejects:
         plans = _plans(drafters[0], model, config, capacity, length)
         if plans is not None and plans.group.mode == "decoupled":
@@ -255,14 +257,14 @@ def check_device(
     pipes = [each.pipe if isinstance(each, DecoupledDrafter) else None for each in drafters]
     if any(isinstance(pipe, DraftThread) for pipe in pipes):
         option = "drafter=DecoupledDrafter(DraftThread(...))"
-    elif config.decoupled_execution == "always" and None in pipes:
-        option = 'decoupled_execution="always"'
+    elif config.specactor.decoupled_execution == "always" and None in pipes:
+        option = 'specactor.decoupled_execution="always"'
     else:
         return
     raise ValueError(
         f"{option} with the model on {device}: the drafter's thread would share that device and launch each operation "
-        'by itself, and decoding would be slower than without it. Set decoupled_execution="never" or "auto" and pass '
-        "the drafter itself, or give it a rank of its own (spec_trl/papers/specactor/decoupled.md)."
+        "by itself, and decoding would be slower than without it. Set specactor.decoupled_execution=\"never\" or "
+        '"auto" and pass the drafter itself, or give it a rank of its own (spec_trl/papers/specactor/decoupled.md).'
     )
 
 
@@ -306,10 +308,11 @@ def make_control(
     profile: "Profile | None" = None,
     ladder: "Ladder | None" = None,
     known: KnownRounds | None = None,
+    races: bool = True,
 ) -> Control:
     """Makes the control of `config.sd_toggle` over `drafters`, in their order. A planner chooses among
     `draft_lengths`; it predicts rounds by a calibrated `profile` or `ladder` of these drafters, else by `known`
-    rounds.
+    rounds. Several drafters may draft for a row where the strategy `races` and the config allows it.
 
     Raises:
         ValueError: two drafters have the same strategy name, or several must always draft.
@@ -319,7 +322,7 @@ def make_control(
     names = [drafter.strategy for drafter in drafters]
     if len(set(names)) < len(names):
         raise ValueError(f"drafter has the strategies {names}, and a control tells them apart: pass one of each.")
-    gamma = config.draft_length  # τ_prev is γ at first (ER Algorithm 1 line 1)
+    gamma = config.first_draft_length  # τ_prev is γ at first (ER Algorithm 1 line 1)
     candidates = [
         Candidate(drafter.strategy, gamma, float(gamma), drafter.max_rows, not drafter.looks_up)
         for drafter in drafters
@@ -332,6 +335,7 @@ def make_control(
             )
         return AlwaysSpeculate(candidates[0])
     costs: RoundSeconds
+    margin = config.efficient_rollout.margin
     times = Times(CELL_ERROR)
     if ladder is not None:
         costs = load("papers.specactor.ladder").LadderRounds(ladder, None if profile is None else profile.roofline)
@@ -345,11 +349,11 @@ def make_control(
         costs, times = known.seconds, known.times
     if config.sd_toggle == "roofline" and profile is not None and len(drafters) == 1:
         room = load("papers.efficient_rollout.toggle")
-        toggle: Control = room.RooflineToggle(candidates[0], costs, config.sd_margin)
+        toggle: Control = room.RooflineToggle(candidates[0], costs, margin)
         return toggle
     drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
-    race, budget = config.best_of_n_race, config.best_of_n_budget
-    return Planner(candidates, draft_lengths, costs, times, drafts, config.sd_margin, race, budget)
+    race, budget = races and config.specactor.race, config.specactor.budget
+    return Planner(candidates, draft_lengths, costs, times, drafts, margin, race, budget)
 
 
 class CachedControl(NamedTuple):
@@ -389,7 +393,7 @@ def control_for(
     # Costs instead of assistants: a key that referenced them would keep them alive.
     members = [(drafter.strategy, drafter.cost) for drafter in drafters]
     races = strategy == "best_of_n"
-    options = vars(config) | {"seed": None, "best_of_n_assistants": None}
+    options = config.by_place() | {"seed": None, "specactor.assistants": None}
     key = f"{members} on {model.device} in {model.dtype}, {options}, {races}"
     entry = session.controls.get(key)
     if (
@@ -399,7 +403,6 @@ def control_for(
         or any(a.max_rows != b.max_rows for a, b in zip(entry.control.candidates, drafters, strict=False))
     ):
         known = None if profile or ladder else find_known_rounds(model, drafters, config)
-        config = config if races else replace(config, best_of_n_race=False)
-        control = make_control(drafters, config, lengths, profile, ladder, known)
+        control = make_control(drafters, config, lengths, profile, ladder, known, races)
         session.controls[key] = entry = CachedControl((profile, ladder), control, known)
     return entry

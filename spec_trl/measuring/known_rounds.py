@@ -47,7 +47,7 @@ class KnownRounds:
 
 
 def find_known_rounds(
-    model: PreTrainedModel, drafters: Sequence[Drafter], config: SpeculativeConfig, draft_ranks: int = 0
+    model: PreTrainedModel, drafters: Sequence[Drafter], config: SpeculativeConfig
 ) -> KnownRounds | None:
     """Returns times of rounds of `model` with `drafters`, saved by an earlier process, else probed; None if
     `config.sd_toggle` or a lack of drafters leaves nothing to predict."""
@@ -55,7 +55,7 @@ def find_known_rounds(
         return None
     # One file per hardware, shape, dtype, kernel, version of torch, set of drafters, and their devices.
     members = [(each.strategy, type(each).__name__, each.cost) for each in drafters]
-    text = f"{members} {config.decoupled_execution} {draft_ranks} {torch.__version__}"
+    text = f"{members} {config.specactor.decoupled_execution} {config.specactor.draft_ranks} {torch.__version__}"
     stem = profile_key(model, config).file_name.removesuffix(".json")
     path = cache_directory("profiles") / f"{stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.rounds.json"
     found = read_cached(path, _read, ", and rounds are measured anew")
@@ -95,7 +95,7 @@ def find_profile(
     extra_copy: Path | None = None,
 ) -> "Profile | None":
     """Returns the profile that :func:`~.find_profile` finds or makes."""
-    if config.sd_toggle == "measured" and config.roofline_profile is None:
+    if config.sd_toggle == "measured" and config.efficient_rollout.profile is None:
         paths = cache_directory("profiles").glob("*.json")
         if all(path.name.endswith((".rounds.json", ".ladder.json")) for path in paths):
             return None
@@ -123,5 +123,5 @@ def find_ladder(
 
 def ladder_folder(config: SpeculativeConfig) -> Path:
     """Path of the ladder: next to the named profile, else in the user's cache."""
-    named = config.roofline_profile
+    named = config.efficient_rollout.profile
     return cache_directory("profiles") if named is None else Path(named).parent

@@ -26,7 +26,7 @@ def profile_key(model: PreTrainedModel, config: SpeculativeConfig, measures: boo
         shape=f"{type(model).__name__}, {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
         f"vocabulary {shape.vocab_size}, {parameters} parameters",
         dtype=str(effective_dtype(model)).removeprefix("torch."),
-        quantization=f"{_scheme(model, config).name}, lm_head {config.draft_lm_head}",
+        quantization=f"{_scheme(model, config).name}, lm_head {config.efficient_rollout.lm_head}",
         kernel=_kernel_name(model, config, measures),
         runner=runner_mode(config, model.device),
     )

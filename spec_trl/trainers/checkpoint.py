@@ -36,8 +36,10 @@ def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | bool | 
     steps = {folder: folder.name.rpartition("-")[2] for folder in siblings.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
     folders = sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
     asked = Path(wanted) if wanted is not True else folders[-1] if folders else siblings / "none"
-    if not asked.is_dir() or _is_whole(asked):
+    if not asked.is_dir():
         return wanted  # transformers says what is wrong with a path
+    if _is_whole(asked):
+        return str(asked)
     whole = [folder for folder in folders if _is_whole(folder)]
     reason = f"{asked} has no readable {TRAINER_STATE_NAME}, which is written last: a run died while it saved it"
     if wanted is not True or not whole:

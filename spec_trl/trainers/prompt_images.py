@@ -43,10 +43,11 @@ def check_datasets(trainer: Any, policy: PreTrainedModel) -> None:
 
 def check_images(policy: PreTrainedModel, options: RolloutOptions, has_tools: bool) -> None:
     """Raises ValueError where the policy's family, or something else of the run, does not go with images."""
+    ranks = options.rollout_config().specactor.draft_ranks
     check_family(policy, f"Use {options.base_trainer}, or leave the images out of the dataset.")
     asked = {
         "tools": (has_tools, "leave tools unset"),
-        f"draft_ranks={options.draft_ranks}": (options.draft_ranks > 0, "set draft_ranks=0"),
+        f"specactor.draft_ranks={ranks}": (ranks > 0, "set specactor.draft_ranks=0"),
         "exact_logprobs=True": (options.exact_logprobs, "set exact_logprobs=False"),
     }
     for what, (is_asked, remedy) in asked.items():

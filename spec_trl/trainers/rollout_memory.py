@@ -97,6 +97,11 @@ class KeptGraphs:
                     f"{session.runner.held_bytes / 2**30:.2f} GiB were kept for the next rollout (captured forwards, "
                     "K/V cache, copies of weights) and are free now. keep_graphs=False frees them after each rollout."
                 )
-                session.drop_runner()
-            self._may_keep = False
+            self.free(policy)
             raise
+
+    def free(self, policy: nn.Module) -> None:
+        """Frees captured forwards and cache of `policy`, and keeps none from now on."""
+        if (session := capturing_session(policy)) is not None:
+            session.drop_runner()
+        self._may_keep = False

@@ -2,8 +2,8 @@
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,46 +11,32 @@ from accelerate import PartialState
 from torch import nn
 from transformers import GenerationConfig, Trainer
 
-from ..drafter_training.adaptation import ADAPTABLE
-from ..generation.options import OPTIONS, SpeculativeConfig, check_combination, check_option, check_strategy, option
-from ..generation.planner.acceptance import MAX_DRAFT_LENGTH
+from ..declared_options import document, option
+from ..drafter_training.adaptation import ADAPTABLE, AdaptationOptions
+from ..generation.options import SpeculativeConfig, check_combination, check_strategy, place_of
 from ..generation.registry import DRAFTERS, check_use, drafting_ahead, needing_assistant, taking_assistant
 from ..json_files import jsonable
-from ..papers import load
-from ..value_checks import did_you_mean, require_choice, require_folder_or_id
-from .checkpoint import DraftLengthState
+from ..value_checks import did_you_mean, require_choice, require_folder_or_id, require_value
 
 
 if TYPE_CHECKING:
     from trl import GRPOConfig as TrainerConfig
-
-    from ..papers.efficient_rollout.draft_length import DraftLengthController
 else:
     TrainerConfig = object
 
 
-def shared(name: str, default: Any = MISSING) -> Any:
-    """The option `name` of :class:`SpeculativeConfig`, which checks it, with the help and, unless another `default` is
-    given, the default that it has there."""
-    default = OPTIONS[name].default if default is MISSING else default
-    return option(list(default) if isinstance(default, tuple) else default, OPTIONS[name].metadata["help"])
-
-
+DRAFT_LENGTHS = (5, 7, 9, 11)
+"""Γ of ER §3.3, where draft_length is not given."""
 _INSTEAD = {
-    "draft_length": "Set draft_lengths=[5], which keeps one, or initial_draft_length, with which several start.",
-    "max_batch_size": "Set rollout_batch_size.",
-    "ngram_size": "It is an option of generate alone.",
-    "speculative_config": "Its fields are options here: {}(verification=..., draft_quantization=...).",
     "drafter": "Name it by assistant_strategy.",
     "max_prompt_length": "TRL has it no longer: cut prompts in the dataset.",
+} | {
+    f"drafter_{name}": f'Give drafter_adaptation={{"{name}": ...}}.'
+    for name in ("learning_rate", "hidden_weight", "token_weight")
 }
-"""Replacements for names of `generate` and of other TRL releases."""
-
-_BOUNDS: dict[str, dict[str, Any]] = {
-    "draft_length_patience": {"low": 1}, "rollout_batch_size": {"low": 1}, "draft_ranks": {"low": 0},
-    "drafter_learning_rate": {"positive": True},
-}  # fmt: skip
-"""Bounds of options. Not in metadata of fields: the command line's parser takes only `help` from there."""
+"""Replacements for names of `generate` and of other releases of TRL or of this package."""
+_BOOLS = {"true": True, "false": False}
+"""A command line gives texts."""
 
 
 @dataclass
@@ -61,106 +47,39 @@ class RolloutOptions(TrainerConfig):
         base_trainer: name of TRL's trainer of this config.
     """
 
-    # Choices are `str` here: of a Literal, TrlParser answers a misspelt one with its whole usage.
-
     base_trainer: ClassVar[str]
 
     assistant_strategy: str = option(
         "auto",
-        'How rollouts are drafted; the tokens are the same under each strategy. "auto": by the quantized copy of the '
-        'policy, the history, the head of "mtp" or an assistant, whichever is fastest, or not at all. "self": by the '
-        'copy, which is refreshed when the weights have changed. "model": by a smaller causal LM. "ngram": by lookup '
-        'in the prompt. "history": by lookup in earlier rollouts of the same prompt and in the other completions of '
-        'its group. "eagle3", "dflash", "mtp": by a learned drafter, which follows the policy (drafter_adaptation); '
-        '"mtp" is the multi-token-prediction head of the checkpoint. "tts": by a drafter that learns from the rounds '
-        'it drafts (tts_drafter). "best_of_n": as "auto" with best_of_n_drafters, several of them for the same rows '
-        'where that pays. "none": not at all.',
+        'Who drafts rollouts; tokens are the same. "self": the policy\'s quantized copy. "model": a smaller model. '
+        '"ngram": lookup in the prompt. "history": lookup in earlier rollouts. "eagle3", "dflash", "mtp": a learned '
+        'drafter. "tts": one that learns while it drafts. "auto": the fastest at hand. "best_of_n": several at once. '
+        '"none": nobody.',
     )
     assistant_model: str | None = option(
-        None,
-        'Path or hub id of the drafter of "model", "eagle3" or "dflash", or of "tts" with such a tts_drafter; for '
-        '"mtp" of a checkpoint with another head. "auto" considers it, a causal LM, as well; under "best_of_n" it is '
-        "that of the one member that needs one.",
+        None, 'Path or hub id of the drafter of "model", "eagle3", "dflash", or of another "mtp" head.'
     )
-    draft_lengths: list[int] = option(
-        [5, 7, 9, 11],
-        'Γ, draft lengths from 1 to 64, ascending; one entry keeps it fixed. Under sd_toggle="measured" each round '
-        'takes the one that promises most, or half of the shortest. Under "always", or "roofline" with one drafter, a '
-        "controller moves among them (ER §3.3), as the next four options say.",
-    )
-    initial_draft_length: int | None = option(None, "γ₀, the draft length to start with. None: the first one.")
-    draft_length_up: float = option(
-        0.94, "The draft length γ rises when the block efficiency stays at 1 + γ draft_length_up or more."
-    )
-    draft_length_down: float = option(
-        0.85, "The draft length γ falls when the block efficiency stays at 1 + γ draft_length_down or less."
-    )
-    draft_length_patience: int = option(2, "Number of training rollouts in a row after which the draft length moves.")
-    sd_toggle: str = shared("sd_toggle")
-    sd_margin: float = shared("sd_margin")
-    roofline_profile: str | None = shared("roofline_profile")
-    roofline_mismatch: str = shared("roofline_mismatch")
-    history_max_tokens: int = shared("history_max_tokens")
-    verification: str = shared("verification")
-    decoupled_execution: str = shared("decoupled_execution")
-    exact: str = shared("exact")  # or a bool; a text for the command line
-    exact_logprobs: bool = option(
-        False,
-        "The loss's log-probabilities are the sampler's, bit for bit, while the policy is the one that sampled, on a "
-        "CPU: the sampler's engine computes them, and layers run again in the backward pass, as under "
-        "gradient_checkpointing. False: TRL's forward, which sums in another order.",
-    )
-    draft_quantization: str = shared("draft_quantization")
-    draft_kernel: str = shared("draft_kernel")
-    draft_lm_head: str = shared("draft_lm_head")
-    rollout_batch_size: int | None = option(
-        None,
-        "Number of rows that each device decodes together; the others of the generation batch follow as rows finish. "
-        "None: as many as memory holds.",
+    speculative_config: dict[str, Any] | str | None = option(
+        None, "Options of the rollouts' generate, a SpeculativeConfig or a dict; on a command line JSON."
     )
     rollout_sharing: str = option(
-        "pool",
-        'How several ranks decode a generation batch; the tokens are the same. "pool": together. A rank with free '
-        "rows takes the next prompt, whoever owns it, and those first that were long before; when none is left, a "
-        'rank without rows takes over some of another. "own": each its own prompts, and all wait for the slowest.',
+        "pool", 'Ranks decode a generation batch together, "pool", or each its "own" prompts; tokens are the same.'
     )
-    draft_ranks: int = option(
-        0,
-        "Number of ranks that only draft in rollouts: the last ones. Each drafts for one of the first ranks, which "
-        "verifies meanwhile (SpecActor's decoupled execution). 0: all ranks decode.",
-    )
-    runner: str = shared("runner")
-    max_graph_memory: float = shared("max_graph_memory")
-    keep_graphs: str = shared("keep_graphs", "auto")  # or a bool; a text for the command line, as below
-
-    drafter_adaptation: bool = option(
+    drafter_adaptation: str = option(  # or a bool or a dict
         True,
-        'Train the drafter of "eagle3", "dflash" or "mtp", also within "auto", along with the policy, on the hidden '
-        "states of the loss's own forward. It costs the drafter's forward and backward pass in each micro-batch, and "
-        "changes neither completions nor the policy. False: it stays as it was loaded.",
+        "Train a learned drafter along with the policy, which stays the same. A dict sets learning_rate, and the "
+        "weights of its loss, hidden_weight and token_weight.",
     )
-    drafter_learning_rate: float = option(1e-6, "Learning rate of the drafter's own AdamW, constant.")
-    drafter_hidden_weight: float = option(
-        1.0, "Weight of the regression of the drafter's hidden states onto the policy's; 0 leaves it out."
-    )
-    drafter_token_weight: float = option(
-        0.1, "Weight of the drafter's soft cross-entropy against the policy's distributions."
+    exact_logprobs: bool = option(
+        False, "The loss has the sampler's log-probabilities, bit for bit, on a CPU. False: TRL's forward."
     )
 
-    tts_drafter: str = shared("tts_drafter")
-    tts_learning_rate: float | None = shared("tts_learning_rate")
-    tts_scope: str = shared("tts_scope", "run")  # training comes back to the same task in every rollout
-    tts_steps: int = shared("tts_steps")
-    tts_stride: str = shared("tts_stride")  # a text: the command line knows no union of types
-    tts_anchor_weight: float = shared("tts_anchor_weight")
-    tts_anchor: str = shared("tts_anchor")
-    tts_asynchronous: bool = shared("tts_asynchronous")
-    tts_rank: int = shared("tts_rank")
-
-    best_of_n_drafters: list[str] = shared("best_of_n_drafters")
-    best_of_n_assistants: dict[str, Any] | str | None = shared("best_of_n_assistants")  # on the command line JSON
-    best_of_n_budget: int | None = shared("best_of_n_budget")
-    best_of_n_race: bool = shared("best_of_n_race")
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        of_trl = getattr(super(), "_VALID_DICT_FIELDS", [])
+        cls._VALID_DICT_FIELDS = [*of_trl, "speculative_config", "drafter_adaptation"]
+        if "base_trainer" in vars(cls):
+            document(cls, RolloutOptions)
 
     def __new__(cls, *_: Any, **options: Any) -> "RolloutOptions":
         known = signature(cls.__init__).parameters  # a subclass may take more
@@ -174,8 +93,9 @@ class RolloutOptions(TrainerConfig):
     @classmethod
     def remedy(cls, name: str, known: Iterable[str]) -> str:
         """What to do about the option `name`, which is none of those `known`."""
-        remedy = _INSTEAD.get(name) or did_you_mean(name, known).strip() or "The installed TRL has none."
-        return remedy.format(cls.__name__)
+        place = place_of(name)
+        near = f"Give {place}." if place else did_you_mean(name, known).strip()
+        return _INSTEAD.get(name) or near or "The installed TRL has none."
 
     def __post_init__(self) -> None:
         if self.use_cpu:  # transformers gives ddp_timeout to the process groups of GPUs alone
@@ -183,37 +103,29 @@ class RolloutOptions(TrainerConfig):
         super().__post_init__()
         self._check_generation()
         check_strategy(self.assistant_strategy)
-        for declared in fields(self):
-            if declared.name in self.own_options().keys() - OPTIONS.keys() - {"draft_lengths"}:
-                check_option(declared, vars(self)[declared.name], **_BOUNDS.get(declared.name, {}))
+        require_value("exact_logprobs", self.exact_logprobs, [bool])
         require_choice("rollout_sharing", self.rollout_sharing, ("pool", "own"))
-        self._check_assistant()
-        self._check_draft_lengths()
+        check_use(self.assistant_strategy, SpeculativeConfig.coerce(self.speculative_config))
+        config = self.rollout_config()
+        self._check_assistant(config)
         drafts = getattr(DRAFTERS.get(self.assistant_strategy), "has_probabilities", True)
-        if self.verification == "rejection" and not drafts:  # in generate a drafter is refused if it samples
+        if config.verification == "rejection" and not drafts:  # in generate a drafter is refused if it samples
             raise ValueError(
                 'verification="rejection" needs draft probabilities, which '
                 f'assistant_strategy={self.assistant_strategy!r} has none of. Use verification="exact".'
             )
-        if self.roofline_profile is not None and self.assistant_strategy == "none":
+        if (profile := config.efficient_rollout.profile) is not None and self.assistant_strategy == "none":
             raise ValueError(
-                f"roofline_profile={self.roofline_profile!r} has no use with assistant_strategy='none'; drop one."
+                f"efficient_rollout.profile={profile!r} has no use with assistant_strategy='none'; drop one."
             )
-        config = self.speculative_config()  # checks the options that it has
         check_combination(self.assistant_strategy, config)
-        check_use(self.assistant_strategy, self)
-        self._check_draft_ranks()
-        if not self.drafter_hidden_weight and not self.drafter_token_weight:
-            raise ValueError(
-                "drafter_hidden_weight=0 and drafter_token_weight=0 leave the drafter nothing to learn. Raise one of "
-                "them, or set drafter_adaptation=False."
-            )
+        self._check_draft_ranks(config)
         if self.assistant_strategy == "best_of_n":
-            config.assistants_of_best_of_n(self.assistant_model)
-        if self.drafter_adaptation and len(learned := self.adaptable_drafters()) > 1:
+            config.specactor.assistants_with(self.assistant_model, config.tts.drafter)
+        if self.adaptation is not None and len(learned := self.adaptable_drafters()) > 1:
             raise ValueError(
-                f"best_of_n_drafters={self.best_of_n_drafters} has {learned}, and drafter_adaptation=True trains one "
-                "drafter. Name one of them, or set drafter_adaptation=False."
+                f"specactor.drafters={list(config.specactor.drafters)} has {learned}, and drafter_adaptation=True "
+                "trains one drafter. Name one of them, or set drafter_adaptation=False."
             )
 
     def _check_generation(self) -> None:
@@ -226,8 +138,9 @@ class RolloutOptions(TrainerConfig):
                 )
         for setting in ("assistant_strategy", "assistant_model", "speculative_config"):
             if setting in (self.generation_kwargs or {}):
-                remedy = _INSTEAD.get(setting, f"Set {{}}({setting}=...).").format(name)
-                raise ValueError(f"generation_kwargs has {setting!r}, which is for model.generate. {remedy}")
+                raise ValueError(
+                    f"generation_kwargs has {setting!r}, which is for model.generate. Set {name}({setting}=...)."
+                )
         known = vars(GenerationConfig())
         for setting in self.generation_kwargs or {}:
             if setting not in known:  # a GenerationConfig takes any name
@@ -239,7 +152,7 @@ class RolloutOptions(TrainerConfig):
                 "forwards, so weights are gathered for the whole rollout. Set ds3_gather_for_generation=True."
             )
 
-    def _check_assistant(self) -> None:
+    def _check_assistant(self, config: SpeculativeConfig) -> None:
         if not isinstance(self.assistant_model, str | nn.Module | None):
             raise ValueError(
                 f"assistant_model={self.assistant_model!r} is a {type(self.assistant_model).__name__}; give the path "
@@ -247,7 +160,7 @@ class RolloutOptions(TrainerConfig):
             )
         drafter, setting = self.assistant_strategy, f"assistant_strategy={self.assistant_strategy!r}"
         if drafter == "tts":
-            drafter, setting = self.tts_drafter, f"{setting}, tts_drafter={self.tts_drafter!r}"
+            drafter, setting = config.tts.drafter, f"{setting}, tts.drafter={config.tts.drafter!r}"
         if self.assistant_model is None:
             is_wrong = drafter in needing_assistant()
         else:
@@ -259,75 +172,45 @@ class RolloutOptions(TrainerConfig):
             )
         require_folder_or_id("assistant_model", self.assistant_model)
 
-    def _check_draft_lengths(self) -> None:
-        lengths, first = self.draft_lengths, self.initial_draft_length
-        if not isinstance(lengths, list | tuple) or not lengths or any(type(length) is not int for length in lengths):
-            raise ValueError(f"draft_lengths={lengths!r} must be a list of at least one integer, e.g. [5, 7, 9, 11].")
-        if list(lengths) != sorted(set(lengths)):
-            raise ValueError(f"draft_lengths={lengths} is not ascending; use {sorted(set(lengths))}.")
-        if lengths[0] < 1 or lengths[-1] > MAX_DRAFT_LENGTH:
-            raise ValueError(f"draft_lengths={lengths} must lie between 1 and {MAX_DRAFT_LENGTH}.")
-        if first is not None and first not in lengths:
-            raise ValueError(
-                f"initial_draft_length={first!r} is not one of draft_lengths={lengths}; choose one of them, or "
-                f"set draft_lengths=[{first}] to keep it fixed."
-            )
-        up, down = self.draft_length_up, self.draft_length_down
-        if not 0 < down < up <= 1:
-            raise ValueError(
-                f"draft_length_down={down} and draft_length_up={up} must be shares, the first the smaller one: "
-                "0 < draft_length_down < draft_length_up <= 1."
-            )
-
-    def _check_draft_ranks(self) -> None:
-        if not self.draft_ranks:
+    def _check_draft_ranks(self, config: SpeculativeConfig) -> None:
+        if not config.specactor.draft_ranks:
             return
+        values = vars(self) | config.by_place()
         needed = {
             "assistant_strategy": drafting_ahead(), "rollout_sharing": ("pool",), "verification": ("exact",),
-            "decoupled_execution": ("never", "auto"), "sd_toggle": ("always", "measured", "roofline"),
+            "specactor.decoupled_execution": ("never", "auto"), "sd_toggle": ("always", "measured", "roofline"),
         }  # fmt: skip
         for name, choices in needed.items():
-            if (value := vars(self)[name]) not in choices:
+            if (value := values[name]) not in choices:
                 raise ValueError(
-                    f"draft_ranks={self.draft_ranks} does not go with {name}={value!r}; choose one of "
-                    f"{list(choices)}, or draft_ranks=0."
+                    f"specactor.draft_ranks={config.specactor.draft_ranks} does not go with {name}={value!r}; choose "
+                    f"one of {list(choices)}, or specactor.draft_ranks=0."
                 )
+
+    @property
+    def adaptation(self) -> AdaptationOptions | None:
+        """How a learned drafter is trained along; None: it is not."""
+        given: Any = self.drafter_adaptation
+        given = _BOOLS.get(str(given).lower(), given)
+        if not isinstance(given, Mapping | AdaptationOptions):
+            require_value("drafter_adaptation", given, [bool], hint=", or a dict of its options")
+        return None if given is False else AdaptationOptions.coerce(None if given is True else given)
 
     def adaptable_drafters(self) -> list[str]:
         """Strategies of the drafters that `drafter_adaptation` can train."""
-        members = self.best_of_n_drafters if self.assistant_strategy == "best_of_n" else [self.assistant_strategy]
+        races = self.assistant_strategy == "best_of_n"
+        members = self.rollout_config().specactor.drafters if races else [self.assistant_strategy]
         return [name for name in members if name in ADAPTABLE]
 
-    def speculative_config(self) -> SpeculativeConfig:
-        """The same options as `generate` takes them; their checks name the options of this class."""
-        options = {name: value for name, value in vars(self).items() if name in OPTIONS}  # `seed` of TRL's config too
-        options["draft_length"] = self.initial_draft_length or self.draft_lengths[0]  # γ₀
-        options["max_batch_size"] = self.rollout_batch_size
-        for name in ("keep_graphs", "exact"):
-            options[name] = {"true": True, "false": False}.get(str(options[name]).lower(), options[name])
-        options["tts_stride"] = int(self.tts_stride) if str(self.tts_stride).isdecimal() else self.tts_stride
-        options["best_of_n_race"] = self.best_of_n_race and self.assistant_strategy == "best_of_n"
-        return SpeculativeConfig(**options)
-
-    def choice_of_draft_lengths(self) -> tuple[int, ...]:
-        """Each γ that a planner may choose, ascending; one alone where plans are for that one."""
-        config = self.speculative_config()
-        return (config.draft_length,) if self.draft_ranks else config.choice_of_draft_lengths(self.draft_lengths)
-
-    def draft_length_controllers(
-        self, strategies: Sequence[str], saved: Mapping[str, DraftLengthState]
-    ) -> "dict[str, DraftLengthController]":
-        """For each drafter by its strategy: where a checkpoint `saved` it, or at its start. None where a planner
-        chooses γ in each round."""
-        controllers: dict[str, DraftLengthController] = {}
-        for name in strategies if self.sd_toggle in ("always", "roofline") else ():
-            controllers[name] = load("papers.efficient_rollout.draft_length").DraftLengthController(
-                self.draft_lengths, self.speculative_config().draft_length, self.draft_length_up,
-                self.draft_length_down, self.draft_length_patience,
-            )  # fmt: skip
-            if name in saved:
-                controllers[name].load_state_dict(vars(saved[name]))
-        return controllers
+    def rollout_config(self) -> SpeculativeConfig:
+        """The options of rollouts' `generate`: those that were given, with a trainer's own defaults."""
+        given = SpeculativeConfig.coerce(self.speculative_config)
+        return replace(
+            given,
+            draft_length=DRAFT_LENGTHS if given.draft_length is None else given.draft_length,
+            seed=self.seed if given.seed is None else given.seed,
+            tts=replace(given.tts, scope=given.tts.scope or "run"),  # training comes back to the same task
+        )
 
     def get_process_log_level(self) -> int:
         """As in transformers. A trainer asks when it is made: one that does not read these options warns, once."""
@@ -342,14 +225,19 @@ class RolloutOptions(TrainerConfig):
         level: int = super().get_process_log_level()
         return level
 
+    def settings(self) -> dict[str, Any]:
+        """The options of rollouts by place, for the log."""
+        own = self._own()
+        del own["speculative_config"]
+        return own | self.rollout_config().by_place()
+
+    def _own(self) -> dict[str, Any]:
+        return {declared.name: vars(self)[declared.name] for declared in fields(RolloutOptions)}
+
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON has them, for TensorBoard, W&B and others."""
-        options: dict[str, Any] = super().to_dict() | jsonable(self.own_options())
+        options: dict[str, Any] = super().to_dict() | jsonable(self._own())
         return options
-
-    def own_options(self) -> dict[str, Any]:
-        """The options that TRL's config does not have, by name."""
-        return {declared.name: vars(self)[declared.name] for declared in fields(RolloutOptions)}
 
     @property
     def trainer(self) -> str:

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,14 +27,13 @@ from ..generation.generate import DEFAULTS, SpeculativeOutput, setting
 from ..generation.options import SpeculativeConfig, check_combination, check_strategy
 from ..generation.registry import check_use
 from ..generation.session import Session
-from ..generation.strategies import Assistant, check_probabilities, check_states, make_drafters, policy_copies
+from ..generation.strategies import Assistant, check_probabilities, check_states, make_drafters, refresh
 from .rollout_memory import whole_weights
-from .run_log import Mode, PlainCall, Record, RunLog, StepRecord, read_run
-from .run_records import RunRecords, describe
-from .run_verdict import Verdict
+from .run_log import Mode, read_run
 from .saved_heads import head_of, keep_heads
 from .speculative_rollouts import SpeculativeRollouts
-from .step_totals import RolloutTotals, StepClock, metrics
+from .speculator import Speculator
+from .step_totals import StepClock
 from .trainer_checks import check_generation
 
 
@@ -106,37 +104,29 @@ def speculate(
     return Speculation(model, strategy, config, assistant_model, output_dir, trainer)
 
 
-class Speculation(AbstractContextManager["Speculation"]):
-    """Result of :func:`speculate`: ends with `stop()`, or as a context manager."""
+class Speculation(Speculator, AbstractContextManager["Speculation"]):
+    """Result of :func:`speculate`: ends with `stop()`, or as a context manager.
+
+    Attributes:
+        log: of the rollouts; None without `output_dir`, and on all ranks but the first.
+    """
 
     def __init__(
         self, model: nn.Module, strategy: str, config: SpeculativeConfig, assistant: Assistant,
         output_dir: str | Path | None, trainer: Any,
     ) -> None:  # fmt: skip
-        self._records = RunRecords(output_dir)
+        super().__init__(strategy, config, output_dir)
         self._model = ref(model)
         self._trainer: Callable[[], Any] = (lambda: None) if trainer is None else ref(trainer)
-        self._strategy, self._config, self._assistant = strategy, config, assistant
-        self._counts: dict[Mode, int] = {"train": 0, "eval": 0}
-        self._has_warned = False
+        self._assistant, self._has_warned = assistant, False
         policy = policy_in(model)
         if isinstance(first := DEFAULTS.get(policy), Speculation):
             first.stop()
         DEFAULTS[policy] = self
         device = policy.device if trainer is None else trainer.args.device
-        self._reports = _Reports(device, self._log_step, self._begin_run)
+        self._reports = _Reports(device, self._log_step, self._begin_training)
         if trainer is not None:  # before callbacks that report what is logged, such as W&B's
             trainer.callback_handler.callbacks.insert(0, self._reports)
-
-    @property
-    def verdict(self) -> Verdict:
-        """Whether the rollouts of the newest run gained from drafts, in a sentence."""
-        return self._records.verdict
-
-    @property
-    def log(self) -> RunLog | None:
-        """The log of the rollouts; None without `output_dir`, and on all ranks but the first."""
-        return self._records.log
 
     def stop(self) -> None:
         """Makes `generate` plain again; a call that is running ends as it began."""
@@ -149,11 +139,36 @@ class Speculation(AbstractContextManager["Speculation"]):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def refresh(self) -> None:
+        """Drafts with the policy's present weights. Needed only where a call cannot see that they have changed
+        (:func:`spec_trl.refresh`)."""
+        if (model := self._model()) is not None:
+            refresh(model)
+
     def __call__(self, generate: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Generates for `generate(model, *args, **kwargs)`, which would be plain."""
         names = list(inspect.signature(generate).parameters)[1:]
         kwargs = dict(zip(names, args, strict=False)) | kwargs
+        begun = list[bool]()
+        outer: nn.Module = model if (target := self._model()) is None else target
+        try:
+            if kwargs.get("past_key_values") is not None:
+                raise ValueError("past_key_values is given, and speculation fills no cache of the caller.")
+            output = self.rollout(model, kwargs, begun)
+        except ValueError as error:
+            if begun or any(isinstance(module, FSDPModule) for module in outer.modules()):
+                raise  # it is no refusal; or other ranks, whose calls are served, would gather no weights
+            if not self._has_warned:
+                warnings.warn(f"a call of generate does not speculate: {error}", stacklevel=3)
+                self._has_warned = True
+            self.log_plain_call(policy_in(outer), str(error))
+            return generate(model, **kwargs)
         wants_dict = setting("return_dict_in_generate", kwargs.get("return_dict_in_generate"), model, (), kwargs)
+        return output if wants_dict else output.sequences
+
+    def rollout(self, model: Any, kwargs: dict[str, Any], begun: list[bool]) -> SpeculativeOutput:
+        """Samples for a call of the `generate` of `model` with `kwargs`, and logs the rollout. `begun` gets an item
+        where decoding begins: an error before that is a refusal."""
         call = kwargs | {"assistant_strategy": self._strategy, "speculative_config": self._config}
         if (config := kwargs.get("generation_config")) is None:
             call["return_dict_in_generate"] = True
@@ -163,8 +178,6 @@ class Speculation(AbstractContextManager["Speculation"]):
             call["generation_config"].return_dict_in_generate = True
         if self._assistant is not None:
             call["assistant_model"] = self._assistant
-        outer: nn.Module = model if (target := self._model()) is None else target
-        started, begun = time.perf_counter(), list[bool]()
         if (streamer := kwargs.get("streamer")) is not None:
             call["streamer"] = _HeldStreamer(streamer, begun)
 
@@ -172,65 +185,37 @@ class Speculation(AbstractContextManager["Speculation"]):
             begun.append(True)
             return RequestQueue(requests)
 
-        try:
-            if kwargs.get("past_key_values") is not None:
-                raise ValueError("past_key_values is given, and speculation fills no cache of the caller.")
-            with (
-                self._reports.phase("prepare"),
-                self._reports.phase("rollout"),
-                whole_weights(outer),
-                self._autocast(outer),
-            ):
-                # Not the model's own `generate`, which may do something before and after it.
-                output: SpeculativeOutput = GenerationMixin.generate(model, **call, make_queue=begin)
-        except ValueError as error:
-            if begun or any(isinstance(module, FSDPModule) for module in outer.modules()):
-                raise  # it is no refusal; or other ranks, whose calls are served, would gather no weights
-            if not self._has_warned:
-                warnings.warn(f"a call of generate does not speculate: {error}", stacklevel=3)
-                self._has_warned = True
-            self._append(PlainCall(str(error)), policy_in(outer))
-            return generate(model, **kwargs)
-        self._add(model, output, time.perf_counter() - started)
-        return output if wants_dict else output.sequences
-
-    @staticmethod
-    def _autocast(model: nn.Module) -> AbstractContextManager[Any]:
-        """Autocast as Accelerate puts it around forwards of a model that it has prepared."""
-        is_prepared = any("_original_forward" in vars(one) for one in with_wrappers(model))
-        return get_mixed_precision_context_manager(native_amp=True) if is_prepared else nullcontext()
-
-    def _add(self, model: Any, output: SpeculativeOutput, seconds: float) -> None:
-        """Adds a rollout to verdict and log."""
-        statistics, trainer = output.statistics, self._trainer()
-        assert statistics is not None and output.lengths is not None
+        outer: nn.Module = model if (target := self._model()) is None else target
+        is_prepared = any("_original_forward" in vars(one) for one in with_wrappers(outer))  # by Accelerate
+        autocast = get_mixed_precision_context_manager(native_amp=True) if is_prepared else nullcontext()
+        started, trainer = time.perf_counter(), self._trainer()
+        with self._reports.phase("prepare"), self._reports.phase("rollout"), whole_weights(outer), autocast:
+            # Not the model's own `generate`, which may do something before and after it.
+            output: SpeculativeOutput = GenerationMixin.generate(model, **call, make_queue=begin)
+        assert output.statistics is not None and output.lengths is not None
         mode: Mode = "train" if trainer is None or self._reports.in_step else "eval"
-        totals, drafters = RolloutTotals(), list(Session.of(model).drafters.values())
-        totals.add(statistics, len(output.lengths), seconds)
-        totals.add_refreshes(drafters)
-        step = sum(self._counts.values()) if trainer is None else trainer.state.global_step
-        lengths = dict.fromkeys(statistics.tallies, self._config.draft_length)
-        record = totals.record(mode, self._counts[mode], step, self._strategy, lengths)
-        self._counts[mode] += 1
-        self._append(record, model)
+        self._begin(mode, sum(self.counts.values()) if trainer is None else trainer.state.global_step)
+        self._sums.add(output.statistics, len(output.lengths), time.perf_counter() - started)
+        drafters = list(Session.of(model).drafters.values())
+        self._sums.add_refreshes(drafters)
+        lengths = dict.fromkeys(output.statistics.tallies, self._config.first_draft_length)
+        _, logged = self._finish(model, drafters, lengths)
+        self.counts[mode] += 1
         if trainer is not None:  # without one nothing logs the metrics, and they would pile up
-            races = self._strategy == "best_of_n"
-            self._reports.add(mode, metrics(record, bool(policy_copies(drafters)), races))
-
-    def _append(self, record: Record, policy: Any) -> None:
-        self._records.append(record, partial(describe, policy, policy.device, self._strategy))
+            self._reports.add(mode, logged)
+        return output
 
     def _log_step(self, step: int, seconds: float, phases: dict[str, float]) -> None:
         if (model := self._model()) is not None:
-            self._append(StepRecord(step, seconds, phases, None), policy_in(model))
+            self.log_step(policy_in(model), step, seconds, phases, None)
 
-    def _begin_run(self, step: int) -> None:
+    def _begin_training(self, step: int) -> None:
         """Begins a part of the log. Counts its rollouts before `step`, at which the run resumes if it is not 0."""
-        self._records.begin()
+        self.begin_run()
         if self.log is not None and step and self.log.path.exists():
-            self._counts = {"train": 0, "eval": 0}
+            self.counts = {"train": 0, "eval": 0}
             for record in read_run(self.log.path).rollouts:
-                self._counts[record.mode] += record.step < step + (record.mode == "eval")
+                self.counts[record.mode] += record.step < step + (record.mode == "eval")
 
 
 class _HeldStreamer(BaseStreamer):
@@ -249,28 +234,16 @@ class _HeldStreamer(BaseStreamer):
 
 
 class _Reports(StepClock):
-    """Adds means of the rollouts' metrics to what a trainer logs, and times its steps.
+    """Adds means of the rollouts' metrics to what a trainer logs, and times its steps."""
 
-    Args:
-        device, on_step: see :class:`StepClock`.
-        on_begin: called with the number of earlier optimizer steps where training begins.
-    """
-
-    def __init__(
-        self, device: torch.device, on_step: Callable[[int, float, dict[str, float]], None],
-        on_begin: Callable[[int], None],
-    ) -> None:  # fmt: skip
-        super().__init__(device, on_step)
-        self._on_begin = on_begin
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._values: dict[Mode, dict[str, list[float]]] = {"train": {}, "eval": {}}
 
     def add(self, mode: Mode, values: dict[str, float]) -> None:
         """Adds the metrics of a rollout."""
         for name, value in values.items():
             self._values[mode].setdefault(name, []).append(value)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._on_begin(state.global_step)
 
     def on_log(
         self, args: Any, state: Any, control: Any, *, model: Any, logs: dict[str, float], **kwargs: Any

@@ -1,16 +1,18 @@
 """What our trainers override of TRL's on-policy trainers, so that rollouts are speculative."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
 import torch
+from transformers import PreTrainedModel
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
 from ..distributed.link import naming_the_remedy
-from ..distributed.shared_rollouts import Sampled, Turn
+from ..distributed.shared_rollouts import Sampled
 from ..drafter_training.adaptation import check_adaptation
 from ..generation.engine.requirements import policy_in
 from .checkpoint import find_checkpoint
@@ -18,11 +20,11 @@ from .exact_logprobs import ExactLogprobs
 from .prompt_images import image_inputs
 from .rollout_memory import KeptGraphs, whole_weights
 from .rollout_options import RolloutOptions
-from .rollouts import Rollouts
-from .run_log import Mode, StepRecord
+from .run_log import Mode
 from .saved_heads import head_of, keep_heads
 from .step_totals import StepClock
 from .trainer_checks import check_attributes, check_drawn, check_fsdp, check_methods, check_rollouts
+from .trainer_speculator import TrainerSpeculator
 
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ else:
 
 class SpeculativeRollouts(TrainerOfTRL):
     """Stands before a trainer of TRL that samples in `_generate_single_turn` among the base classes of a trainer, and
-    has each of its rollouts sampled by :class:`Rollouts`.
+    has each of its rollouts sampled by a :class:`TrainerSpeculator`.
 
     Args:
         model: the policy.
@@ -66,70 +68,80 @@ class SpeculativeRollouts(TrainerOfTRL):
         super().__init__(model, learned_from, args, *rest, **kwargs)
         check_attributes(self, theirs, self.lacking)
         check_fsdp(self._dist.fsdp_version, config_class)
-        adapts = args.drafter_adaptation
+        adapts = args.adaptation is not None
         try:
             check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage, self._dist.is_fsdp)
         except ValueError:
             if adapts and args.adaptable_drafters():
                 raise
             adapts = False  # of a head that "auto" drafts with
-        config, generates = args.speculative_config(), getattr(self, "rollout_func", None) is None
+        config, generates = args.rollout_config(), getattr(self, "rollout_func", None) is None
         self._processors = check_rollouts(self, config) if generates else None
-        self._rollouts = Rollouts(args, self.accelerator, adapts, parks=bool(getattr(self, "tools", None)))
-        self._train_sampler: Any = ()
+        parks = bool(getattr(self, "tools", None))
+        self._speculator = TrainerSpeculator(args, self.accelerator, self._whole_policy, adapts, parks)
+        self._drafted_step = -1  # optimizer steps at the newest rollout; -1: weights may have changed without a step
+        self._resumed_from: str | None = None
+        self._attempts = 0  # of a `train`, which begins again with a smaller batch under auto_find_batch_size
         in_place = self._dist.zero_stage != 3 and not self._dist.is_fsdp
         self._graphs = KeptGraphs(config.keep_graphs, self.accelerator.device, in_place)
         self._exact = ExactLogprobs(self, config, self._processors) if args.exact_logprobs else None
-        self._clock = StepClock(self.accelerator.device, self._log_step)
+        self._clock = StepClock(self.accelerator.device, self._log_step, self._begin_attempt)
         self.add_callback(self._clock)
-        drafting = ref(self._rollouts.drafting)
-        keep_heads(policy_in(self.model), lambda: head_of(() if (one := drafting()) is None else one.drafters))
+        speculator = ref(self._speculator)
+        keep_heads(policy_in(self.model), lambda: head_of(() if (one := speculator()) is None else one.drafters))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         # Before and after a run weights may be replaced without a step (resuming, a second run,
         # load_best_model_at_end).
-        self._rollouts.expect_new_run()
+        self._drafted_step, self._attempts = -1, 0
+        self._speculator.begin_run()
+        checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        self._resumed_from = checkpoint if isinstance(checkpoint, str) else None
         try:
-            with naming_the_remedy(self.accelerator.process_index):
-                result = super().train(find_checkpoint(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
+            with naming_the_remedy(self.accelerator.process_index), self._graphs.give_way(self.model):
+                result = super().train(checkpoint, *args, **kwargs)
         finally:
-            self._rollouts.drafting.expect_new_weights()
-        if self.accelerator.is_main_process and self._rollouts.records.verdict.rollouts:
-            print(f"spec_trl verdict: {self._rollouts.records.verdict}")
+            self._drafted_step = -1
+        verdict = self._speculator.verdict
+        if self.accelerator.is_main_process and verdict.rollouts:
+            print(f"spec_trl verdict: {verdict}")
         return result
+
+    def _begin_attempt(self, step: int) -> None:
+        """Called where a training loop begins, from a checkpoint if `step` is not 0."""
+        self._attempts += 1
+        if self._attempts > 1:  # memory ended in the one before
+            self._graphs.free(self.model)
+        if self._resumed_from is None:
+            return
+        batches = self.callback_handler.train_dataloader.batch_sampler
+        batches = getattr(batches, "batch_sampler", batches)  # of several ranks each takes some of its batches
+        for _ in range(int(self.state.epoch or 0)):  # a sampler draws an order per epoch: skip those of earlier ones
+            next(iter(getattr(batches, "sampler", ())), None)
+        self._speculator.load(self._resumed_from)
 
     # ---- a training step --------------------------------------------------------------------------------------------
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        drafting = self._rollouts.drafting
+        self._clock.end("prepare")
+        speculator = self._speculator
         with ExitStack() as watched:
-            if drafting.activations is not None:  # AWQ: the next refresh scales by the inputs of projections
-                watched.enter_context(drafting.activations.collect(self.state.global_step))
-            if drafting.adaptation is not None and self.model.training:
-                watched.enter_context(drafting.adaptation.watch(inputs))  # a drafter learns from hidden states
+            if speculator.activations is not None:  # AWQ: the next refresh scales by the inputs of projections
+                watched.enter_context(speculator.activations.collect(self.state.global_step))
+            if speculator.adaptation is not None and self.model.training:
+                watched.enter_context(speculator.adaptation.watch(inputs))  # a drafter learns from hidden states
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with self._graphs.give_way(self.model):
-            return super()._inner_training_loop(*args, **kwargs)
-
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._clock.begin("prepare")
         loss: torch.Tensor = super().training_step(*args, **kwargs)
-        if (adaptation := self._rollouts.drafting.adaptation) is not None:
+        if (adaptation := self._speculator.adaptation) is not None:
             with self._clock.phase("adaptation"):  # the backward pass has freed the memory of the forward
                 adaptation.update()
             if self.accelerator.sync_gradients:
                 for name, value in adaptation.take_metrics().items():
                     self._metrics["train"][f"drafter/{name}"].append(value)
         return loss
-
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        self._train_sampler = super()._get_train_sampler(dataset)
-        return self._train_sampler
-
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        with self._clock.phase("prepare"):
-            return super()._prepare_inputs(generation_batch)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         with self._clock.phase("reward"):
@@ -141,23 +153,24 @@ class SpeculativeRollouts(TrainerOfTRL):
             return score(*args, **kwargs)
 
     def _log_step(self, step: int, seconds: float, phases: dict[str, float]) -> None:
-        if self.accelerator.is_main_process:
-            rewards = self._metrics["train"].get("reward")
-            record = StepRecord(step, seconds, phases, rewards[-1] if rewards else None)
-            self._rollouts.append(record, self.model)
+        rewards = self._metrics["train"].get("reward")
+        self._speculator.log_step(self.model, step, seconds, phases, rewards[-1] if rewards else None)
 
     # ---- a rollout --------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: list[Any]) -> Any:
         mode: Mode = "train" if self.model.training else "eval"
         step = self.state.global_step  # it counts only optimizer steps
-        self._rollouts.begin(mode, step)
+        if step != self._drafted_step:
+            self._speculator.refresh()
+        self._speculator.begin(mode, step)
         with self._clock.phase("rollout"), self._graphs.rollout(self.model, step):
             result = super()._generate(prompts)
+        self._drafted_step = step
         if getattr(self, "rollout_func", None) is None:  # else it generates by itself
-            for name, value in self._rollouts.finish(self.model).items():
+            for name, value in self._speculator.finish(self.model).items():
                 self._metrics[mode][f"rollout/{name}"].append(value)
-        self._rollouts.counts[mode] += 1
+        self._speculator.counts[mode] += 1
         return result
 
     def _generate_single_turn(
@@ -169,17 +182,15 @@ class SpeculativeRollouts(TrainerOfTRL):
         policy, has_tools = policy_in(self.model), bool(getattr(self, "tools", None))
         inputs = image_inputs(images, multimodal_fields, policy, self.args, has_tools)
         check_drawn(policy, self.generation_config, prompt_ids, self._tokenizer)
-        return self._take_turn(self._rollouts.gather(prompt_ids, have_images=bool(inputs)), inputs)
+        return self._speculator.rollout(prompt_ids, self.generation_config, self._tokenizer, inputs)
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._tool_call_loop(*args, **kwargs)
-        # Other ranks may still have tool calls. A turn needs all ranks: they gather weights, and may share rows.
-        while self.accelerator.num_processes > 1 and (turn := self._rollouts.gather([])).rows:
-            self._take_turn(turn)
+        self._speculator.join_others(self.generation_config, self._tokenizer)
         return result
 
-    def _take_turn(self, turn: Turn, images: Mapping[str, Any] | None = None) -> list[Sampled]:
-        """Takes part in a turn of all ranks, with the `images` of this rank's rows; returns their completions."""
+    @contextmanager
+    def _whole_policy(self) -> Iterator[PreTrainedModel]:
         with (
             profiling_context(self, "spec_trl.generate"),
             unwrap_model_for_generation(
@@ -193,25 +204,15 @@ class SpeculativeRollouts(TrainerOfTRL):
             whole_weights(wrapped) as policy,
             self.accelerator.autocast(),  # around the whole rollout, so that fp32 weights are cast once
         ):
-            decoded = self._rollouts.decode(policy, turn, self.generation_config, self._tokenizer, images)
-        return self._rollouts.exchange(turn, decoded)
+            yield policy
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        adaptation = self._rollouts.drafting.adaptation
+        adaptation = self._speculator.adaptation
         if adaptation is not None and self.args.should_save:  # before super, which may push the folder to the hub
             adaptation.save_drafter(output_dir or self.args.output_dir)
         super().save_model(output_dir, _internal_call)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        # The counters are our random state: saved with it, before old checkpoints go.
-        self._rollouts.save(output_dir, is_shared=self.args.should_save)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:  # the sampler draws an order per epoch: skip those of earlier epochs
-            for _ in range(int(self.state.epoch or 0)):
-                next(iter(self._train_sampler), None)
-            self._rollouts.load(checkpoint)
+        if _internal_call and output_dir is not None and not self.args.save_only_model:  # a checkpoint
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            self._speculator.save(output_dir, is_shared=self.args.should_save)

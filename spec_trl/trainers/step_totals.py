@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
 from functools import reduce
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,14 +19,14 @@ from ..generation.engine.statistics import (
     FEWEST_DRAFTED,
     MOST_PLANS,
     DraftCounts,
+    LearningStatistics,
     PlanChange,
     RequestTimeline,
-    RoundPoint,
     SpeculationStatistics,
     added,
     slowest,
 )
-from ..generation.planner.control import Explanation, Tally
+from ..generation.planner.control import Tally
 from ..generation.strategies import policy_copies
 from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
 from .run_log import TIMELINES, Mode, RolloutRecord
@@ -44,26 +44,44 @@ class StepClock(TrainerCallback):
         on_step: called with (step, seconds, seconds by phase) at the end of a step. Phases are "rollout", "reward",
             "logprobs", "adaptation" (of a learned drafter), "update" (the rest of forward, backward and optimizer) and
             "other" (advantages, logging).
+        on_begin: called with the number of earlier optimizer steps where training begins.
 
     Attributes:
         in_step: whether an optimizer step is under way, with its rollouts.
     """
 
-    def __init__(self, device: torch.device, on_step: Callable[[int, float, dict[str, float]], None]) -> None:
-        self._device = device
-        self._on_step = on_step
+    def __init__(
+        self,
+        device: torch.device,
+        on_step: Callable[[int, float, dict[str, float]], None],
+        on_begin: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self._device, self._on_step, self._on_begin = device, on_step, on_begin
         self._seconds: dict[str, float] = {}
+        self._begun: dict[str, float] = {}
         self._started = 0.0
         self.in_step = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the time inside to `name`; "prepare" surrounds all but update and adaptation."""
-        started = self._now()
+        self.begin(name)
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - started
+            self.end(name)
+
+    def begin(self, name: str) -> None:
+        """Begins a phase, which :meth:`end` ends."""
+        self._begun[name] = self._now()
+
+    def end(self, name: str) -> None:
+        """Ends a phase, if it has begun."""
+        if name in self._begun:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - self._begun.pop(name)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._on_begin(state.global_step)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._seconds, self.in_step = {}, True
@@ -84,169 +102,122 @@ class StepClock(TrainerCallback):
         return time.perf_counter()
 
 
-@dataclass
-class Counts:
-    """Counts of a rollout, summed over its calls and over ranks."""
+class RolloutSums:
+    """Sums over the `generate` calls of one rollout, by field of :class:`RolloutRecord`.
 
-    requests: int = 0
-    tokens: int = 0
-    logprob_sum: float = 0.0  # of the sampled tokens, in nats
-    rounds: int = 0
-    drafted_rounds: int = 0
-    draft_length_sum: int = 0  # γ, summed over rounds
-    rounds_of: dict[str, int] = field(default_factory=dict)  # rounds in which a strategy drafted, alone or with others
-    drafter_updates: int = 0
-    per_depth: dict[int, DraftCounts] = field(default_factory=dict)
-    tallies: dict[str, Tally] = field(default_factory=dict)  # by strategy
-    race_wins: dict[str, int] = field(default_factory=dict)  # by strategy
-    moved_rows: int = 0  # rows that moved from rank to rank
-
-
-@dataclass
-class Durations:
-    """Durations of a rollout, named as in :class:`RolloutRecord`: sums over its calls, maxima over ranks."""
-
-    seconds: float = 0.0  # without setup
-    setup_seconds: float = 0.0
-    refresh_seconds: float = 0.0
-    drafter_update_seconds: float = 0.0
-    tail_seconds: float = 0.0
-    tail_rounds: int = 0
-    plain_seconds: float = 0.0  # infinite: unknown for one of the calls
-
-
-@dataclass
-class RolloutTotals:
-    """Sums over the `generate` calls of one rollout.
-
-    Args:
+    Attributes:
         turns: number of turns of a tool loop.
-        counts, durations: of this rank; after `over_ranks` of all ranks.
-        rounds, phase_seconds, speculating, completion_curve, points, timeline: of this rank. Requests, rounds and
-            seconds of a later call count from those of the calls before it.
-        explanation: of the first call, which has all requests.
+        summed: counts; in the log sums over ranks.
+        longest: seconds and rounds; in the log those of the slowest rank. `seconds` is without setup; `plain_seconds`
+            is infinite if it is unknown for one of the calls.
+        own: in the log those of rank 0. Requests, rounds and seconds of a later call go on from the calls before.
         idle_seconds: seconds in which this rank waited for other ranks of its pool.
         rank_seconds: seconds of decoding by rank; set by `over_ranks`.
     """
 
-    turns: int = 0
-    counts: Counts = field(default_factory=Counts)
-    durations: Durations = field(default_factory=Durations)
-    rounds: int = 0
-    phase_seconds: dict[str, float] = field(default_factory=dict)
-    speculating: list[PlanChange] = field(default_factory=list)
-    completion_curve: list[tuple[float, int]] = field(default_factory=list)
-    points: list[RoundPoint] = field(default_factory=list)
-    timeline: list[RequestTimeline] = field(default_factory=list)
-    explanation: Explanation | None = None
-    idle_seconds: float = 0.0
-    rank_seconds: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.turns, self.idle_seconds = 0, 0.0
+        self.rank_seconds: list[float] = []
+        self.summed: dict[str, Any] = {"requests": 0}
+        self.longest: dict[str, Any] = {"seconds": 0.0}
+        self.own: dict[str, Any] = {"rounds": 0, "explained": []}
+        self.add(SpeculationStatistics("", plain_seconds=0.0), 0, 0.0)
+        self.own["explained"] = []
 
     def add(
-        self,
-        statistics: SpeculationStatistics,
-        requests: int,
-        seconds: float,
-        pool: SharedPool | None = None,
+        self, statistics: SpeculationStatistics, requests: int, seconds: float, pool: SharedPool | None = None
     ) -> None:
         """Adds a `generate` call that decoded `requests` rows in `seconds`, setup included; `pool`: of ranks."""
         seconds -= statistics.setup_seconds
-        begun, rounds, done = self.durations.seconds, self.rounds, self.counts.requests
-        self.phase_seconds = added(self.phase_seconds, statistics.phase_seconds)
-        self.speculating += [plan._replace(round=rounds + plan.round) for plan in statistics.speculating]
-        self.completion_curve += [(begun + second, done + count) for second, count in statistics.completion_curve]
-        self.points += statistics.points
-        for timeline in statistics.timeline:
-            moved = [(begun + second, rounds + round_, names) for second, round_, names in timeline.changes]
-            self.timeline.append(RequestTimeline(done + timeline.request, moved, begun + timeline.ended))
-        if self.explanation is None:
-            self.explanation = Explanation(statistics.predicted_speedup, statistics.reason)
-        self.rounds += statistics.rounds
-        learning, racing = statistics.learning, statistics.racing
-        updates, waited = (0, 0.0) if learning is None else (learning.updates, learning.waited)
-        rounds_of: dict[str, int] = {}
+        begun, rounds, done = self.longest["seconds"], self.own["rounds"], self.summed["requests"]
+        learning, tail = statistics.learning or LearningStatistics(), statistics.tail()
+        plain = statistics.plain_seconds
+        rounds_of: dict[str, int] = {}  # by strategy: rounds in which it drafted, alone or with others
         for point in statistics.points:
             for name in (point.drafter or "").split("+") if point.draft_length else ():
                 rounds_of[name] = rounds_of.get(name, 0) + point.rounds
-        counts = Counts(
-            requests, statistics.tokens, statistics.logprob_sum, statistics.rounds, statistics.drafted_rounds,
-            sum(point.rounds * point.draft_length for point in statistics.points), rounds_of, updates,
-            statistics.per_depth, statistics.tallies, {} if racing is None else racing.wins,
-            0 if pool is None else pool.taken_over,
-        )  # fmt: skip
-        self.counts = added(self.counts, counts)
-        tail, plain = statistics.tail(), statistics.plain_seconds
+        summed = {
+            "requests": requests, "tokens": statistics.tokens, "logprob_sum": statistics.logprob_sum,
+            "all_rounds": statistics.rounds, "drafted_rounds": statistics.drafted_rounds, "rounds_of": rounds_of,
+            "draft_length_sum": sum(point.rounds * point.draft_length for point in statistics.points),
+            "drafter_updates": learning.updates, "per_depth": statistics.per_depth, "tallies": statistics.tallies,
+            "race_wins": {} if statistics.racing is None else statistics.racing.wins,
+            "moved_rows": 0 if pool is None else pool.taken_over,
+        }  # fmt: skip
+        longest = {
+            "seconds": seconds, "setup_seconds": statistics.setup_seconds, "refresh_seconds": 0.0,
+            "drafter_update_seconds": learning.waited, "tail_seconds": tail.seconds, "tail_rounds": tail.rounds,
+            "plain_seconds": math.inf if plain is None else seconds - statistics.seconds + plain,
+        }  # fmt: skip
+        own = {
+            "rounds": statistics.rounds, "phase_seconds": statistics.phase_seconds, "points": statistics.points,
+            "speculating": [plan._replace(round=rounds + plan.round) for plan in statistics.speculating],
+            "completion_curve": [(begun + second, done + count) for second, count in statistics.completion_curve],
+            "timeline": [
+                RequestTimeline(
+                    done + each.request,
+                    [(begun + second, rounds + round_, names) for second, round_, names in each.changes],
+                    begun + each.ended,
+                )
+                for each in statistics.timeline
+            ],
+            "explained": [(statistics.predicted_speedup, statistics.reason)],
+        }  # fmt: skip
+        self.summed, self.longest = added(self.summed, summed), added(self.longest, longest)
+        self.own = added(self.own, own)
         self.idle_seconds += 0.0 if pool is None else pool.idle_seconds
-        plain = math.inf if plain is None else seconds - statistics.seconds + plain
-        of_call = Durations(seconds, statistics.setup_seconds, 0.0, waited, tail.seconds, tail.rounds, plain)
-        self.durations = added(self.durations, of_call)
 
     def add_refreshes(self, drafters: Iterable[Drafter]) -> None:
         """Adds the seconds that copies of the policy among `drafters` took to be made or requantized since the last
         call."""
         for copied in policy_copies(drafters):
-            self.durations.refresh_seconds += copied.refresh_seconds
+            self.longest["refresh_seconds"] += copied.refresh_seconds
             copied.refresh_seconds = 0.0
 
-    def over_ranks(self, strategies: Sequence[str]) -> "RolloutTotals":
-        """Returns totals of all ranks, with a tally by strategy for `strategies`. All ranks must call it."""
-        ranks = gather_object([(self.counts, self.durations, self.durations.seconds - self.idle_seconds)])
-        none = Counts(tallies={name: Tally() for name in strategies})
-        counts = reduce(added, [counts for counts, _, _ in ranks], none)
-        longest = map(max, zip(*(astuple(durations) for _, durations, _ in ranks), strict=True))
-        return replace(
-            self, counts=counts, durations=Durations(*longest), rank_seconds=[seconds for _, _, seconds in ranks]
-        )
+    def over_ranks(self, strategies: Sequence[str]) -> None:
+        """Makes these the sums of all ranks, with a tally by strategy for `strategies`. All ranks must call it."""
+        ranks = gather_object([(self.summed, self.longest, self.longest["seconds"] - self.idle_seconds)])
+        none = {"tallies": {name: Tally() for name in strategies}}
+        self.summed = reduce(added, [summed for summed, _, _ in ranks], none)
+        self.longest = {name: max(longest[name] for _, longest, _ in ranks) for name in self.longest}
+        self.rank_seconds = [seconds for _, _, seconds in ranks]
 
     def record(
-        self, mode: Mode, rollout: int, step: int, strategy: str, draft_lengths: dict[str, int]
+        self, mode: Mode, rollout: int, step: int, strategy: str, draft_lengths: Mapping[str, int]
     ) -> RolloutRecord:
         """Returns the rollout's record for the log; `draft_lengths`: current γ by strategy."""
-        counts, durations = self.counts, self.durations
-        whole, plain = durations.seconds + durations.setup_seconds, durations.plain_seconds
-        drafts = sum(counts.per_depth.values(), DraftCounts())
-        drafted_by = {name: counts.rounds_of.get(name, 0) / (counts.rounds or 1) for name in counts.tallies}
+        summed, own, longest = SimpleNamespace(**self.summed), self.own.copy(), self.longest.copy()
+        longest["seconds"] += longest["setup_seconds"]
+        longest["plain_seconds"] = longest["plain_seconds"] if math.isfinite(longest["plain_seconds"]) else None
+        drafts = sum(summed.per_depth.values(), DraftCounts())
+        drafted_by = {name: summed.rounds_of.get(name, 0) / (summed.all_rounds or 1) for name in summed.tallies}
         main = max((name for name in drafted_by if drafted_by[name]), key=drafted_by.__getitem__, default=None)
-        speculation = sum(counts.tallies.values(), Tally())
-        predicted = speculation.predicted_speedup
-        if predicted is None and self.explanation is not None:  # the prediction was too low, so nothing was drafted
-            predicted = self.explanation.predicted_speedup
-        plans: list[Any] = list(self.speculating)
-        thin(plans, MOST_PLANS, 0)
-        step_size = -(-len(self.completion_curve) // CURVE_POINTS) or 1
+        speculation = sum(summed.tallies.values(), Tally())
+        predicted, reason = next(iter(own.pop("explained")), (None, None))  # of the first call, which has all rows
+        if speculation.predicted_speedup is not None:  # else the prediction was too low, so nothing was drafted
+            predicted = speculation.predicted_speedup
+        thin(own["speculating"], MOST_PLANS, 0)
+        own["speculating"] = [PlanChange(*plan) for plan in own["speculating"]]
+        step_size = -(-len(own["completion_curve"]) // CURVE_POINTS) or 1
+        own["completion_curve"] = own["completion_curve"][::-step_size][::-1]  # with its last point
+        own["timeline"] = slowest(own["timeline"], TIMELINES)
         return RolloutRecord(
-            mode=mode,
-            rollout=rollout,
-            step=step,
-            strategy=strategy,
-            drafter=main,
-            tokens=counts.tokens,
-            requests=counts.requests,
-            phase_seconds=self.phase_seconds,
+            mode=mode, rollout=rollout, step=step, strategy=strategy, drafter=main, drafted_by=drafted_by,
             block_efficiency=_ratio(drafts.committed, drafts.blocks),
             acceptance_rate=_ratio(drafts.accepted, drafts.drafted),
             first_token_acceptance=_ratio(drafts.first_accepted, drafts.first_drafted),
             # -log p of the sampled tokens is an unbiased estimate of the entropy of the sampling distribution.
-            target_entropy=_ratio(-counts.logprob_sum, counts.tokens),
+            target_entropy=_ratio(-summed.logprob_sum, summed.tokens),
             draft_length=max(draft_lengths.values(), default=0) if main is None else draft_lengths.get(main, 0),
-            mean_draft_length=_ratio(counts.draft_length_sum, counts.drafted_rounds),
-            sd_on_fraction=counts.drafted_rounds / (counts.rounds or 1),
-            predicted_speedup=predicted,
-            measured_speedup=speculation.measured_speedup if counts.drafted_rounds >= FEWEST_DRAFTED else None,
-            rounds=self.rounds,
-            speculating=[PlanChange(*plan) for plan in plans],
-            completion_curve=self.completion_curve[::-step_size][::-1],  # with its last point
-            per_depth=dict(sorted(counts.per_depth.items())),
-            points=self.points,
-            timeline=slowest(self.timeline, TIMELINES),
-            reason=None if self.explanation is None else self.explanation.reason,
-            drafted_by=drafted_by,
-            race_wins=counts.race_wins,
-            rank_seconds=self.rank_seconds,
-            moved_rows=counts.moved_rows,
-            drafter_updates=counts.drafter_updates if DistilledDrafter.strategy in drafted_by else None,
-            **vars(durations) | {"seconds": whole, "plain_seconds": plain if math.isfinite(plain) else None},
-        )
+            mean_draft_length=_ratio(summed.draft_length_sum, summed.drafted_rounds),
+            sd_on_fraction=summed.drafted_rounds / (summed.all_rounds or 1),
+            predicted_speedup=predicted, reason=reason,
+            measured_speedup=speculation.measured_speedup if summed.drafted_rounds >= FEWEST_DRAFTED else None,
+            tokens=summed.tokens, requests=summed.requests, race_wins=summed.race_wins, moved_rows=summed.moved_rows,
+            per_depth=dict(sorted(summed.per_depth.items())),
+            drafter_updates=summed.drafter_updates if DistilledDrafter.strategy in drafted_by else None,
+            rank_seconds=self.rank_seconds, **own, **longest,
+        )  # fmt: skip
 
 
 def metrics(record: RolloutRecord, refreshes: bool, races: bool) -> dict[str, float]:

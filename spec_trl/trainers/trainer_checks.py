@@ -47,15 +47,14 @@ KNOWN = "trl 1.16 and transformers 5.17 to 5.24"
 _REMEDY = "Install trl>=1.16,<1.17, or a spec_trl that knows the installed version."
 OVERRIDDEN = (
     "_calculate_rewards", "_generate", "_generate_single_turn", "_get_per_token_logps_and_entropies",
-    "_inner_training_loop",
-    "_get_train_sampler", "_load_optimizer_and_scheduler", "_prepare_inputs", "_save_rng_state",
     "_tool_call_loop", "compute_loss", "save_model", "train", "training_step",
 )  # fmt: skip
 """Methods that the trainer overrides, and calls."""
 _CALLED = ("_tokenize_prompts",)
 READ = (
-    "_dist", "_metrics", "_tokenizer", "accelerator", "aux_loss_enabled", "eval_dataset", "generation_config",
-    "generation_kwargs", "model", "model_wrapped", "rollout_func", "state", "tools", "train_dataset",
+    "_dist", "_metrics", "_tokenizer", "accelerator", "aux_loss_enabled", "callback_handler", "eval_dataset",
+    "generation_config", "generation_kwargs", "model", "model_wrapped", "rollout_func", "state", "tools",
+    "train_dataset",
 )  # fmt: skip
 """Attributes that the trainer reads."""
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -121,15 +120,16 @@ def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorLi
     device, instead = trainer.accelerator.device, f"use {args.base_trainer}"
     processors = check_generation(policy, config, settings, trainer._tokenizer, device, instead)
     check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
-    drafter = config.tts_drafter if args.assistant_strategy == "tts" else args.assistant_strategy
+    drafter = config.tts.drafter if args.assistant_strategy == "tts" else args.assistant_strategy
     if drafter == MtpDrafter.strategy and args.assistant_model is None:
         served_heads(None, policy, OWN)
     if keeps_states(policy.config):
-        check_states(policy, args.assistant_strategy, config, args.draft_ranks)
-    if args.draft_ranks and args.assistant_model is not None:
-        refuse_states("assistant_model", args.assistant_model, f"draft_ranks={args.draft_ranks}", "draft_ranks=0")
-    if args.roofline_profile is not None and Path(args.roofline_profile).exists():
-        load("papers.efficient_rollout.profile").Profile.load(args.roofline_profile)
+        check_states(policy, args.assistant_strategy, config)
+    if (ranks := config.specactor.draft_ranks) and args.assistant_model is not None:
+        asked = f"specactor.draft_ranks={ranks}"
+        refuse_states("assistant_model", args.assistant_model, asked, "specactor.draft_ranks=0")
+    if (profile := config.efficient_rollout.profile) is not None and Path(profile).exists():
+        load("papers.efficient_rollout.profile").Profile.load(profile)
     check_datasets(trainer, policy)
     for name in ("train_dataset", "eval_dataset"):
         check_dataset(policy, settings, name, vars(trainer)[name], trainer._tokenize_prompts)

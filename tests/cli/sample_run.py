@@ -24,7 +24,7 @@ def make_roofline() -> Roofline:
 def make_header(**changes: object) -> RunHeader:
     facts = dict(
         started="2026-11-21T10:00:00", hardware="some <CPU>, 2 threads", model="some & model", dtype="bfloat16",
-        strategy="self", settings={"sd_toggle": "roofline", "draft_lengths": [5, 7, 9]}, profile=None,
+        strategy="self", settings={"sd_toggle": "roofline", "draft_length": [5, 7, 9]}, profile=None,
     )  # fmt: skip
     return RunHeader(**(facts | changes))  # type: ignore[arg-type]
 

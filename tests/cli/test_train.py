@@ -44,7 +44,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("name", command.CLASSES)
 def test_a_recipe_of_trl_trains_with_drafts(name: str, recipe: str) -> None:
     theirs = getattr(trl, f"{name.upper()}Trainer")
-    command.train(name, ["--config", recipe, "--assistant_strategy", "self", "--sd_toggle", "always"])
+    always = ["--assistant_strategy", "self", "--speculative_config", '{"sd_toggle": "always"}']
+    command.train(name, ["--config", recipe, *always])
     run = read_run("out")
     assert run.header.settings["assistant_strategy"] == "self" and len(run.rollouts) == 2
     assert all(sum(depth.accepted for depth in record.per_depth.values()) for record in run.rollouts)
@@ -100,7 +101,8 @@ def test_options_are_shared_out(recipe: str, monkeypatch: pytest.MonkeyPatch) ->
             "script, SpecGRPOConfig or accelerate. Did you mean 'assistant_strategy'?"),
         (["--config", "recipe.yaml", "--num_procesess", "2"], "Did you mean 'num_processes'?"),
         (["--config", "recipe.yaml", "--max_prompt_length=9"], "TRL has it no longer: cut prompts in the dataset."),
-        (["--config", "recipe.yaml", "--draft_lengths", "0"], "draft_lengths=[0] must lie between 1 and 64."),
+        (["--config", "recipe.yaml", "--draft_lengths", "0"], 'Give speculative_config={"draft_length": ...}.'),
+        (["--config", "recipe.yaml", "--speculative_config", '{"draft_length": 0}'], "it must be 1 to 64."),
     ],
 )  # fmt: skip
 def test_bad_options_end_in_one_line(
@@ -123,7 +125,7 @@ def test_help_has_the_options_of_all(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as stop:
         main(["grpo", "--help"])
     said = capsys.readouterr().out
-    assert stop.value.code == 0 and {"--reward_funcs", "--num_generations", "--draft_lengths"} <= {*said.split()}
+    assert stop.value.code == 0 and {"--reward_funcs", "--num_generations", "--speculative_config"} <= {*said.split()}
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def test_moved_rows_go_on_where_they_were(
     monkeypatch.setattr(MoveCosts, "head_share", property(lambda _: head_share))
     given, config = prompts(8), {"max_batch_size": 4}
     strategy, _, is_decoupled = strategy.partition(", ")
-    config |= {"decoupled_execution": "always"} if is_decoupled else {}
+    config |= {"specactor": {"decoupled_execution": "always"}} if is_decoupled else {}
     reference = generate(tiny, given, **ENDS)
     alone = outputs(reference)
     assistants = {"model": tiny_assistant, "eagle3": eagle}

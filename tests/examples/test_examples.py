@@ -91,8 +91,8 @@ def test_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     arguments = [
         "--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "questions.jsonl"), "--max_steps", "1",
         "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1", "--num_generations", "2",
-        "--use_cpu", "--assistant_strategy", "self", "--sd_toggle", "always", "--max_completion_length", "32",
-        "--output_dir", str(tmp_path / "out"),
+        "--use_cpu", "--assistant_strategy", "self", "--speculative_config", '{"sd_toggle": "always"}',
+        "--max_completion_length", "32", "--output_dir", str(tmp_path / "out"),
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["grpo_gsm8k.py", *arguments])
     grpo_gsm8k.main()
@@ -182,8 +182,8 @@ def test_generate_hands_its_assistant_to_every_strategy_that_takes_one(monkeypat
         assert given["assistant_strategy"] == strategy
         assert given["assistant_model"] == (None if strategy == "none" else "small")
         config = given["speculative_config"]
-        assert (config.tts_drafter == "model") == (strategy == "tts")
-        assert (config.best_of_n_drafters == ["self", "model"]) == (strategy == "best_of_n")
+        assert (config.tts.drafter == "model") == (strategy == "tts")
+        assert (config.specactor.drafters == ("self", "model")) == (strategy == "best_of_n")
 
 
 # ---- All scripts ----------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from spec_trl.generation.engine import rollout
 from spec_trl.generation.engine.cuda.graph_drafts import CapturedLoop
 from spec_trl.generation.engine.drafter import Drafter, NetworkDraft
 from spec_trl.generation.engine.sampling.accept import Proposal
-from spec_trl.generation.options import Distillation
 from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
+from spec_trl.papers.test_time_speculation.options import TTSOptions
 from tests.conftest import tiny_llama
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3
@@ -73,7 +73,8 @@ def maker(target: PreTrainedModel, assistant: PreTrainedModel, checkpoints: Mapp
             "model": lambda: SmallModelDrafter(copy.deepcopy(assistant), target),
         }
         student = students.get(kind, lambda: one(kind))()
-        return DistilledDrafter(student, Distillation(1e-3, scope, stride=1, asynchronous=bool(together)))
+        how = TTSOptions(learning_rate=1e-3, scope=scope, stride=1, asynchronous=bool(together))
+        return DistilledDrafter(student, how)
 
     return lambda *names: [one(name) for name in names or KINDS]
 

@@ -14,6 +14,7 @@ from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, generate, outputs
 from tests.generation.conftest import Make
 from tests.generation.races import EOS, PROMPTS
+from tests.option_groups import merged
 
 
 def assert_same_tokens(result: Any, model: LlamaForCausalLM, **options: Any) -> None:
@@ -25,9 +26,9 @@ def assert_same_tokens(result: Any, model: LlamaForCausalLM, **options: Any) -> 
     ("names", "config", "options", "races"),
     [
         ((), {"max_batch_size": 3}, dict(do_sample=False, **EOS), True),
-        (("self", "ngram"), {"best_of_n_race": False}, {}, False),
-        (("self", "ngram"), {"best_of_n_budget": 70}, {}, True),
-        (("self", "ngram"), {"best_of_n_budget": 1}, {}, False),
+        (("self", "ngram"), {"specactor": {"race": False}}, {}, False),
+        (("self", "ngram"), {"specactor": {"budget": 70}}, {}, True),
+        (("self", "ngram"), {"specactor": {"budget": 1}}, {}, False),
         (("history", "ngram"), {}, {}, False),  # of two lookups one is as good as both
     ],
 )
@@ -40,14 +41,15 @@ def test_races_keep_the_tokens_and_the_budget(
     level = ForwardSeconds([1, 64], [1.0, 1.0])
     monkeypatch.setattr(known_rounds, "probe", lambda *_: ProbedRounds(level, {}))
     release(tiny)
-    config, options = {"best_of_n_budget": 400, "draft_length": 2} | config, {"max_new_tokens": 60} | options
+    config = merged({"specactor": {"budget": 400}, "draft_length": 2}, config)
+    options = {"max_new_tokens": 60} | options
     members, raced = drafters(*names), []
     for _ in range(3):  # it learns what pays
         result = generate(tiny, PROMPTS, "best_of_n", config, drafter=members, **options)
         assert_same_tokens(result, tiny, **options)
         raced.append(result.statistics.racing)
         verified = [p.batch * (1 + p.draft_length) for p in result.statistics.points if p.drafter and "+" in p.drafter]
-        assert all(tokens <= config["best_of_n_budget"] for tokens in verified)
+        assert all(tokens <= config["specactor"]["budget"] for tokens in verified)
     assert any(found and found.rounds for found in raced) == races
     release(tiny)
 
@@ -76,9 +78,9 @@ def test_assistants(
     made: list[Drafter] = []
     make = one_call.make_drafters
     monkeypatch.setattr(one_call, "make_drafters", lambda *given: made.extend(make(*given)) or made)
-    config = {"best_of_n_drafters": ("eagle3", "model", "dflash")}
+    config = {"specactor": {"drafters": ("eagle3", "model", "dflash")}}
     given: dict[str, Any] = {"eagle3": checkpoints["eagle3"], "model": tiny_assistant}
-    more = config | {"best_of_n_assistants": given}
+    more = merged(config, {"specactor": {"assistants": given}})
     generate(tiny, PROMPTS, "best_of_n", more, max_new_tokens=4, assistant_model=checkpoints["dflash"])
     assert [type(drafter).__name__ for drafter in made] == ["Eagle3Drafter", "SmallModelDrafter", "DFlashDrafter"]
     release(tiny)

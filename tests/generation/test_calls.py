@@ -36,7 +36,7 @@ def way(fresh: LlamaForCausalLM, tiny_assistant: LlamaForCausalLM) -> Callable[.
     def make(strategy: str, runner: str = "eager", assistant: LlamaForCausalLM = tiny_assistant) -> Call:
         config: dict[str, Any] = {"draft_length": 2, "runner": runner}
         if strategy == "tts":
-            config |= {"tts_drafter": "model", "tts_scope": "run", "tts_stride": 1}
+            config |= {"tts": {"drafter": "model", "scope": "run", "stride": 1}}
         helped = {"assistant_model": assistant} if strategy in ("model", "tts") else {}
 
         def call(prompts: Prompts, **options: Any) -> Any:

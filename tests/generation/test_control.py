@@ -154,7 +154,7 @@ def test_predictions_and_the_margin_act(tiny: LlamaForCausalLM, four: list[Draft
     assert statistics.drafted_rounds > 0 and statistics.predicted_speedup > 1 and statistics.measured_speedup > 0
     assert statistics.plain_seconds is not None and statistics.reason.startswith("the roofline predicted ")
     # A prediction is there also where it keeps everything from drafting.
-    refused = controlled(four[:1], replace(ROOFLINE, sd_margin=1e6), profile=FREE_DRAFTS)
+    refused = controlled(four[:1], replace(ROOFLINE, efficient_rollout=dict(margin=1e6)), profile=FREE_DRAFTS)
     silent = generate(tiny, TWO, "self", drafter=four[0], control=refused).statistics
     assert silent.drafted_rounds == 0 and silent.predicted_speedup > 1
     assert silent.reason.startswith(f"speculation predicted {silent.predicted_speedup:.2f}× at 2 rows × ")
@@ -184,7 +184,8 @@ def test_the_control_is_kept_for_the_same_options(
     assert control(config=replace(config, seed=2)) is kept
     assert control(drafters=drafters("self", "ngram"), ladder=replace(ladder)) is kept
     for changes in (
-        {"config": replace(config, sd_margin=0.1)}, {"config": replace(config, best_of_n_race=False)},
+        {"config": replace(config, efficient_rollout=dict(margin=0.1))},
+        {"config": replace(config, specactor=dict(race=False))},
         {"profile": FREE_DRAFTS}, {"profile": None}, {"ladder": other}, {"drafters": members[:1]},
         {"drafters": members[::-1]},
     ):  # fmt: skip
@@ -249,7 +250,7 @@ def test_a_planner_keeps_what_it_learned(
     taken: list[Control] = []
     make = strategies.make_control
     monkeypatch.setattr(strategies, "make_control", lambda *given: taken.append(make(*given)) or taken[-1])
-    config = MEASURED | ({"best_of_n_drafters": ["self", "ngram"]} if strategy == "best_of_n" else {})
+    config = MEASURED | ({"specactor": {"drafters": ["self", "ngram"]}} if strategy == "best_of_n" else {})
     expected, rounds = outputs(generate(model, TWO, max_new_tokens=60)), []
     taken.clear()  # of "none"
     for _ in range(3):
@@ -267,6 +268,6 @@ def test_a_planner_keeps_what_it_learned(
 
 def test_where_a_round_is_cheap_the_planner_drafts(model: LlamaForCausalLM, clock: Clock) -> None:
     clock.draft_seconds = 1000.0
-    config = MEASURED | {"best_of_n_drafters": ["self", "ngram"], "draft_length": 2}
+    config = MEASURED | {"specactor": {"drafters": ["self", "ngram"]}, "draft_length": 2}
     dear = generate(model, TWO, "best_of_n", config, max_new_tokens=120).statistics
     assert dear.drafted_rounds <= 0.05 * dear.rounds

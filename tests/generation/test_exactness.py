@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], slice]] = {
     "long drafts": ("self", dict(draft_length=8), {}, slice(None)),
     "one draft token": ("ngram", dict(draft_length=1), {}, slice(None)),
     "lookups": ("history", dict(draft_length=5), {}, slice(None)),
-    "a race": ("best_of_n", dict(best_of_n_drafters=["self", "ngram"]), {}, slice(None)),
+    "a race": ("best_of_n", dict(specactor=dict(drafters=["self", "ngram"])), {}, slice(None)),
     "one row at a time": ("none", dict(max_batch_size=1), {}, slice(0, 3)),
     "rows that wait": ("self", dict(max_batch_size=2, draft_length=5), {}, slice(0, 7)),
     "a row alone": ("none", {}, {}, slice(0, 1)),

@@ -2,17 +2,16 @@
 
 import ast
 import inspect
+import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trl import GRPOConfig
 
 from docs.write_options import with_tables
 from examples import generate
@@ -25,94 +24,74 @@ from spec_trl import (
 )
 from spec_trl.cli.arguments import MARGIN
 from spec_trl.cli.main import build_parser
-from spec_trl.generation.options import OPTIONS, Distillation, kinds_of
+from spec_trl.declared_options import kinds_of
+from spec_trl.drafter_training.adaptation import AdaptationOptions
+from spec_trl.generation.options import OPTIONS
 from spec_trl.papers.efficient_rollout.draft_length import DraftLengthController
-from spec_trl.trainers.rollout_options import RolloutOptions
+from spec_trl.papers.specactor.options import SpecActorOptions
+from spec_trl.papers.test_time_speculation.options import TTSOptions
+from spec_trl.trainers.rollout_options import DRAFT_LENGTHS, RolloutOptions
 from spec_trl.value_checks import require_folder_or_id
 
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [*DOCS.glob("*.md"), *(DOCS.parent / "spec_trl").rglob("*.md")]
-TRAINER_ONLY = {
-    "assistant_strategy", "assistant_model", "draft_lengths", "initial_draft_length", "draft_length_up",
-    "draft_length_down", "draft_length_patience", "rollout_batch_size", "rollout_sharing", "draft_ranks",
-    "exact_logprobs",
-    "drafter_adaptation", "drafter_learning_rate", "drafter_hidden_weight", "drafter_token_weight",
-}  # fmt: skip
-NOT_IN_THE_TRAINER = {"draft_length", "ngram_size", "max_batch_size", "seed"}
-"""`draft_lengths` and `rollout_batch_size` stand for two of them; `seed` is GRPOConfig's."""
-OTHER_DEFAULTS = {"keep_graphs": "auto", "tts_scope": "run"}
-"""Of the trainer: it needs the memory, and comes back to the same task."""
-
-
-def default_of(option: Any) -> Any:
-    return option.default if option.default_factory is MISSING else option.default_factory()
+CONFIGS = SpecGRPOConfig, SpecRLOOConfig, SpecDistillationConfig, SpecGMPOConfig
 
 
 # ---- Declared once -------------------------------------------------------------------------------------------------
 
 
-def test_the_trainer_has_the_options_of_generate() -> None:
-    inherited = {option.name for option in fields(GRPOConfig)}
-    own = {option.name: option for option in fields(SpecGRPOConfig) if option.name not in inherited}
-    assert own.keys() - OPTIONS.keys() == TRAINER_ONLY
-    assert OPTIONS.keys() - own.keys() == NOT_IN_THE_TRAINER
-    for name in own.keys() & OPTIONS.keys():
-        expected = OTHER_DEFAULTS.get(name, OPTIONS[name].default)
-        assert default_of(own[name]) == (list(expected) if isinstance(expected, tuple) else expected), name
-        assert own[name].metadata["help"] == OPTIONS[name].metadata["help"]
-        for_a_shell = "tts_stride", "keep_graphs", "exact", "best_of_n_drafters", "best_of_n_assistants"
-        if name not in for_a_shell:
-            is_choice = get_origin(OPTIONS[name].type) is Literal
-            assert RolloutOptions.__annotations__[name] == (str if is_choice else OPTIONS[name].type), name
-    assert all(option.metadata["help"] for option in own.values())
+def test_options_are_few_and_declared_once() -> None:
+    assert len(fields(SpeculativeConfig)) <= 16
+    for config in CONFIGS:
+        (base,) = {*config.__bases__} - {RolloutOptions}
+        own = [option.name for option in fields(config)][len(fields(base)) :]
+        assert own == [option.name for option in fields(RolloutOptions)] and len(own) <= 9
+        assert not OPTIONS.keys() & {*own}
+    assert all(option.metadata["help"] for option in [*OPTIONS.values(), *fields(RolloutOptions)])
 
 
 def test_others_that_name_an_option_have_its_default() -> None:
     config = SpeculativeConfig()
-    assert config.distillation() == Distillation()
-    assert {f"tts_{each.name}" for each in fields(Distillation)} | {"tts_drafter"} == {
-        name for name in OPTIONS if name.startswith("tts_")
-    }
     arguments = build_parser().parse_args(["calibrate", "model"])
     assert (arguments.quantization, arguments.kernel, arguments.lm_head) == config.packing()
-    assert MARGIN == config.sd_margin == build_parser().parse_args(["predict", "p.json", "--acceptance", "1"]).margin
+    margin = build_parser().parse_args(["predict", "p.json", "--acceptance", "1"]).margin
+    assert MARGIN == config.efficient_rollout.margin == margin
     controller = inspect.signature(DraftLengthController).parameters
-    trainer = {option.name: default_of(option) for option in fields(SpecGRPOConfig)}
-    assert list(controller["draft_lengths"].default) == trainer["draft_lengths"]
-    for name, option in (("up", "draft_length_up"), ("down", "draft_length_down"), ("patience",) * 2):
-        assert controller[name].default == trainer.get(option, trainer.get(f"draft_length_{option}"))
+    assert tuple(controller["draft_lengths"].default) == DRAFT_LENGTHS
+    for name in ("up", "down", "patience"):
+        assert controller[name].default == vars(config.efficient_rollout)[f"draft_length_{name}"]
 
 
 def test_an_example_takes_its_options_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["generate.py"])
     arguments, config = generate.parse_arguments(), SpeculativeConfig()
-    for name in ("draft_length", "verification", "tts_drafter", "best_of_n_drafters"):
-        assert vars(arguments)[name] == vars(config)[name]
+    assert (arguments.draft_length, arguments.verification) == (config.draft_length, config.verification)
+    assert (arguments.tts_drafter, arguments.best_of_n_drafters) == (config.tts.drafter, config.specactor.drafters)
     assert arguments.batch_size is config.max_batch_size is None
 
 
 def test_docstrings_and_docs_list_every_option() -> None:
-    trained_with = {option.name for option in fields(RolloutOptions)}
-    configs = SpecGRPOConfig, SpecRLOOConfig, SpecDistillationConfig, SpecGMPOConfig
-    for config, names in ((SpeculativeConfig, {*OPTIONS}), *((config, trained_with) for config in configs)):
+    own = {option.name for option in fields(RolloutOptions)}
+    for config, names in ((SpeculativeConfig, {*OPTIONS}), *((config, own) for config in CONFIGS)):
         for name in names:
             assert f"        {name} (defaults to " in (config.__doc__ or "")
     page = (DOCS / "options.md").read_text()
-    assert all(f"| `{name}` |" in page for name in {*OPTIONS, *trained_with})
+    assert all(f"| `{name}` |" in page for name in {*OPTIONS, *own})
     for path in PAGES:
         assert path.read_text() == with_tables(path.read_text()), f"{path.name}: run python -m docs.write_options"
 
 
 def test_tables_written_by_hand_have_the_defaults() -> None:
-    """Rows of other pages' tables that have a column "default" and begin with an option's name."""
-    trainer = {option.name: default_of(option) for option in fields(SpecGRPOConfig)}
+    """Rows of other pages' tables that have a column "default" and begin with an option's place."""
+    defaults = {name: option.default for name, option in OPTIONS.items()}
+    defaults |= {option.name: option.default for option in [*fields(RolloutOptions), *fields(AdaptationOptions)]}
     for path in (path for path in PAGES if path.name != "options.md"):
         for rows in re.findall(r"^\| [^|]*\| default \|.*\n\|[-|]+\n((?:\|.*\n)+)", path.read_text(), re.MULTILINE):
-            for name, shown in re.findall(r"^\| `(\w+)` \| ([^|]+) \|", rows, re.MULTILINE):
-                allowed = [trainer[name]] if name in trainer else []
-                allowed += [OPTIONS[name].default] if name in OPTIONS else []
-                assert not allowed or ast.literal_eval(shown.replace("`", "").strip()) in allowed, (path.name, name)
+            for name, shown in re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", rows, re.MULTILINE):
+                if name in defaults:
+                    assert ast.literal_eval(shown.replace("`", "").strip()) == defaults[name], (path.name, name)
 
 
 # ---- Values ----------------------------------------------------------------------------------------------------
@@ -120,6 +99,11 @@ def test_tables_written_by_hand_have_the_defaults() -> None:
 
 def bounds_of(name: str) -> dict[str, Any]:
     return dict(low=None, high=None, positive=False) | OPTIONS[name].metadata
+
+
+def at(place: str, value: Any) -> dict[str, Any]:
+    group, _, name = place.rpartition(".")
+    return {group: {name: value}} if group else {name: value}
 
 
 def bad_values(name: str) -> dict[Any, str]:
@@ -144,36 +128,55 @@ def bad_values(name: str) -> dict[Any, str]:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_out_of_bounds(name: str) -> None:
     values = bad_values(name)
-    assert values or name in {name for bad, _ in BAD for name in bad}
+    group, _, inner = name.rpartition(".")
+    checked = [{*bad.get(group, ())} if group and bad.get(group) != 3 else {*bad} for bad, _ in BAD]
+    assert values or any(inner in names for names in checked)
     for value, message in values.items():
         with pytest.raises(ValueError, match=f"^{name}={re.escape(repr(value))} {message}"):
-            SpeculativeConfig.coerce({name: value})
+            SpeculativeConfig.coerce(at(name, value))
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"draft_length": True}, "^draft_length=True is a bool; pass an integer"),
-    ({"draft_length": None}, "^draft_length=None is a NoneType; pass an integer"),
+    ({"draft_length": []}, r"^draft_length=\[\] is not ascending; use \[5, 7, 9, 11\]"),
+    ({"draft_length": [5, 5]}, r"^draft_length=\[5, 5\] is not ascending; use \[5\]"),
+    ({"draft_length": [5, 65]}, "^draft_length=65 is out of range; it must be 1 to 64"),
+    ({"draft_length": [5, 7.5]}, "^draft_length=7.5 is a float; pass an integer"),
+    ({"draft_length": [5, 7], "efficient_rollout": {"initial_draft_length": 6}},
+     r"^efficient_rollout.initial_draft_length=6 is not one of draft_length=\[5, 7\]"),
     ({"verification": ["exact"]}, r"^verification=\['exact'\] is unknown"),
-    ({"sd_margin": True}, "^sd_margin=True is out of range"),
-    ({"roofline_profile": "p.json", "sd_toggle": "always"}, "^roofline_profile='p.json' is not read under"),
-    ({"roofline_profile": "no.json"}, r"^roofline_profile='no.json' does not exist; .*sd_toggle=.roofline."),
-    ({"roofline_profile": "no/p.json", "sd_toggle": "roofline"}, "^roofline_profile='no/p.json' must be a file in"),
-    ({"roofline_profile": ".", "sd_toggle": "roofline"}, "^roofline_profile='.' must be a file in a folder"),
+    ({"efficient_rollout": {"margin": True}}, "^efficient_rollout.margin=True is out of range"),
+    ({"efficient_rollout": {"draft_length_up": 1.5}}, "draft_length_up=1.5 must be shares, the first the smaller one"),
+    ({"efficient_rollout": {"draft_length_down": 0.94}}, "^efficient_rollout.draft_length_down=0.94 and"),
+    ({"efficient_rollout": {"draft_length_down": 0.0}}, "^efficient_rollout.draft_length_down=0.0 and"),
+    ({"efficient_rollout": {"profile": "p.json"}, "sd_toggle": "always"}, "profile='p.json' is not read under"),
+    ({"efficient_rollout": {"profile": "no.json"}}, r"profile='no.json' does not exist; .*sd_toggle=.roofline."),
+    ({"efficient_rollout": {"profile": "no/p.json"}, "sd_toggle": "roofline"}, "profile='no/p.json' must be a file"),
+    ({"efficient_rollout": {"profile": "."}, "sd_toggle": "roofline"}, "profile='.' must be a file in a folder"),
     ({"max_graph_memory": 0}, "^max_graph_memory=0 is out of range; it must be a positive number of GiB, e.g. 4.0"),
     ({"keep_graphs": "never"}, "^keep_graphs='never' is no bool; pass True or False or \"auto\"."),
-    ({"tts_stride": 0}, '^tts_stride=0 is out of range; it must be at least 1 or "adaptive"'),
-    ({"tts_stride": "often"}, "^tts_stride='often' is a str; pass an integer or \"adaptive\""),
-    ({"best_of_n_drafters": "self"}, "^best_of_n_drafters='self' must be one or more"),
-    ({"best_of_n_drafters": ()}, r"^best_of_n_drafters=\(\) must be one or more"),
-    ({"best_of_n_drafters": ["self", "self"]}, "must be one or more different ones"),
-    ({"best_of_n_drafters": ["self", "auto"]}, r"^best_of_n_drafters=\['self', 'auto'\] must be"),
-    ({"best_of_n_assistants": {"model": "a/b"}}, r"^best_of_n_assistants=\{'model': 'a/b'\} must be a dict with some"),
-    ({"best_of_n_drafters": ["model"], "best_of_n_assistants": {"model": "./nothing"}},
-     r"^best_of_n_assistants\['model'\]='./nothing' is a folder that does not exist"),
-    ({"best_of_n_assistants": "x"}, "^best_of_n_assistants='x' must be a dict"),
+    ({"tts": {"stride": 0}}, '^tts.stride=0 is out of range; it must be at least 1 or "adaptive"'),
+    ({"tts": {"stride": "often"}}, "^tts.stride='often' is a str; pass an integer or \"adaptive\""),
+    ({"tts": 3}, "^tts=3 is a int; pass a TTSOptions or a dict"),
+    ({"specactor": {"drafters": "self"}}, "^specactor.drafters='self' must be one or more"),
+    ({"specactor": {"drafters": ()}}, r"^specactor.drafters=\(\) must be one or more"),
+    ({"specactor": {"drafters": ["self", "self"]}}, "must be one or more different ones"),
+    ({"specactor": {"drafters": ["self", "auto"]}}, r"^specactor.drafters=\('self', 'auto'\) must be"),
+    ({"specactor": {"assistants": {"model": "a/b"}}}, r"^specactor.assistants=\{'model': 'a/b'\} must be a dict with"),
+    ({"specactor": {"drafters": ["model"], "assistants": {"model": "./nothing"}}},
+     r"^specactor.assistants\['model'\]='./nothing' is a folder that does not exist"),
+    ({"specactor": {"assistants": "x"}}, "^specactor.assistants='x' must be a dict"),
     ({"draft_quantization": "w4"}, r"^draft_quantization='w4' is unknown; choose one of \['auto', 'rtn-w4-g128'"),
     ({"draft_kernel": "torch_int"}, r"^draft_kernel='torch_int' is unknown; choose one of .* Did you mean 'torch_int"),
-    ({"draft_lenght": 3}, r"^speculative_config has no field \['draft_lenght'\]; .* Did you mean 'draft_length'\?"),
+    ({"draft_lenght": 3}, r"^speculative_config has no option 'draft_lenght'. .* Did you mean 'draft_length'\?"),
+    ({"tts": {"strid": 3}}, r"^tts has no option 'strid'. Its options are \['drafter', .* Did you mean 'stride'\?"),
+    # earlier names
+    *(({name: 1}, f"has no option '{name}'. Give speculative_config={{{place}: ...}}") for name, place in (
+        ("tts_stride", '"tts": {"stride"'), ("best_of_n_race", '"specactor": {"race"'),
+        ("draft_lengths", '"draft_length"'), ("decoupled_execution", '"specactor": {"decoupled_execution"'),
+        ("sd_margin", '"efficient_rollout": {"margin"'), ("rollout_batch_size", '"max_batch_size"'),
+        ("draft_length_up", '"efficient_rollout": {"draft_length_up"'),
+    )),
 ]  # fmt: skip
 
 
@@ -186,7 +189,9 @@ def test_bad_values(bad: dict[str, Any], message: str) -> None:
 @given(st.data())
 @settings(deadline=None, max_examples=60, derandomize=True)
 def test_values_within_the_bounds(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from([name for name in OPTIONS if {int, float} & set(kinds_of(OPTIONS[name]))]))
+    numbered = {name for name in OPTIONS if {int, float} & set(kinds_of(OPTIONS[name]))}
+    shares = {"efficient_rollout.draft_length_up", "efficient_rollout.draft_length_down"}  # one bounds the other
+    name = data.draw(st.sampled_from(sorted(numbered - shares)))
     bounds, kinds = bounds_of(name), kinds_of(OPTIONS[name])
     words = [kind for kind in kinds if isinstance(kind, str)] + [None] * (type(None) in kinds)
     if int in kinds:
@@ -194,7 +199,7 @@ def test_values_within_the_bounds(data: st.DataObject) -> None:
     else:
         numbers = st.floats(0, allow_infinity=False, exclude_min=bounds["positive"])
     value = data.draw(numbers | st.sampled_from(words) if words else numbers)
-    assert vars(SpeculativeConfig(**{name: value}))[name] == value
+    assert SpeculativeConfig(**at(name, value)).by_place()[name] == value
 
 
 def test_coerce() -> None:
@@ -202,48 +207,47 @@ def test_coerce() -> None:
     assert SpeculativeConfig.coerce(config) is config
     assert SpeculativeConfig.coerce({"draft_length": 3}) == config
     assert SpeculativeConfig.coerce(None) == SpeculativeConfig()
+    assert SpeculativeConfig(tts={"rank": 4}) == SpeculativeConfig(tts=TTSOptions(rank=4))
+    saved = SpeculativeConfig(draft_length=[3, 5], tts={"stride": 2}, specactor={"drafters": ["self", "ngram"]})
+    assert SpeculativeConfig.coerce(json.loads(json.dumps(saved.to_dict()))) == saved
     with pytest.raises(ValueError, match="speculative_config=3 is a int; pass a SpeculativeConfig or a dict"):
         SpeculativeConfig.coerce(3)
 
 
 def test_what_follows_from_options(tmp_path: Path) -> None:
-    lengths = {length: SpeculativeConfig(draft_length=length).choice_of_draft_lengths() for length in (1, 5, 64)}
-    assert lengths == {1: (1, 2), 5: (2, 5, 10), 64: (32, 64)}
-    choices = [SpeculativeConfig().choice_of_draft_lengths(lengths) for lengths in ([5, 7, 9], [1, 3], [3])]
-    assert choices == [(2, 5, 7, 9), (1, 3), (3,)]
-    assert SpeculativeConfig(decoupled_execution="auto").choice_of_draft_lengths([2, 5]) == (5,)
-    given = dict(scope="run", steps=2, anchor_weight=0.5, anchor="initial", asynchronous=True, rank=4)
-    config = SpeculativeConfig(**{f"tts_{name}": value for name, value in given.items()})
-    assert config.distillation() == Distillation(stride=None, **given)
-    assert replace(config, tts_stride=3).distillation().stride == 3
-    with pytest.raises(ValueError, match="^tts_rank=0 is out of range"):
-        Distillation(rank=0)
+    given: tuple[int | list[int] | None, ...] = (None, 1, 5, 64, [5, 7, 9], [1, 3], [3])
+    choices = [SpeculativeConfig(draft_length=lengths).choice_of_draft_lengths() for lengths in given]
+    assert choices == [(2, 5, 10), (1, 2), (2, 5, 10), (32, 64), (2, 5, 7, 9), (1, 3), (3,)]
+    for ahead in ({"decoupled_execution": "auto"}, {"draft_ranks": 1}):
+        config = SpeculativeConfig(draft_length=[2, 5], specactor=ahead)
+        assert config.choice_of_draft_lengths() == (config.first_draft_length,) == (2,)
+    assert replace(config, efficient_rollout={"initial_draft_length": 5}).first_draft_length == 5
     (tmp_path / "profile.json").touch()
-    for toggle in ("measured", "roofline"):
-        SpeculativeConfig(roofline_profile=str(tmp_path / "profile.json"), sd_toggle=toggle)
-    SpeculativeConfig(roofline_profile=str(tmp_path / "new.json"), sd_toggle="roofline")
+    for toggle, name in (("measured", "profile.json"), ("roofline", "profile.json"), ("roofline", "new.json")):
+        SpeculativeConfig(efficient_rollout={"profile": str(tmp_path / name)}, sd_toggle=toggle)
     require_folder_or_id("assistant_model", str(tmp_path))
     require_folder_or_id("assistant_model", "some/drafter")
 
 
 @pytest.mark.parametrize(
-    ("options", "assistant", "found"),
+    ("options", "tts_drafter", "assistant", "found"),
     [
-        ({}, None, {}),
-        ({"best_of_n_drafters": ["self", "model"]}, "a", {"model": "a"}),
-        ({"best_of_n_drafters": ["tts"], "tts_drafter": "model"}, "a", {"tts": "a"}),
-        ({"best_of_n_drafters": ["tts"]}, None, {}),
-        ({"best_of_n_drafters": ["model", "eagle3"], "best_of_n_assistants": {"eagle3": "b"}}, "a",
-         {"model": "a", "eagle3": "b"}),
-        ({}, "a", r"assistant_model='a' with .* of which \[\] lack an assistant"),
-        ({"best_of_n_drafters": ["model"]}, None, r"assistant_model=None with .* of which \['model'\] lack"),
-        ({"best_of_n_drafters": ["model", "dflash"]}, 3, r"assistant_model=int with .*serves exactly one of them"),
+        ({}, "self", None, {}),
+        ({"drafters": ["self", "model"]}, "self", "a", {"model": "a"}),
+        ({"drafters": ["tts"]}, "model", "a", {"tts": "a"}),
+        ({"drafters": ["tts"]}, "self", None, {}),
+        ({"drafters": ["model", "eagle3"], "assistants": {"eagle3": "b"}}, "self", "a", {"model": "a", "eagle3": "b"}),
+        ({}, "self", "a", r"assistant_model='a' with .* of which \[\] lack an assistant"),
+        ({"drafters": ["model"]}, "self", None, r"assistant_model=None with .* of which \['model'\] lack"),
+        ({"drafters": ["model", "dflash"]}, "self", 3, r"assistant_model=int with .*serves exactly one of them"),
     ],
-)  # fmt: skip
-def test_assistants_of_best_of_n(options: dict[str, Any], assistant: Any, found: dict[str, str] | str) -> None:
-    call: Callable[..., dict[str, Any]] = SpeculativeConfig(**options).assistants_of_best_of_n
+)
+def test_assistants_of_races(
+    options: dict[str, Any], tts_drafter: str, assistant: Any, found: dict[str, str] | str
+) -> None:
+    config = SpecActorOptions(**options)
     if isinstance(found, dict):
-        assert call(assistant) == found
+        assert config.assistants_with(assistant, tts_drafter) == found
     else:
         with pytest.raises(ValueError, match=found):
-            call(assistant)
+            config.assistants_with(assistant, tts_drafter)

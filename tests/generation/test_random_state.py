@@ -14,6 +14,7 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.registry import CHOOSING
 from spec_trl.random_state import keeping_generators
 from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.option_groups import merged
 from tests.tiny_families import make
 from tests.trainers.harness import assert_same_training, hybrid_policy, train, train_plainly
 
@@ -54,14 +55,15 @@ def assistants(tmp_path_factory: pytest.TempPathFactory, checkpoints) -> dict[st
         *(("self", None, {"draft_quantization": name}) for name in ("rtn-w4-g32", "rtn-w8", "awq-w4-g32")),
         ("model", "module", {}), ("model", "folder", {}), ("ngram", None, {}), ("history", None, {}),
         *((kind, kind, {}) for kind in ("eagle3", "dflash", "mtp")),
-        ("tts", None, {"tts_drafter": "self", "tts_stride": 1}),
-        ("tts", "dflash", {"tts_drafter": "dflash", "tts_stride": 1}),
+        ("tts", None, {"tts": {"drafter": "self", "stride": 1}}),
+        ("tts", "dflash", {"tts": {"drafter": "dflash", "stride": 1}}),
         ("auto", "folder", {}),
-        ("best_of_n", "dict", {"best_of_n_drafters": ("model", "ngram"), "best_of_n_race": False}),
+        ("best_of_n", "dict", {"specactor": {"drafters": ("model", "ngram"), "race": False}}),
     ],
 )  # fmt: skip
 def test_drafting_draws_nothing(strategy: str, assistant: str | None, config: dict, tiny, assistants) -> None:
-    config = config | ({"best_of_n_assistants": {"model": assistants["folder"]}} if assistant == "dict" else {})
+    given = {"specactor": {"assistants": {"model": assistants["folder"]}}} if assistant == "dict" else {}
+    config = merged(config, given)
     options = {} if assistant in (None, "dict") else {"assistant_model": assistants[assistant]}
     assert seeded(tiny, strategy, config, **options) == seeded(tiny, "none", {})
 

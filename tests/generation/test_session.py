@@ -366,7 +366,7 @@ def test_a_runner_that_is_dropped_is_freed_at_once() -> None:
 
 def test_what_a_drafter_has_learned_outlives_changes_of_the_target(fresh: LlamaForCausalLM) -> None:
     """Of another network; the copy is of the policy's modules."""
-    config = {"tts_drafter": "model", "tts_scope": "run", "tts_stride": 1, "draft_length": 3}
+    config = {"tts": {"drafter": "model", "scope": "run", "stride": 1}, "draft_length": 3}
     kept = []
     for change in (lambda: None, lambda: setattr(fresh, "note", 1), lambda: fresh.float()):
         change()

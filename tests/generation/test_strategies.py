@@ -1,4 +1,4 @@
-"""The option decoupled_execution: "auto" takes what is predicted to be fastest, and training is the same."""
+"""The option specactor.decoupled_execution: "auto" takes what is predicted to be fastest, and training is the same."""
 
 import os
 import re
@@ -73,7 +73,7 @@ def test_auto(draft_seconds: float | None, acceptance: float, missing: str | Non
     drafter.has_probabilities = missing != "coupling"  # a network's: its forwards cost time
     if missing == "coupling":
         drafter = DecoupledDrafter(InTurn(drafter))
-    config = {"decoupled_execution": "auto", "draft_length": 4}
+    config = {"specactor": {"decoupled_execution": "auto"}, "draft_length": 4}
     config |= {"verification": "rejection"} if missing == "exactness" else {}
     for call in range(2):
         result = generate(model, PROMPTS, drafter=drafter, config=config)
@@ -88,14 +88,14 @@ def test_always_needs_no_prediction(made, monkeypatch) -> None:
     drafter = Chance(outputs(generate(model, PROMPTS)), 0.7)
     for found in (None, profile_of(3.0)):
         monkeypatch.setattr(strategies, "find_profile", lambda *_, found=found: found)
-        config = {"decoupled_execution": "always"}
+        config = {"specactor": {"decoupled_execution": "always"}}
         statistics = [generate(model, PROMPTS, drafter=drafter, config=config).statistics for _ in range(2)]
         assert all(each.total.accepted > 0 for each in statistics)
     assert len(made) == 4
 
 
 def test_auto_shares_no_gpu(made, monkeypatch) -> None:
-    model, config = tiny_llama(), {"decoupled_execution": "auto", "draft_length": 4}
+    model, config = tiny_llama(), {"specactor": {"decoupled_execution": "auto"}, "draft_length": 4}
     monkeypatch.setattr(strategies, "find_profile", lambda *_: profile_of(0.2))
     drafter = Chance(outputs(generate(model, PROMPTS)), 1.0)
     drafter.has_probabilities = True
@@ -121,7 +121,8 @@ GPU = torch.device("cuda", 0)
 def test_no_thread_shares_a_gpu(given: str, on_gpu, drafters, monkeypatch) -> None:
     """Refused before any work, by whatever way it is asked for."""
     monkeypatch.setattr(one_call, "make_drafters", None)
-    config, options, what = {"decoupled_execution": "always"}, {}, 'decoupled_execution="always"'
+    what = 'specactor.decoupled_execution="always"'
+    config, options = {"specactor": {"decoupled_execution": "always"}}, {}
     if given != "strategy":
         options["drafter"] = drafters("self", "ngram")
     if given == "thread":
@@ -132,18 +133,18 @@ def test_no_thread_shares_a_gpu(given: str, on_gpu, drafters, monkeypatch) -> No
 
 
 def test_a_drafter_elsewhere_shares_no_gpu(on_gpu) -> None:
-    model, config = tiny_llama(), {"decoupled_execution": "always"}
+    model, config = tiny_llama(), {"specactor": {"decoupled_execution": "always"}}
     drafter = DecoupledDrafter(InTurn(Chance(outputs(generate(model, PROMPTS)), 1.0)))
     assert generate(model, PROMPTS, drafter=drafter, config=config).statistics.total.accepted > 0
 
 
 def test_training_refuses_a_thread_beside_a_gpu(tmp_path: Path, on_gpu) -> None:
-    with pytest.raises(ValueError, match='^decoupled_execution="always" with the model on cuda:0'):
-        train(tmp_path, "self", decoupled_execution="always")
+    with pytest.raises(ValueError, match='^specactor.decoupled_execution="always" with the model on cuda:0'):
+        train(tmp_path, "self", specactor=dict(decoupled_execution="always"))
 
 
 def test_training_is_the_same(tmp_path: Path) -> None:
     """The copy is requantized before each rollout, by the thread that drafts with it."""
-    run = train(tmp_path, "self", decoupled_execution="always")
+    run = train(tmp_path, "self", specactor=dict(decoupled_execution="always"))
     assert_same_training(run, train_plainly())
     assert run.metric("rollout/acceptance_rate")[0] > 0.3 and run.refreshed

@@ -53,9 +53,10 @@ def test_the_next_process_knows_what_this_one_measured(probed: list[int], cache:
     assert again.times.rounds == FEWEST_ROUNDS and again.seconds({}, 0, 4, 9.0) == 2.0
     assert again.times.seconds(DRAFTED, 1.0) / again.times.seconds(PLAIN, 1.0) == pytest.approx(2.0, rel=0.05)
     assert len(probed) == 1
-    for other in (known([NgramDrafter(3), NgramDrafter(2)]), known(decoupled_execution="auto"), known(runner="eager")):
+    ahead = known(specactor=dict(decoupled_execution="auto"))
+    for other in (known([NgramDrafter(3), NgramDrafter(2)]), ahead, known(runner="eager")):
         assert other.times.rounds == 0
-    elsewhere = find_known_rounds(MODEL, [NgramDrafter(3)], SpeculativeConfig(), draft_ranks=1)
+    elsewhere = find_known_rounds(MODEL, [NgramDrafter(3)], SpeculativeConfig(specactor=dict(draft_ranks=1)))
     assert elsewhere is not None and elsewhere.times.rounds == 0
     for toggle in ("always", "never"):
         assert find_known_rounds(MODEL, [NgramDrafter(3)], SpeculativeConfig(sd_toggle=toggle)) is None

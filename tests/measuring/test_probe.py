@@ -18,13 +18,13 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.cuda.graph_capture import Outputs, Recording
 from spec_trl.generation.engine.forwards import runner_choice
-from spec_trl.generation.options import Distillation
 from spec_trl.generation.planner.ledger import ForwardSeconds
 from spec_trl.measuring import probe as probing
 from spec_trl.measuring.probe import TOKENS, probe
 from spec_trl.native import cpu_products
 from spec_trl.native.native_code import compiler
 from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
+from spec_trl.papers.test_time_speculation.options import TTSOptions
 from tests.conftest import tiny_llama
 from tests.tiny_families import make
 
@@ -170,7 +170,7 @@ def test_layers_in_dtypes_of_their_own_and_transposed_ones() -> None:
 
 def test_a_copy_that_learns_drafts_like_one_that_does_not() -> None:
     model = tiny_llama()
-    drafter = DistilledDrafter(SelfDrafter(model, kernel="reference"), Distillation())
+    drafter = DistilledDrafter(SelfDrafter(model, kernel="reference"), TTSOptions())
     rounds = probe(model, [drafter], CONFIG)
     assert rounds({"tts": 3}, 3, 1, 10.0) > rounds({}, 0, 4, 10.0)
 

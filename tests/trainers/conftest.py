@@ -20,7 +20,7 @@ from spec_trl.papers.efficient_rollout import profile_cache as profiles_module
 from spec_trl.papers.efficient_rollout.profile import Profile
 from spec_trl.papers.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.papers.specactor.ladder import Ladder, Rung
-from spec_trl.trainers import run_drafting
+from spec_trl.trainers import trainer_speculator
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.harness import Run, make_run, tiny_dataset, tiny_policy
 
@@ -81,7 +81,7 @@ def use_level_ladder(patch: pytest.MonkeyPatch) -> Asked:
         asked.append(([drafter.strategy for drafter in drafters], rows, draft_lengths))
         return Ladder(tuple(Rung(d.strategy, 1, g, 0.5, 1.0, 1.0) for d in drafters for g in draft_lengths), "level")
 
-    patch.setattr(run_drafting, "find_ladder", find)
+    patch.setattr(trainer_speculator, "find_ladder", find)
     return asked
 
 
@@ -118,8 +118,8 @@ def none(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 LEARNING: dict[str, Any] = schedule(
-    tts_learning_rate=1e-3, save_total_limit=1, draft_lengths=[1, 2, 3, 4, 5], draft_length_up=1e-3,
-    draft_length_down=1e-4, draft_length_patience=1, tts_stride="1",
+    tts=dict(learning_rate=1e-3, stride=1), save_total_limit=1, draft_length=[1, 2, 3, 4, 5],
+    efficient_rollout=dict(draft_length_up=1e-3, draft_length_down=1e-4, draft_length_patience=1),
 )  # fmt: skip
 """Drafts grow longer from rollout to rollout."""
 
@@ -151,8 +151,8 @@ def racing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Options of races between the quantized copy (by AWQ), the history, and a DFlash drafter that is trained too."""
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("drafter") / "dflash", "dflash", 48)
     return schedule(
-        best_of_n_drafters=["self", "history", "dflash"], assistant_model=checkpoint, best_of_n_budget=1000,
-        draft_lengths=[2, 3], drafter_learning_rate=1e-3, draft_quantization="awq-w4-g128",
+        specactor=dict(drafters=["self", "history", "dflash"], budget=1000), assistant_model=checkpoint,
+        draft_length=[2, 3], drafter_adaptation=dict(learning_rate=1e-3), draft_quantization="awq-w4-g128",
     )  # fmt: skip
 
 

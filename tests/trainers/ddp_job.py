@@ -21,7 +21,7 @@ from spec_trl.drafter_training.adaptation import DrafterAdaptation
 from spec_trl.drafter_training.sequence_loss import TargetView
 from spec_trl.generation.options import SpeculativeConfig
 from spec_trl.papers.specactor.ladder import Ladder
-from spec_trl.trainers import run_drafting
+from spec_trl.trainers import trainer_speculator
 from spec_trl.trainers.run_log import read_run
 from tests.trainers import test_prompt_images, trl_trainers
 from tests.trainers.harness import Run, tiny_dataset, train
@@ -42,7 +42,8 @@ def train_on_each_rank(folder: Path, rows_per_rank: int) -> Run:
     """Trains and evaluates with a global batch of 8 rows."""
     options = same_batch(rows_per_rank) | dict(
         max_steps=3, per_device_eval_batch_size=rows_per_rank, draft_kernel="reference", eval_strategy="steps",
-        eval_steps=2, draft_lengths=[2, 3, 4], draft_length_up=0.05, draft_length_down=0.01, draft_length_patience=1,
+        eval_steps=2, draft_length=[2, 3, 4],
+        efficient_rollout=dict(draft_length_up=0.05, draft_length_down=0.01, draft_length_patience=1),
         trainer={"eval_dataset": tiny_dataset(2)},
     )  # fmt: skip
     return train(folder, **options)
@@ -51,8 +52,7 @@ def train_on_each_rank(folder: Path, rows_per_rank: int) -> Run:
 def learn_while_drafting(folder: Path, checkpoint: Path) -> dict[str, Any]:
     """Trains with Test-Time Speculation, saves, and goes on in another trainer."""
     given = same_batch(rows_per_rank=4) | dict(
-        tts_drafter="eagle3", assistant_model=str(checkpoint), tts_learning_rate=1e-3, draft_lengths=[3],
-        tts_stride="1",
+        tts=dict(drafter="eagle3", learning_rate=1e-3, stride=1), assistant_model=str(checkpoint), draft_length=[3],
     )  # fmt: skip
     first = train(folder, "tts", **given, save_strategy="steps", save_steps=2)
     with warnings.catch_warnings(record=True) as caught:
@@ -77,17 +77,17 @@ def look(folder: Path, rows_per_rank: int) -> list[list[list[int]]]:
 def choose(folder: Path) -> dict[str, Any]:
     """Trains with a ladder that is really profiled, on the rank that does so, and saves."""
     profiled: list[int] = []
-    find = run_drafting.find_ladder
+    find = trainer_speculator.find_ladder
 
     def profile(policy: Any, drafters: Any, config: SpeculativeConfig, *sizes: Any) -> Ladder | None:
         profiled.append(1)
         return find(policy, drafters, replace(config, sd_toggle="roofline"), *sizes)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run_drafting, "find_ladder", profile)
+        patched.setattr(trainer_speculator, "find_ladder", profile)
         patched.setenv("SPEC_TRL_CACHE", str(folder / "cache"))
         log = train(
-            folder, "auto", **same_batch(rows_per_rank=4), draft_kernel="reference", draft_lengths=[3],
+            folder, "auto", **same_batch(rows_per_rank=4), draft_kernel="reference", draft_length=[3],
             save_strategy="steps", save_steps=2,
         )  # fmt: skip
     control = log.calls[-1].control
@@ -137,7 +137,7 @@ def adapt(folder: Path, checkpoint: Path, rank: int, case: str) -> dict[str, Any
         warnings.simplefilter("always")
         log = train(
             folder / f"rank{rank}", "dflash", assistant_model=str(checkpoint), max_steps=3,
-            per_device_train_batch_size=4, gradient_accumulation_steps=2, drafter_learning_rate=1e-3,
+            per_device_train_batch_size=4, gradient_accumulation_steps=2, drafter_adaptation=dict(learning_rate=1e-3),
         )  # fmt: skip
     return {
         "local": local,

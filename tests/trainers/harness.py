@@ -3,7 +3,7 @@
 import io
 import json
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +25,14 @@ from transformers import (
 from trl import DistillationTrainer
 
 from examples.demo.task import build_tokenizer
-from spec_trl import SpecDistillationTrainer, SpecGMPOTrainer, SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOTrainer
+from spec_trl import (
+    SpecDistillationTrainer,
+    SpecGMPOTrainer,
+    SpecGRPOConfig,
+    SpecGRPOTrainer,
+    SpecRLOOTrainer,
+    SpeculativeConfig,
+)
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.planner.control import Control
@@ -156,6 +163,8 @@ class Distillation(SpecDistillationTrainer):
         return result
 
 
+DRAFTING = {each.name for each in fields(SpeculativeConfig)} - {"seed"}
+"""Options of a SpeculativeConfig; the seed is the trainer's."""
 OTHERS: dict[str, dict[str, Any]] = {
     "rloo": {"kind": SpecRLOOTrainer, "beta": 0.0}, "distillation": {"kind": Distillation},
     "gmpo": {"kind": SpecGMPOTrainer},
@@ -175,7 +184,8 @@ def make_run(
 ) -> Run:
     """A run, not begun, whose trainer is a `kind` on the tiny task.
 
-    `trainer` has further arguments of the trainer, `config` further fields of its config. In a distillation no reward
+    `trainer` has further arguments of the trainer, `config` further fields of its config and of the SpeculativeConfig
+    in that. In a distillation no reward
     is asked for, and another tiny policy teaches.
     """
     run = Run()
@@ -191,8 +201,10 @@ def make_run(
         output_dir=str(output_dir), assistant_strategy=strategy, max_steps=3, per_device_train_batch_size=8,
         num_generations=4, max_completion_length=16, learning_rate=3e-3, lr_scheduler_type="constant",
         logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False,
-        disable_tqdm=True, seed=3, sd_toggle="measured" if strategy in CHOOSING else "always",
+        disable_tqdm=True, seed=3,
     )  # fmt: skip
+    drafting = {name: config.pop(name) for name in DRAFTING & config.keys()}
+    settings["speculative_config"] = {"sd_toggle": "measured" if strategy in CHOOSING else "always"} | drafting
     arguments: dict[str, Any] = dict(reward_funcs=count_digits, train_dataset=tiny_dataset(), callbacks=[run])
     if issubclass(kind, DistillationTrainer):
         del settings["num_generations"], arguments["reward_funcs"]

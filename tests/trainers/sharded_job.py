@@ -61,7 +61,7 @@ FSDP2: dict[str, Case] = {
     "saved": (SAVING, fsdp2()),
     "awq": ({"draft_quantization": "awq-w4-g32"}, fsdp2(activation_checkpointing=True)),
     # Profiled on one rank, while the other waits.
-    "auto": ({"assistant_strategy": "auto", "draft_lengths": [3], "sd_toggle": "roofline"}, fsdp2()),
+    "auto": ({"assistant_strategy": "auto", "draft_length": [3], "sd_toggle": "roofline"}, fsdp2()),
     "bf16": ({"bf16": True, "draft_kernel": "reference"}, fsdp2()),  # the fast kernel serves fewer rows
 }
 ZERO: dict[str, Case] = {

@@ -19,10 +19,10 @@ BATCH = 16  # rows of a rollout, all ranks together
 CASES: dict[str, dict[str, Any]] = {
     "own": {"rollout_sharing": "own"},
     "pool": {},
-    "two rows in flight": {"rollout_batch_size": 2},
-    "decoupled": {"decoupled_execution": "always", "rollout_batch_size": 4},
-    "one drafts": {"draft_ranks": 1, "rollout_batch_size": 4, "sd_toggle": "always"},
-    "history": {"strategy": "history", "rollout_batch_size": 1},
+    "two rows in flight": {"max_batch_size": 2},
+    "decoupled": {"specactor": {"decoupled_execution": "always"}, "max_batch_size": 4},
+    "one drafts": {"specactor": {"draft_ranks": 1}, "max_batch_size": 4, "sd_toggle": "always"},
+    "history": {"strategy": "history", "max_batch_size": 1},
     "padding seen": {"strategy": "ngram", "generation_kwargs": {"repetition_penalty": 1.3}},
     "padding seen, own": {
         "strategy": "ngram", "generation_kwargs": {"repetition_penalty": 1.3}, "rollout_sharing": "own",
@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Options by case; each but those with the penalty samples the same completions."""
 TOOLS: dict[str, dict[str, Any]] = {
-    "tools": {}, "tools, own": {"rollout_sharing": "own"}, "tools, one drafts": {"draft_ranks": 1},
+    "tools": {}, "tools, own": {"rollout_sharing": "own"}, "tools, one drafts": {"specactor": {"draft_ranks": 1}},
 }  # fmt: skip
 
 
@@ -41,9 +41,10 @@ def train_case(
     rounding of a vanishing gradient into a full step."""
     given = dict(
         max_steps=steps, per_device_train_batch_size=BATCH // 2 // ranks, gradient_accumulation_steps=2, optim="sgd",
-        learning_rate=0.1, draft_kernel="reference", draft_lengths=[3],
+        learning_rate=0.1, draft_kernel="reference", draft_length=[3],
     ) | options  # fmt: skip
-    given["draft_ranks"] = min(given.get("draft_ranks", 0), ranks - 1)
+    if ranks == 1 and "draft_ranks" in given.get("specactor", {}):
+        del given["specactor"]
     if "trainer" not in given:
         given |= {
             "per_device_eval_batch_size": 8 // ranks, "eval_strategy": "steps", "eval_steps": 2,
@@ -62,7 +63,7 @@ def train_with_tools(folder: Path, ranks: int, **options: Any) -> Run:
 
 
 STATES: dict[str, dict[str, Any]] = {
-    "states": {"rollout_batch_size": 4},
+    "states": {"max_batch_size": 4},
     "states, none": {"strategy": "none"},
     "states, own": {"rollout_sharing": "own"},
 }
@@ -95,7 +96,7 @@ def all_cases(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
         for name, options in STATES.items()
     }
     done |= {name: kept(run) for name, run in train_others(folder, ranks).items()}
-    twenty = train_case(folder / "twenty", ranks, steps=20, trainer={}, rollout_batch_size=4)
+    twenty = train_case(folder / "twenty", ranks, steps=20, trainer={}, max_batch_size=4)
     return done | {"twenty steps": kept(twenty)}
 
 

@@ -108,8 +108,9 @@ def test_the_newest_whole_checkpoint(tmp_path: Path) -> None:
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     (tmp_path / "checkpoint-best").mkdir()
-    for given in (None, False, True, str(tmp_path / "checkpoint-2"), str(tmp_path / "no folder")):
+    for given in (None, False, str(tmp_path / "checkpoint-2"), str(tmp_path / "no folder")):
         assert find_checkpoint(given, str(tmp_path)) == given
+    assert find_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-12")
     assert find_checkpoint(True, str(tmp_path / "checkpoint-best")) is True  # transformers says that there is none
     whole, last = tmp_path / "checkpoint-10", tmp_path / "checkpoint-12"
     for half in ('{"epoch": 1', None):  # killed while it was written, or before
@@ -165,7 +166,7 @@ def test_a_run_goes_on_without_damaged_memories(tmp_path: Path, whole: Run) -> N
 
 def test_a_run_goes_on_without_a_damaged_drafter(tmp_path: Path) -> None:
     options: dict[str, Any] = dict(
-        SAVING, max_steps=2, draft_lengths=[2], assistant_model=make_checkpoint(tmp_path / "drafter", "eagle3", 48)
+        SAVING, max_steps=2, draft_length=[2], assistant_model=make_checkpoint(tmp_path / "drafter", "eagle3", 48)
     )
     first = train(tmp_path / "first", "eagle3", **options)
     (first.folder / "checkpoint-1" / "drafter_adaptation.pt").write_bytes(b"PK\x03\x04 and no more")

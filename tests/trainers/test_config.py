@@ -1,6 +1,7 @@
 """Configs, and what is refused when a trainer is made: by the name that the user set, before any work."""
 
 import copy
+import json
 import math
 import pickle
 import warnings
@@ -27,10 +28,12 @@ from spec_trl import (
     SpecRLOOConfig,
     SpeculativeConfig,
 )
-from spec_trl.generation.options import OPTIONS
+from spec_trl.drafter_training.adaptation import AdaptationOptions
 from spec_trl.trainers.checkpoint import DraftLengthState
-from spec_trl.trainers.rollout_options import RolloutOptions
+from spec_trl.trainers.rollout_options import DRAFT_LENGTHS, RolloutOptions
+from spec_trl.trainers.trainer_speculator import draft_length_controllers
 from tests.generation.drafters.watching import make_checkpoint
+from tests.option_groups import merged
 from tests.trainers.harness import hybrid_policy, make_run, tiny_dataset, tiny_policy, train
 
 
@@ -50,6 +53,13 @@ BEST_OF_N = {"assistant_strategy": "best_of_n"}
 TTS = {"assistant_strategy": "tts"}
 
 
+def drafting(**options: Any) -> dict[str, Any]:
+    return {"speculative_config": options}
+
+
+RANK: dict[str, Any] = {"specactor": {"draft_ranks": 1}}
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -58,61 +68,51 @@ TTS = {"assistant_strategy": "tts"}
         ({"assistant_model": "gpt2"}, "assistant_strategy='self' with assistant_model='gpt2'"),
         ({"assistant_strategy": "auto", "assistant_model": "./nothing"}, "^assistant_model='./nothing' is a folder"),
         ({"assistant_strategy": "model", "assistant_model": __file__}, "test_config.py' is a file; give"),
-        ({"tts_rank": 16}, "^tts_rank=16 has no use with assistant_strategy='self', which does not draft by 'tts'"),
-        ({"initial_draft_length": 6}, r"^initial_draft_length=6 is not one of draft_lengths=\[5, 7, 9, 11\]"),
-        ({"draft_lengths": [5, 5]}, r"^draft_lengths=\[5, 5\] is not ascending"),
-        ({"draft_lengths": [0]}, r"^draft_lengths=\[0\] must lie between 1 and 64"),
-        ({"draft_lengths": []}, r"^draft_lengths=\[\] must be a list of at least one integer"),
-        ({"draft_lengths": [5, 65]}, r"^draft_lengths=\[5, 65\] must lie between 1 and 64"),
-        ({"draft_lengths": [5, 7.5]}, r"^draft_lengths=.* must be a list of at least one integer"),
-        ({"draft_lengths": 5}, r"^draft_lengths=5 must be a list of .*integer, e.g. \[5, 7, 9, 11\]"),
-        ({"draft_length_up": 1.5}, "^draft_length_down=0.85 and draft_length_up=1.5 must be shares"),
-        ({"draft_length_down": 0.94}, "^draft_length_down=0.94 and draft_length_up=0.94 must be"),
-        ({"draft_length_down": 0.0}, "^draft_length_down=0.0 and draft"),
-        ({"draft_length_patience": 1.5}, "^draft_length_patience=1.5 is a float; pass an integer"),
-        ({"draft_length_patience": 0}, "^draft_length_patience=0 is out of range; it must be at least 1"),
-        ({"roofline_profile": "p.json", "assistant_strategy": "none"}, "^roofline_profile='p.json' has no use with"),
+        (drafting(tts={"rank": 16}), "^tts.rank=16 has no use with assistant_strategy='self', which does not"),
+        (drafting(efficient_rollout={"initial_draft_length": 6}),
+         r"initial_draft_length=6 is not one of draft_length=\[5, 7, 9, 11\]"),
+        (drafting(draft_length=[5, 5]), r"^draft_length=\[5, 5\] is not ascending"),
+        ({"speculative_config": "x"}, "^speculative_config='x' is a str; pass a SpeculativeConfig or a dict"),
+        (drafting(efficient_rollout={"profile": "p.json"}, sd_toggle="roofline") | {"assistant_strategy": "none"},
+         "^efficient_rollout.profile='p.json' has no use with"),
         ({"rollout_sharing": "all"}, "^rollout_sharing='all' is unknown; choose one of"),
-        ({"draft_ranks": -1}, "^draft_ranks=-1 is out of range; it must be at least 0"),
-        ({"draft_ranks": 1, "rollout_sharing": "own"}, "^draft_ranks=1 does not go with rollout_sharing='own'; ch"),
-        ({"draft_ranks": 1, "assistant_strategy": "auto"}, "^draft_ranks=1 does not go with assistant_strategy='a"),
-        ({"draft_ranks": 1, "verification": "rejection"}, "^draft_ranks=1 does not go with verification='rejection'"),
-        ({"draft_ranks": 1, "sd_toggle": "never"}, "^draft_ranks=1 does not go with sd_toggle='never'"),
-        ({"draft_ranks": 1, "decoupled_execution": "always"}, "^draft_ranks=1 does not go with decoupled_execution="),
-        ({"rollout_batch_size": 0}, "^rollout_batch_size=0 is out of range; it must be at least 1"),
-        ({"drafter_adaptation": "no"}, "^drafter_adaptation='no' is no bool"),
-        ({"drafter_learning_rate": 0.0}, "^drafter_learning_rate=0.0 is out of range; it must be a positive number"),
-        ({"drafter_hidden_weight": -1.0}, "^drafter_hidden_weight=-1.0 is out of range; it must be a number of at"),
-        ({"drafter_token_weight": math.inf}, "^drafter_token_weight=inf is out of range"),
-        (
-            {"drafter_hidden_weight": 0, "drafter_token_weight": 0},
-            "^drafter_hidden_weight=0 and drafter_token_weight=0 leave the drafter nothing to learn",
-        ),
+        ({"exact_logprobs": "yes"}, "^exact_logprobs='yes' is no bool"),
+        (drafting(**RANK) | {"rollout_sharing": "own"}, "draft_ranks=1 does not go with rollout_sharing='own'; ch"),
+        (drafting(**RANK) | {"assistant_strategy": "auto"}, "draft_ranks=1 does not go with assistant_strategy='a"),
+        (drafting(**RANK, verification="rejection"), "draft_ranks=1 does not go with verification='rejection'"),
+        (drafting(**RANK, sd_toggle="never"), "draft_ranks=1 does not go with sd_toggle='never'"),
+        (drafting(specactor={"draft_ranks": 1, "decoupled_execution": "always"}),
+         "draft_ranks=1 does not go with specactor.decoupled_execution="),
+        ({"drafter_adaptation": "no"}, "^drafter_adaptation='no' is no bool; pass True or False, or a dict"),
+        ({"drafter_adaptation": {"learning_rate": 0.0}}, "^drafter_adaptation.learning_rate=0.0 is out of range"),
+        ({"drafter_adaptation": {"hidden_weight": -1.0}}, "^drafter_adaptation.hidden_weight=-1.0 is out of range"),
+        ({"drafter_adaptation": {"token_weight": math.inf}}, "^drafter_adaptation.token_weight=inf is out of range"),
+        ({"drafter_adaptation": {"hidden_weight": 0, "token_weight": 0}}, "leave the drafter nothing to learn"),
         ({"use_vllm": True}, "use_vllm=True contradicts assistant_strategy='self'.* Set use_vllm=False"),
         ({"use_transformers_continuous_batching": True}, "continuous_batching=True contradicts assistant_strategy="),
         ({"ds3_gather_for_generation": False}, "ds3_gather_for_generation=False contradicts SpecGRPOTrainer"),
-        ({"assistant_strategy": "auto", "verification": "rejection"}, 'verification="rejection" needs draft prob'),
-        ({"assistant_strategy": "history", "decoupled_execution": "always"}, "does not go with .*'history'"),
+        (drafting(verification="rejection") | {"assistant_strategy": "auto"}, "\"rejection\" needs draft prob"),
+        (drafting(specactor={"decoupled_execution": "always"}) | {"assistant_strategy": "history"},
+         "does not go with .*'history'"),
         (BEST_OF_N | {"assistant_model": "some/drafter"}, "assistant_model serves exactly one of them"),
-        (
-            BEST_OF_N
-            | {"best_of_n_drafters": ["eagle3", "dflash"], "best_of_n_assistants": {"eagle3": "a", "dflash": "b"}},
-            r"has \['eagle3', 'dflash'\], and drafter_adaptation=True trains one drafter",
-        ),
-        (TTS | {"assistant_model": "gpt2"}, "tts_drafter='self' with assistant_model='gpt2': assistant_"),
-        (TTS | {"tts_drafter": "dflash"}, "strategy='tts', tts_drafter='dflash' with assistant_model=None"),
-        ({"keep_graphs": "maybe"}, '^keep_graphs=.maybe. is no bool; pass True or False or "auto"'),
-        (TTS | {"tts_stride": "0"}, "^tts_stride=0 is out of range"),
-        # names that generate, or another TRL, has
-        ({"draft_length": 5}, r"has no option 'draft_length' \(given 5\). Set draft_lengths=.*initial_draft_length"),
-        ({"speculative_config": {"seed": 1}}, "has no option 'speculative_config' .*Its fields are options here"),
+        (BEST_OF_N
+         | drafting(specactor={"drafters": ["eagle3", "dflash"], "assistants": {"eagle3": "a", "dflash": "b"}}),
+         r"has \['eagle3', 'dflash'\], and drafter_adaptation=True trains one drafter"),
+        (TTS | {"assistant_model": "gpt2"}, "tts.drafter='self' with assistant_model='gpt2': assistant_"),
+        (TTS | drafting(tts={"drafter": "dflash"}), "strategy='tts', tts.drafter='dflash' with assistant_model=None"),
+        # names that generate, another TRL or an earlier release has
+        *(({name: 1}, rf"has no option '{name}' \(given 1\). Give {place}: ...") for name, place in (
+            ("draft_length", 'speculative_config={"draft_length"'), ("tts_rank", 'speculative_config={"tts": {"rank"'),
+            ("max_batch_size", 'speculative_config={"max_batch_size"'),
+            ("rollout_batch_size", 'speculative_config={"max_batch_size"'),
+            ("drafter_learning_rate", 'drafter_adaptation={"learning_rate"'),
+        )),
         ({"max_prompt_length": 9}, "has no option 'max_prompt_length' .*: cut prompts in the dataset"),
-        ({"max_batch_size": 9}, "has no option 'max_batch_size' .*Set rollout_batch_size"),
         ({"asistant_model": "a/b"}, "has no option 'asistant_model' .*Did you mean 'assistant_model'"),
         ({"qqqqqq": 1}, "has no option 'qqqqqq' .*TRL has none"),
         # settings that belong elsewhere, or are of another type
         ({"generation_kwargs": {"assistant_strategy": "self"}}, r"Set SpecGRPOConfig\(assistant_strategy=\.\.\.\)"),
-        ({"generation_kwargs": {"speculative_config": {}}}, "has 'speculative_config'.*Its fields are options here"),
+        ({"generation_kwargs": {"speculative_config": {}}}, r"Set SpecGRPOConfig\(speculative_config=\.\.\.\)"),
         ({"generation_kwargs": {"temprature": 0.5}}, "has 'temprature', .*Did you mean 'temperature'"),
         ({"assistant_strategy": "model", "assistant_model": 5}, "^assistant_model=5 is a int; give the path or hub"),
         ({"assistant_strategy": "eagle3", "assistant_model": ["a/b"]}, "is a list; give the path or hub id as text"),
@@ -128,8 +128,7 @@ def test_bad_values(bad: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"max_batch_size": 9}, "^{0}Config has no option 'max_batch_size' .*Set rollout_batch_size"),
-        ({"speculative_config": {}}, r"^{0}Config has no option .*Its fields are options here: {0}Config\(verif"),
+        ({"max_batch_size": 9}, "^{0}Config has no option 'max_batch_size'"),
         ({"generation_kwargs": {"assistant_strategy": "self"}}, r"Set {0}Config\(assistant_strategy=\.\.\.\)"),
         ({"use_vllm": True}, "use_vllm=True contradicts .*: {0}Trainer generates .*, or use {1}.$"),
         ({"ds3_gather_for_generation": False}, "ds3_gather_for_generation=False contradicts {0}Trainer:"),
@@ -150,10 +149,11 @@ def test_subclasses_may_take_more() -> None:
     class Longer(SpecGRPOConfig):
         name: str = ""
 
-    assert Named(name="a", output_dir="unused", use_cpu=True, bf16=False).draft_lengths == [5, 7, 9, 11]
+    named = Named(name="a", output_dir="unused", use_cpu=True, bf16=False)
+    assert named.rollout_config().draft_length == DRAFT_LENGTHS
     assert Longer(name="a", output_dir="unused", use_cpu=True, bf16=False).name == "a"
-    copied = pickle.loads(pickle.dumps(make_config(draft_lengths=[3])))
-    assert copied.draft_lengths == copy.deepcopy(copied).draft_lengths == [3]
+    copied = pickle.loads(pickle.dumps(make_config(**drafting(draft_length=[3]))))
+    assert copied.rollout_config() == copy.deepcopy(copied).rollout_config()
 
 
 def test_ranks_on_cpus_have_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,82 +175,63 @@ def test_ranks_on_cpus_have_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None
 
 # ---- Good ones ------------------------------------------------------------------------------------------------------
 
-VALUES: dict[str, Any] = {
-    "sd_toggle": "roofline", "sd_margin": 0.1, "roofline_profile": "p.json", "roofline_mismatch": "error",
-    "history_max_tokens": 1000, "draft_quantization": "rtn-w8",
-    "draft_kernel": "reference", "draft_lm_head": "dense", "runner": "compiled", "max_graph_memory": 2.5,
-    "keep_graphs": "True", "exact": "True", "tts_drafter": "model",
-    "tts_learning_rate": 2e-4, "tts_scope": "rollout", "tts_steps": 2,
-    "tts_stride": "5", "tts_anchor_weight": 0.5, "tts_anchor": "initial", "tts_asynchronous": True,
-    "tts_rank": 4, "best_of_n_drafters": ["history", "model", "tts"],
-    "best_of_n_assistants": {"model": "some/drafter"},
-    "best_of_n_budget": 64, "best_of_n_race": False,
-    "decoupled_execution": "auto", "verification": "exact",
-}  # fmt: skip
-"""Another value than the default of each option that the trainer shares with `generate`, but for verification="exact",
-which a race needs."""
+CHOSEN = SpeculativeConfig(
+    draft_length=(3, 7), sd_toggle="roofline", history_max_tokens=1000, draft_quantization="rtn-w8",
+    draft_kernel="reference", runner="compiled", max_batch_size=4, max_graph_memory=2.5, keep_graphs=True, exact=True,
+    seed=11, efficient_rollout={"profile": "p.json", "initial_draft_length": 7},
+    tts={"drafter": "model", "scope": "rollout", "stride": 5},
+    specactor={"drafters": ["history", "model", "tts"], "assistants": {"model": "some/drafter"}, "budget": 64},
+)  # fmt: skip
 OWN: dict[str, Any] = {
-    "assistant_strategy": "best_of_n", "assistant_model": "some/drafter", "draft_lengths": [3, 7],
-    "initial_draft_length": 7, "draft_length_up": 0.9, "draft_length_down": 0.8, "draft_length_patience": 3,
-    "rollout_batch_size": 4, "rollout_sharing": "own", "drafter_adaptation": False, "drafter_learning_rate": 2e-6,
-    "drafter_hidden_weight": 0.5, "drafter_token_weight": 0.2, "draft_ranks": 0, "exact_logprobs": True,
+    "assistant_strategy": "best_of_n", "assistant_model": "some/drafter", "rollout_sharing": "own",
+    "drafter_adaptation": {"learning_rate": 2e-6}, "exact_logprobs": True,
 }  # fmt: skip
-"""The same for the trainer's own options; others of "draft_ranks" do not go with these."""
 
 
 @each_config
-def test_every_option_reaches_generate(kind: type[RolloutOptions]) -> None:
-    config = make_config(kind, **VALUES, **OWN, seed=11)
-    passed = vars(config.speculative_config())
-    expected = VALUES | {"draft_length": 7, "max_batch_size": 4, "seed": 11, "tts_stride": 5}
-    expected |= {"keep_graphs": True, "exact": True}
-    assert {name: passed[name] for name in expected} == expected
-    assert OPTIONS.keys() - expected.keys() == {"ngram_size"}
-    assert make_config(kind, assistant_strategy="tts", tts_stride="3").speculative_config().tts_stride == 3
-    rejecting = make_config(kind, assistant_strategy="self", verification="rejection").speculative_config()
-    assert rejecting.verification == "rejection"
-    assert make_config(kind, assistant_strategy="best_of_n").speculative_config().best_of_n_race is True
-    (base,) = {*kind.__bases__} - {RolloutOptions}
-    inherited = {option.name for option in fields(base)}
-    assert [option.name for option in fields(kind)] == [
-        option.name for part in (base, RolloutOptions) for option in fields(part)
-    ]
-    assert config.own_options() == VALUES | OWN
-    assert config.own_options().keys() == {option.name for option in fields(kind)} - inherited
-    ours, theirs = vars(make_config(kind).speculative_config()), vars(SpeculativeConfig())
-    differ = {name for name in theirs if ours[name] != theirs[name]}
-    assert differ == {"seed", "keep_graphs", "tts_scope", "best_of_n_drafters", "best_of_n_race"}
-    assert tuple(ours["best_of_n_drafters"]) == theirs["best_of_n_drafters"]
-
-
-def test_the_controller_of_the_draft_length() -> None:
-    """Rises and falls by the shares and after the number of rollouts that the options say."""
-    options = dict(draft_lengths=[2, 4, 8], initial_draft_length=4, draft_length_up=0.75, draft_length_down=0.25)
-    for share, patience, expected in ((0.75, 1, 8), (0.74, 1, 4), (0.26, 1, 4), (0.25, 1, 2), (0.75, 2, 4)):
-        config = make_config(**options, draft_length_patience=patience, assistant_strategy="self", sd_toggle="always")
-        (controller,) = config.draft_length_controllers(["self"], {}).values()
-        controller.observe(1 + 4 * share)
-        assert controller.draft_length == expected
-        saved = DraftLengthState(2, 1.5, [])
-        assert config.draft_length_controllers(["self"], {"self": saved})["self"].draft_length == 2
-    assert make_config(sd_toggle="roofline").draft_length_controllers(["self"], {})["self"].draft_length == 5
-    assert make_config().draft_length_controllers(["self"], {}) == {}  # a planner chooses
+def test_options_reach_generate(kind: type[RolloutOptions]) -> None:
+    config = make_config(kind, **OWN, speculative_config=CHOSEN)
+    assert config.rollout_config() == CHOSEN and config.adaptation == AdaptationOptions(2e-6)
+    given = make_config(kind, **OWN, speculative_config=CHOSEN.to_dict())
+    assert given.rollout_config() == CHOSEN and make_config(kind, drafter_adaptation=False).adaptation is None
+    assert config.settings() == OWN | CHOSEN.by_place()
+    assert config.to_dict()["speculative_config"] == CHOSEN.to_dict()
+    default = make_config(kind, seed=5)
+    assert default.rollout_config() == SpeculativeConfig(draft_length=DRAFT_LENGTHS, seed=5, tts={"scope": "run"})
+    assert default.adaptation == AdaptationOptions()
 
 
 @each_config
 def test_the_command_line(kind: type[RolloutOptions]) -> None:
     parser, arguments = TrlParser((kind,)), ["--output_dir", "unused", "--use_cpu", "--bf16", "false"]
-    for name, value in (VALUES | OWN).items():
-        words = value if isinstance(value, list) else [str(value).replace("'", '"')]
-        arguments += [f"--{name}", *map(str, words)]
+    texts = {"speculative_config": json.dumps(CHOSEN.to_dict()), "drafter_adaptation": '{"learning_rate": 2e-6}'}
+    for name, value in (OWN | texts).items():
+        arguments += [f"--{name}", str(value)]
     (config,) = parser.parse_args_and_config(arguments)
-    assert config.own_options() == VALUES | OWN
+    assert config.settings() == OWN | CHOSEN.by_place()
+    (config,) = parser.parse_args_and_config([*arguments, "--drafter_adaptation", "false"])
+    assert config.adaptation is None
     with pytest.raises(ValueError, match="Did you mean 'always'"):  # one sentence, not the parser's usage
-        parser.parse_args_and_config([*arguments, "--sd_toggle", "alway"])
+        parser.parse_args_and_config([*arguments, "--speculative_config", '{"sd_toggle": "alway"}'])
     usage = " ".join(parser.format_help().split())
-    for option in fields(kind):
-        if option.name in VALUES | OWN:
-            assert f"--{option.name}" in usage and option.metadata["help"].split(".")[0][:60] in usage
+    for option in fields(RolloutOptions):
+        assert f"--{option.name}" in usage and option.metadata["help"].split(".")[0][:60] in usage
+
+
+def test_the_controller_of_the_draft_length() -> None:
+    """Rises and falls by the shares and after the number of rollouts that the options say."""
+    options: dict[str, Any] = dict(initial_draft_length=4, draft_length_up=0.75, draft_length_down=0.25)
+    for share, patience, expected in ((0.75, 1, 8), (0.74, 1, 4), (0.26, 1, 4), (0.25, 1, 2), (0.75, 2, 4)):
+        of_paper = options | {"draft_length_patience": patience}
+        config = SpeculativeConfig(draft_length=[2, 4, 8], sd_toggle="always", efficient_rollout=of_paper)
+        (controller,) = draft_length_controllers(config, ["self"], {}).values()
+        controller.observe(1 + 4 * share)
+        assert controller.draft_length == expected
+        saved = DraftLengthState(2, 1.5, [])
+        assert draft_length_controllers(config, ["self"], {"self": saved})["self"].draft_length == 2
+    roofline = make_config(**drafting(sd_toggle="roofline")).rollout_config()
+    assert draft_length_controllers(roofline, ["self"], {})["self"].draft_length == 5
+    assert draft_length_controllers(make_config().rollout_config(), ["self"], {}) == {}  # a planner chooses
 
 
 # ---- What a trainer refuses when it is made ----------------------------------------------------------------------
@@ -305,7 +286,7 @@ def test_what_no_rollout_serves(tmp_path: Path, options: Callable[[], dict[str, 
 
 @pytest.mark.parametrize("strategy", ["model", "auto", "tts", "eagle3"])
 def test_assistants_that_are_no_models(tmp_path: Path, strategy: str) -> None:
-    options = {"assistant_model": nn.Linear(2, 2)} | ({"tts_drafter": "model"} if strategy == "tts" else {})
+    options = {"assistant_model": nn.Linear(2, 2)} | ({"tts": {"drafter": "model"}} if strategy == "tts" else {})
     with pytest.raises(ValueError, match="^assistant_model=Linear (is neither a transformers|with a drafter of)"):
         make_run(tmp_path, strategy, **options)
 
@@ -313,8 +294,8 @@ def test_assistants_that_are_no_models(tmp_path: Path, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["self", "model"])
 def test_ranks_cannot_draft_ahead_with_states(tmp_path: Path, strategy: str) -> None:
     options = {"policy" if strategy == "self" else "assistant_model": hybrid_policy()}
-    with pytest.raises(ValueError, match="'qwen3_5_text' keeps states.*draft_ranks=1 .*draft_ranks=0"):
-        make_run(tmp_path, strategy, draft_ranks=1, **options)
+    with pytest.raises(ValueError, match="'qwen3_5_text' keeps states.*draft_ranks=1 .*specactor.draft_ranks=0"):
+        make_run(tmp_path, strategy, specactor={"draft_ranks": 1}, **options)
 
 
 LONG = "a+" * 30
@@ -367,10 +348,10 @@ def test_files_and_configs_of_another_kind_are_refused(tmp_path: Path) -> None:
         SpecGRPOTrainer(tiny_policy(), lambda completions, **_: [0.0], config, tiny_dataset())
     (tmp_path / "broken.json").write_text('{"version": 1, ')
     with pytest.raises(ValueError, match="broken.json is not a valid roofline profile"):
-        make_run(tmp_path, sd_toggle="roofline", roofline_profile=str(tmp_path / "broken.json"))
+        make_run(tmp_path, sd_toggle="roofline", efficient_rollout={"profile": str(tmp_path / "broken.json")})
 
 
-RACE = {"strategy": "best_of_n", "best_of_n_drafters": ["model", "ngram"]}
+RACE = {"strategy": "best_of_n", "specactor": {"drafters": ["model", "ngram"]}}
 
 
 @pytest.mark.parametrize(
@@ -378,8 +359,8 @@ RACE = {"strategy": "best_of_n", "best_of_n_drafters": ["model", "ngram"]}
     [
         ("assistant_model", {"strategy": "model"}),
         ("assistant_model", {"strategy": "auto"}),
-        ("assistant_model", {"strategy": "tts", "tts_drafter": "model"}),
-        (r"best_of_n_assistants\['model'\]", RACE),
+        ("assistant_model", {"strategy": "tts", "tts": {"drafter": "model"}}),
+        (r"specactor.assistants\['model'\]", RACE),
         ("assistant_model", {"strategy": "eagle3"}),
         ("assistant_model", {"strategy": "dflash"}),
     ],
@@ -396,9 +377,9 @@ def test_assistants_that_do_not_fit(tmp_path: Path, argument: str, options: dict
         (str(tmp_path), is_no_model),
         (other, "has a vocabulary of 50 tokens"),
     ):
-        given = {"best_of_n_assistants": {"model": path}} if options is RACE else {"assistant_model": path}
+        given = {"specactor": {"assistants": {"model": path}}} if options is RACE else {"assistant_model": path}
         with pytest.raises(ValueError, match=f"^{argument}='{path}' {message}"):
-            make_run(tmp_path, **options, **given)
+            make_run(tmp_path, **merged(options, given))
 
 
 def test_a_parsed_command_line_may_leave_out_what_is_none(tmp_path: Path) -> None:
@@ -406,5 +387,5 @@ def test_a_parsed_command_line_may_leave_out_what_is_none(tmp_path: Path) -> Non
     (config,) = HfArgumentParser(SpecGRPOConfig).parse_args_into_dataclasses(  # type: ignore[arg-type]
         ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False"]
     )
-    assert config.initial_draft_length is None
+    assert config.assistant_model is None
     SpecGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 import spec_trl
 from examples.demo.task import build_tokenizer
 from spec_trl.trainers.prompt_images import image_inputs
-from spec_trl.trainers.spec_grpo_config import SpecGRPOConfig
+from spec_trl.trainers.trainers import SpecGRPOConfig
 from tests import tiny_families
 from tests.tiny_vision import VISION, make, processor
 from tests.trainers.harness import OTHERS, Run, assert_same_training, make_run, tiny_policy
@@ -114,7 +114,10 @@ WITHOUT = task((0,))
         ("images of model type 'llava' are not served; .* Use trl.GRPOTrainer, or leave the images out", "llava", {}),
         ("images of model type 'llama' are not served", "", {}),
         (r"the processing_class is a \w+, which reads no images", "gemma3", {"tokenizer": True}),
-        ("do not go with draft_ranks=1 in SpecGRPOTrainer; set draft_ranks=0", "gemma3", {"draft_ranks": 1}),
+        (
+            "do not go with specactor.draft_ranks=1 in SpecGRPOTrainer; set specactor.draft_ranks=0", "gemma3",
+            {"specactor": {"draft_ranks": 1}},
+        ),
     ],
 )
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])

@@ -8,38 +8,32 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
-from examples.demo.task import build_tokenizer
-from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
+from spec_trl import SpecGRPOTrainer
 from spec_trl.generation.engine.network.foreign_layers import alike, is_foreign, stored
 from tests.quantization.test_bitsandbytes import to_bitsandbytes
-from tests.trainers.harness import tiny_dataset, tiny_policy
+from tests.trainers.harness import Run, make_run, tiny_policy
 
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 
-def train(folder: Path, ours: bool, bits: int, dtype: torch.dtype, **options: Any) -> tuple[list[Any], Tensor, Any]:
-    """What the frozen layers store afterwards, the policy's logits in train mode, and the trainer."""
+def trained(folder: Path, kind: Any, bits: int, dtype: torch.dtype, **options: Any) -> tuple[list[Any], Tensor, Run]:
+    """What the frozen layers store after a training, the policy's logits in train mode, and the run."""
     policy = to_bitsandbytes(tiny_policy(hidden_size=128).float(), bits, dtype)
-    settings = dict(
-        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=4,
-        num_generations=4, max_completion_length=8, save_strategy="no", disable_tqdm=True, logging_steps=1,
-    )  # fmt: skip
-    kind, config = (SpecGRPOTrainer, SpecGRPOConfig) if ours else (GRPOTrainer, GRPOConfig)
-    trainer = kind(
-        policy, lambda completion_ids, **_: [float(sum(ids)) for ids in completion_ids],
-        args=config(**(settings | options)), train_dataset=tiny_dataset(8), processing_class=build_tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "up_proj"]),
-    )  # fmt: skip
-    trainer.train()
-    frozen = [value for module in trainer.model.modules() if is_foreign(module) for value in stored(module)]
-    assert frozen and trainer.model.training
+    adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"])}
+    sizes = dict(max_completion_length=8, per_device_train_batch_size=4)  # as many rows as int8 drafts serve
+    run = make_run(folder, policy=policy, kind=kind, trainer=adapter, **sizes, **options)
+    run.trainer.train()
+    model = run.trainer.model
+    frozen = [value for module in model.modules() if is_foreign(module) for value in stored(module)]
+    assert frozen and model.training
     with torch.no_grad():
-        return frozen, trainer.model(input_ids=torch.arange(8)[None] + 3).logits, trainer
+        return frozen, model(input_ids=torch.arange(8)[None] + 3).logits, run
 
 
+@pytest.mark.filterwarnings("ignore:args is a SpecGRPOConfig")
 @pytest.mark.parametrize(
     ("bits", "dtype"), [(4, torch.float32), (4, torch.bfloat16), (8, torch.float32)], ids=["nf4", "bfloat16", "int8"]
 )
@@ -47,11 +41,12 @@ def test_frozen_weights_and_forward_are_those_of_a_run_of_trl(
     bits: int, dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
-    expected, logits, _ = train(tmp_path, False, bits, dtype, max_steps=1, learning_rate=0.0)
+    expected, logits, _ = trained(tmp_path, GRPOTrainer, bits, dtype, max_steps=1, learning_rate=0.0)
     for steps, rate in ((1, 0.0), (10, 1e-2)):
-        options = dict(max_steps=steps, learning_rate=rate, assistant_strategy="self", sd_toggle="always")
-        found, policy_logits, trainer = train(tmp_path, True, bits, dtype, **options)
+        found, policy_logits, run = trained(
+            tmp_path, SpecGRPOTrainer, bits, dtype, max_steps=steps, learning_rate=rate
+        )
         assert alike(found, expected)
         assert torch.equal(policy_logits, logits) is (rate == 0)
-        accepted = [entry["rollout/acceptance_rate"] for entry in trainer.state.log_history if "reward" in entry]
+        accepted = run.metric("rollout/acceptance_rate")
         assert len(accepted) == steps and min(accepted) > 0

@@ -41,7 +41,7 @@ def test_a_script_trains_evaluates_saves_and_resumes(
     names = (GRPOTrainer, StockConfig) if kind == "theirs" else (SpecGRPOTrainer, OurConfig)
     recipe = RECIPE | {"model_name_or_path": str(model), "output_dir": str(output)}
     if kind == "ours":
-        recipe |= {"assistant_strategy": "self", "sd_toggle": "always"}
+        recipe |= {"assistant_strategy": "self", "speculative_config": {"sd_toggle": "always"}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
     def run(*more: str) -> Any:

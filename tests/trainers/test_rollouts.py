@@ -13,7 +13,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedTokenizerFast, ProcessorMixin
 
 from examples.demo.task import build_tokenizer
-from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
+from spec_trl import SpecGRPOConfig, SpecGRPOTrainer, SpeculativeConfig
+from spec_trl.drafter_training.adaptation import AdaptationOptions
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
@@ -25,10 +26,11 @@ from spec_trl.generation.planner.planner import Planner
 from spec_trl.papers.efficient_rollout import profile_cache as profiles_module
 from spec_trl.papers.efficient_rollout.profile import Profile
 from spec_trl.papers.specactor import ladder_calibration
-from spec_trl.trainers import run_drafting
+from spec_trl.trainers import trainer_speculator
 from spec_trl.trainers.run_log import read_run
-from spec_trl.trainers.step_totals import RolloutTotals
+from spec_trl.trainers.step_totals import RolloutSums
 from tests.generation.drafters.watching import make_checkpoint
+from tests.option_groups import merged
 from tests.trainers.conftest import Asked
 from tests.trainers.harness import (
     PROMPTS,
@@ -49,7 +51,7 @@ from tests.trainers.tool_task import add, conversations, make_chat_tokenizer
 def test_strategies(tmp_path: Path, level_ladder: Asked) -> None:
     small = str(tmp_path / "small")
     tiny_policy(seed=1, num_hidden_layers=1).save_pretrained(small)
-    best_of_n = {"strategy": "best_of_n", "best_of_n_drafters": ["ngram", "model"]}
+    best_of_n = {"strategy": "best_of_n", "specactor": {"drafters": ["ngram", "model"]}}
     for options, expected in (
         ({"strategy": "none"}, []),
         ({"strategy": "self"}, [SelfDrafter]),
@@ -58,7 +60,7 @@ def test_strategies(tmp_path: Path, level_ladder: Asked) -> None:
         ({"strategy": "model", "assistant_model": small}, [SmallModelDrafter]),
         ({"strategy": "auto"}, [SelfDrafter, HistoryDrafter]),
         (best_of_n | {"assistant_model": small}, [NgramDrafter, SmallModelDrafter]),
-        (best_of_n | {"best_of_n_assistants": {"model": small}}, [NgramDrafter, SmallModelDrafter]),
+        (merged(best_of_n, {"specactor": {"assistants": {"model": small}}}), [NgramDrafter, SmallModelDrafter]),
         ({"strategy": "self", "sd_toggle": "never"}, []),
     ):
         drafters = roll_out(tmp_path, **options).calls[0].drafters
@@ -69,26 +71,28 @@ def test_modules_among_the_settings(tmp_path: Path, level_ladder: Asked) -> None
     """The log, and what loggers are given, name them."""
     small = tiny_policy(seed=1, num_hidden_layers=1)
     small.name_or_path = "small"
-    best_of_n = {"strategy": "best_of_n", "best_of_n_drafters": ["model", "ngram"]}
+    best_of_n = {"strategy": "best_of_n", "specactor": {"drafters": ["model", "ngram"]}}
     for name, given, named, options in (
         ("assistant_model", small, "LlamaForCausalLM small", {"strategy": "model"}),
         ("assistant_model", torch.compile(small, backend="eager"), "OptimizedModule small", {"strategy": "model"}),
-        ("best_of_n_assistants", {"model": small}, {"model": "LlamaForCausalLM small"}, best_of_n),
+        ("specactor.assistants", {"model": small}, {"model": "LlamaForCausalLM small"}, best_of_n),
     ):
-        run = roll_out(tmp_path / str(named), **options | {name: given})
+        group, _, inner = name.rpartition(".")
+        run = roll_out(tmp_path / str(named), **merged(options, {group: {inner: given}} if group else {name: given}))
         log = read_run(run.folder)
         assert log.rollouts[0].drafter and sum(depth.drafted for depth in log.rollouts[0].per_depth.values())
-        assert log.header.settings[name] == named == json.loads(run.trainer.args.to_json_string())[name]
+        saved = json.loads(run.trainer.args.to_json_string())
+        assert log.header.settings[name] == named
+        assert (saved["speculative_config"][group][inner] if group else saved[name]) == named
 
 
 def test_options_of_adaptation_and_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level_ladder: Asked) -> None:
     """They reach what trains a learned drafter, or nothing does; and what races drafters."""
     given: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(run_drafting, "DrafterAdaptation", lambda *args: given.append(args[3:]))
+    monkeypatch.setattr(trainer_speculator, "DrafterAdaptation", lambda *args: given.append(args[3:]))
     path = make_checkpoint(tmp_path / "eagle3", "eagle3", 48)
-    options = dict(drafter_learning_rate=1e-3, drafter_hidden_weight=0.5, drafter_token_weight=0.25, seed=5)
-    for adaptation in (True, False):
-        roll_out(tmp_path, "eagle3", assistant_model=path, drafter_adaptation=adaptation, **options)
+    for adaptation in (dict(learning_rate=1e-3, hidden_weight=0.5, token_weight=0.25), False):
+        roll_out(tmp_path, "eagle3", assistant_model=path, drafter_adaptation=adaptation, seed=5)
     make = Planner.__init__
 
     def watch(planner: Planner, *args: Any) -> None:
@@ -96,9 +100,9 @@ def test_options_of_adaptation_and_races(tmp_path: Path, monkeypatch: pytest.Mon
         make(planner, *args)
 
     monkeypatch.setattr(Planner, "__init__", watch)
-    options = dict(sd_margin=0.1, best_of_n_budget=9, best_of_n_race=False, draft_lengths=[4, 6])
+    options = dict(efficient_rollout=dict(margin=0.1), specactor=dict(budget=9, race=False), draft_length=[4, 6])
     roll_out(tmp_path, "best_of_n", **options)
-    assert given == [(1e-3, 0.5, 0.25, 5, 11), ([2, 4, 6], 0.1, False, 9)]
+    assert given == [(AdaptationOptions(1e-3, 0.5, 0.25), 5, 11), ([2, 4, 6], 0.1, False, 9)]
 
 
 # ---- When it speculates, and what is measured for that -----------------------------------------------------------
@@ -109,7 +113,7 @@ def test_profiles_decide(tmp_path: Path, profiles: dict[str, str], capsys: pytes
     why, and what plain decoding would have taken."""
     for which, margin, pays in (("pays", 0.05, True), ("does not", 0.05, False), ("pays", 1e6, False)):
         folder = tmp_path / f"{which} {margin}"
-        options = dict(sd_toggle="roofline", roofline_profile=profiles[which], sd_margin=margin)
+        options = dict(sd_toggle="roofline", efficient_rollout=dict(profile=profiles[which], margin=margin))
         run = roll_out(folder, max_completion_length=48, **options)
         log = read_run(folder)
         (record,) = log.rollouts
@@ -142,10 +146,10 @@ def test_a_missing_profile_is_calibrated_once(tmp_path: Path, quick_calibration:
     """Into the file that was named, which says so, into the run's folder, and into the user's cache."""
     for name in ("first", "second"):
         path = tmp_path / f"{name}.json"
-        with pytest.warns(UserWarning, match=f"roofline_profile='.*{name}.json' does not exist and is written now"):
-            roll_out(tmp_path / name, sd_toggle="roofline", roofline_profile=str(path))
+        with pytest.warns(UserWarning, match=f"rollout.profile='.*{name}.json' does not exist and is written now"):
+            roll_out(tmp_path / name, sd_toggle="roofline", efficient_rollout=dict(profile=str(path)))
         assert Profile.load(path) == Profile.load(tmp_path / name / "roofline_profile.json")
-    roll_out(tmp_path, sd_toggle="roofline", roofline_profile=str(path))
+    roll_out(tmp_path, sd_toggle="roofline", efficient_rollout=dict(profile=str(path)))
     roll_out(tmp_path, sd_toggle="roofline")
     assert quick_calibration == [8]
 
@@ -154,9 +158,9 @@ def test_a_profile_of_something_else(tmp_path: Path, profiles: dict[str, str], q
     own = Profile.load(profiles["pays"])
     other = replace(own, key=replace(own.key, dtype="float16", hardware="abacus"))
     other.save(tmp_path / "other.json")
-    given = dict(sd_toggle="roofline", roofline_profile=str(tmp_path / "other.json"))
+    given = dict(sd_toggle="roofline", efficient_rollout=dict(profile=str(tmp_path / "other.json")))
     with pytest.raises(ValueError, match="hardware is 'abacus' there .*dtype is 'float16' there"):
-        roll_out(tmp_path, **given, roofline_mismatch="error")
+        roll_out(tmp_path, **merged(given, dict(efficient_rollout=dict(mismatch="error"))))
     with pytest.warns(UserWarning, match="hardware is 'abacus' there .*Calibrating again"):
         roll_out(tmp_path, **given)
     assert len(quick_calibration) == 1
@@ -166,7 +170,7 @@ def test_a_profile_of_something_else(tmp_path: Path, profiles: dict[str, str], q
 def test_a_ladder_is_profiled_where_it_is_asked_for(
     tmp_path: Path, level_ladder: Asked, profiles: dict[str, str]
 ) -> None:
-    calibrated = {"sd_toggle": "roofline", "roofline_profile": profiles["pays"]}
+    calibrated = {"sd_toggle": "roofline", "efficient_rollout": {"profile": profiles["pays"]}}
     never = {"sd_toggle": "never"}
     for strategy, options, asked in (("auto", never, 0), ("self", calibrated, 0), ("auto", calibrated, 1)):
         roll_out(tmp_path, strategy, **options)
@@ -182,7 +186,7 @@ def test_by_default_nothing_is_profiled(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(profiles_module, "calibrate", fail)
     monkeypatch.setattr(ladder_calibration, "build_ladder", fail)
-    run = train(tmp_path, SpecGRPOConfig.assistant_strategy, sd_toggle=SpecGRPOConfig.sd_toggle)
+    run = train(tmp_path, SpecGRPOConfig.assistant_strategy, sd_toggle=SpeculativeConfig.sd_toggle)
     assert isinstance(run.calls[-1].control, Planner) and len({call.control for call in run.calls}) == 1
     rounds = [call.known["times"]["rounds"] for call in run.calls]
     assert rounds == sorted(set(rounds)) and run.trainer.args.assistant_strategy == "auto"
@@ -257,9 +261,9 @@ def test_tool_turns_read_only_what_is_new(
         "role": "assistant", "content": chat_tokenizer.decode(ids), "tool_calls": [call],
     }  # fmt: skip
     found: list[SpeculationStatistics] = []
-    add = RolloutTotals.add
+    add = RolloutSums.add
     monkeypatch.setattr(
-        RolloutTotals, "add", lambda self, statistics, *rest: (found.append(statistics), add(self, statistics, *rest))
+        RolloutSums, "add", lambda self, statistics, *rest: (found.append(statistics), add(self, statistics, *rest))
     )
 
     def run(name: str) -> tuple[Run, float]:
@@ -269,6 +273,7 @@ def test_tool_turns_read_only_what_is_new(
             policy=tiny_policy(max_position_embeddings=2048), max_completion_length=500,
             max_tool_calling_iterations=4, trainer={"tools": [recite]},
         )  # fmt: skip
+        found[:] = [each for each in found if each.rounds]  # sums begin with no call
         assert len(found) == 5 and (strategy == "none" or sum(each.total.drafted for each in found) > 200)
         return run, sum(each.tokens_read for each in found) / sum(each.tokens for each in found)
 
@@ -331,7 +336,7 @@ def test_text_for_a_vision_language_model(tmp_path: Path) -> None:
 def test_the_copy_stays_under_gradient_checkpointing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's default puts one more hook on the embedding after each rollout."""
     made: list[object] = []
-    monkeypatch.setattr(run_drafting, "copy_again", lambda *_: made.append(_))
+    monkeypatch.setattr(trainer_speculator, "copy_again", lambda *_: made.append(_))
     run = train(tmp_path, "self", gradient_checkpointing=True)
     assert len(run.calls) == 3 and not made
 

@@ -14,7 +14,7 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.statistics import DraftCounts, RoundPoint
 from spec_trl.trainers.run_log import LOG_FILE, PlainCall, RolloutRecord, RunLog, read_run
 from spec_trl.trainers.run_verdict import MORE, CollapseAlarm, Verdict, verdict_of
-from spec_trl.trainers.step_totals import RolloutTotals
+from spec_trl.trainers.step_totals import RolloutSums
 from tests.cli.sample_run import make_header, make_rollout, make_step
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate
@@ -218,7 +218,7 @@ def test_a_stale_drafter_is_found() -> None:
     drafter, alarm = SelfDrafter(policy), CollapseAlarm(by_first_token=True)
 
     def record() -> RolloutRecord:
-        totals, options = RolloutTotals(), dict(max_new_tokens=24, do_sample=False)
+        totals, options = RolloutSums(), dict(max_new_tokens=24, do_sample=False)
         prompts = {"input_ids": torch.arange(1, 33).view(8, 4)}
         statistics = generate(policy, prompts, "self", drafter=drafter, **options).statistics
         assert statistics.total.blocks > 20

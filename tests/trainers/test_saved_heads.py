@@ -28,7 +28,7 @@ from tests.trainers.harness import Run, assert_same_training, make_run, tiny_pol
 from tests.trainers.trl_trainers import PROMPT, make_trainer
 
 
-OPTIONS: dict[str, Any] = dict(max_steps=2, drafter_learning_rate=1e-3, draft_lengths=[4])
+OPTIONS: dict[str, Any] = dict(max_steps=2, drafter_adaptation=dict(learning_rate=1e-3), draft_length=[4])
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Seconds of a step's phases, and sums over a rollout's calls and ranks, by hand."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from spec_trl.generation.engine.statistics import (
 from spec_trl.generation.planner.control import Tally
 from spec_trl.trainers import step_totals
 from spec_trl.trainers.run_log import RolloutRecord
-from spec_trl.trainers.step_totals import RolloutTotals, StepClock, metrics
+from spec_trl.trainers.step_totals import RolloutSums, StepClock, metrics
 
 
 def test_the_turns_of_a_rollout_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,16 +37,17 @@ def test_the_turns_of_a_rollout_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -
         tallies={"self": Tally(9, 72, 200, 2.0)},
     )  # fmt: skip
     later = replace(first, seconds=1.0, plain_seconds=1.5, reason="later", predicted_speedup=None)
-    totals = RolloutTotals()
+    sums = RolloutSums()
     for statistics in (first, later):
-        totals.add(statistics, 8, statistics.seconds + 0.25)
-    totals.durations.refresh_seconds += 0.125
+        sums.add(statistics, 8, statistics.seconds + 0.25)
+    sums.longest["refresh_seconds"] += 0.125
 
     def record_with(**durations: float) -> RolloutRecord:
         """Of two ranks: this one, and one of the same counts and other durations."""
-        other = replace(totals.durations, **durations)
-        monkeypatch.setattr(step_totals, "gather_object", lambda own: [*own, (totals.counts, other, 1.0)])
-        return totals.over_ranks(["self", "tts"]).record("train", 3, 2, "auto", {"self": 5, "tts": 7})
+        whole, other = copy.deepcopy(sums), (sums.summed, sums.longest | durations, 1.0)
+        monkeypatch.setattr(step_totals, "gather_object", lambda own: [*own, other])
+        whole.over_ranks(["self", "tts"])
+        return whole.record("train", 3, 2, "auto", {"self": 5, "tts": 7})
 
     record = record_with(plain_seconds=5.0, drafter_update_seconds=9.0)
     assert (record.plain_seconds, record.seconds, record.refresh_seconds) == (6.0, 4.5, 0.125)
@@ -76,9 +78,9 @@ def test_the_turns_of_a_rollout_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_long_curve_is_logged_in_part() -> None:
     curve = [(float(at), at) for at in range(1, 1002)]
-    totals = RolloutTotals(completion_curve=curve)
-    totals.durations.seconds = 2000.0
-    logged = totals.record("eval", 0, 0, "none", {}).completion_curve
+    sums = RolloutSums()
+    sums.add(SpeculationStatistics("none", completion_curve=curve), len(curve), 2000.0)
+    logged = sums.record("eval", 0, 0, "none", {}).completion_curve
     assert len(logged) <= step_totals.CURVE_POINTS and logged[-1] == curve[-1] and set(logged) <= set(curve)
 
 

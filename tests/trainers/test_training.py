@@ -29,6 +29,7 @@ from spec_trl.trainers import run_verdict
 from spec_trl.trainers.checkpoint import STATE_FILE
 from spec_trl.trainers.run_verdict import verdict_of
 from tests.generation.drafters.watching import make_checkpoint
+from tests.option_groups import merged
 from tests.trainers.conftest import LEARNING, STEPS, Asked
 from tests.trainers.harness import (
     PROMPTS,
@@ -161,7 +162,7 @@ def test_no_rollout_drafts_with_stale_weights(tmp_path: Path, monkeypatch: pytes
 def test_rollouts_that_never_speculate_do_not_pay_for_a_refresh(
     tmp_path: Path, profiles: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = roll_out(tmp_path, sd_toggle="roofline", roofline_profile=profiles["does not"])
+    run = roll_out(tmp_path, sd_toggle="roofline", efficient_rollout=dict(profile=profiles["does not"]))
     monkeypatch.setattr(SelfDrafter, "refresh", lambda *_: 1 / 0)
     run.trainer.state.global_step = 1
     run.trainer.evaluate(tiny_dataset(1))
@@ -270,7 +271,7 @@ def test_checkpoints_of_other_trainers(tmp_path: Path, learned: Run) -> None:
     assert [(call.request_ids[0], call.draft_lengths) for call in rest.calls] == [(2 << 36, [1])]
     (tmp_path / "checkpoint-2" / STATE_FILE).unlink()
     with pytest.warns(UserWarning, match=f"{STATE_FILE} does not exist"):
-        del options["tts_learning_rate"], options["tts_stride"]  # a copy that does not learn reads neither
+        del options["tts"]  # a copy that does not learn reads none
         rest = train(tmp_path / "out", "self", tmp_path / "checkpoint-2", **options)
     assert [(call.request_ids[0], call.draft_lengths) for call in rest.calls] == [(0, [1])]
 
@@ -295,13 +296,13 @@ def test_states_that_do_not_fit_or_are_not_used_yet(tmp_path: Path, recwarn: pyt
     """A state waits for the next generation, which makes the learner, and is saved again; what was given stays as it
     was. Other scopes neither save nor load."""
     options = dict(
-        tts_drafter="eagle3", tts_stride="1", assistant_model=make_checkpoint(tmp_path / "eagle3", "eagle3", 48)
+        tts=dict(drafter="eagle3", stride=1), assistant_model=make_checkpoint(tmp_path / "eagle3", "eagle3", 48)
     )  # fmt: skip
-    other = roll_out(tmp_path, "tts", tts_scope="rollout", **options)
+    other = roll_out(tmp_path, "tts", **merged(options, dict(tts=dict(scope="rollout"))))
     other.calls[0].drafters[0].load_state_dict({"student": "dflash"})
     other.trainer.evaluate(tiny_dataset(1))
     assert other.calls[0].drafters[0].state_dict() == {}
-    run = roll_out(tmp_path, "tts", draft_lengths=[3], **options)
+    run = roll_out(tmp_path, "tts", draft_length=[3], **options)
     (drafter,) = run.calls[0].drafters
     state: dict[str, Any] = copy.deepcopy(drafter.state_dict())
     before: dict[str, Any] = copy.deepcopy(state)
@@ -355,7 +356,7 @@ UPDATED = {"drafter_updates", "drafter_update_seconds"}
 
 def test_log_has_every_rollout_and_step(learned: Run) -> None:
     log, records, steps = learned.log, learned.log.of("train"), learned.log.steps
-    assert log.header.strategy == "tts" and log.header.settings["draft_lengths"] == [1, 2, 3, 4, 5]
+    assert log.header.strategy == "tts" and log.header.settings["draft_length"] == [1, 2, 3, 4, 5]
     assert log.header.dtype == "float64"
     assert [record.rollout for record in records] == [record.step for record in records] == [0, 1, 2, 3]
     assert [record.step for record in steps] == [1, 2, 3, 4]

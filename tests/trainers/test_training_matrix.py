@@ -3,6 +3,7 @@ trainers than test_training.py has. Most are slow; of those that are not, CUDA g
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,10 +13,8 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
-from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import DistillationTrainer, GRPOTrainer
 
-import spec_trl
-from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOTrainer
 from spec_trl.generation.engine.forwards import runner_choice
 from spec_trl.generation.engine.network.shadow import unwrapped
@@ -25,8 +24,11 @@ from spec_trl.papers.test_time_speculation import distilled_drafter
 from tests.conftest import STORY_MODEL
 from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.tape import Tape, install_tape
+from tests.option_groups import merged
+from tests.trainers import trl_trainers
 from tests.trainers.conftest import Asked
 from tests.trainers.harness import (
+    OTHERS,
     Run,
     assert_same_training,
     hybrid_policy,
@@ -41,8 +43,9 @@ from tests.trainers.harness import (
 
 slow = pytest.mark.slow
 Options = dict[str, Any]
-FAST = dict(tts_learning_rate=1e-3, draft_lengths=[3], tts_stride="1")
-ASYNC = dict(tts_asynchronous=True, tts_stride="2")
+FAST = dict(tts=dict(learning_rate=1e-3, stride=1), draft_length=[3])
+MOVING = dict(draft_length_up=0.1, draft_length_down=0.05)
+ASYNC = dict(tts=dict(asynchronous=True, stride=2))
 LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
 Named = Callable[[str], Options]
 
@@ -54,7 +57,7 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Named:
     tiny_policy(num_hidden_layers=1).save_pretrained(folder / "model")
     paths = {kind: make_checkpoint(folder / kind, kind, 48) for kind in ("eagle3", "dflash")}
     paths |= {"self": None, "model": str(folder / "model")}
-    return lambda kind: dict(tts_drafter=kind, assistant_model=paths[kind])
+    return lambda kind: dict(tts=dict(drafter=kind), assistant_model=paths[kind])
 
 
 # ---- Policies that are those of a training without drafts --------------------------------------------------------
@@ -94,10 +97,10 @@ TWICE = plain(num_iterations=2, steps_per_generation=2, max_steps=4)
 CASES: list[tuple[str, Options, Callable[[], Options]]] = [
     ("ngram", {}, TEN_STEPS),
     ("history", {}, TEN_STEPS),
-    ("self", dict(draft_lengths=[2], rollout_batch_size=3), TEN_STEPS),
-    ("self", dict(draft_quantization="rtn-w8", draft_lm_head="packed"), TEN_STEPS),
-    ("self", dict(draft_kernel="reference", draft_lengths=[9]), TEN_STEPS),
-    ("self", dict(draft_lengths=[1, 2, 3, 5], draft_length_up=0.1, draft_length_down=0.05), TEN_STEPS),
+    ("self", dict(draft_length=[2], max_batch_size=3), TEN_STEPS),
+    ("self", dict(draft_quantization="rtn-w8", efficient_rollout=dict(lm_head="packed")), TEN_STEPS),
+    ("self", dict(draft_kernel="reference", draft_length=[9]), TEN_STEPS),
+    ("self", dict(draft_length=[1, 2, 3, 5], efficient_rollout=MOVING), TEN_STEPS),
     ("self", dict(draft_quantization="awq-w4-g128"), TEN_STEPS),
     ("self", {}, plain(max_steps=50)),
     ("self", {}, plain(**SHORT, max_steps=6, steps_per_generation=4, num_iterations=2, learning_rate=1e-2)),
@@ -117,13 +120,29 @@ CASES: list[tuple[str, Options, Callable[[], Options]]] = [
     ("dflash", dict(drafter_adaptation=False), dict),
     ("tts model", ASYNC, dict),
     ("tts dflash", ASYNC, dict),
-    ("tts eagle3", dict(tts_scope="request"), plain(**SHORT)),
+    ("tts eagle3", dict(tts=dict(scope="request")), plain(**SHORT)),
     ("tts self", {}, TWICE),
     ("tts eagle3", {}, plain(gradient_checkpointing=True)),
     ("tts self", {}, lora),
-    ("tts self", dict(tts_scope="request", rollout_batch_size=3), dict),
-    ("tts eagle3", dict(tts_scope="request", rollout_batch_size=3), dict),
+    ("tts self", dict(tts=dict(scope="request"), max_batch_size=3), dict),
+    ("tts eagle3", dict(tts=dict(scope="request"), max_batch_size=3), dict),
 ]  # fmt: skip
+
+
+def autocast() -> Options:
+    return dict(policy=tiny_policy().float(), bf16=True)
+
+
+def checkpointed_lora() -> Options:
+    return lora(gradient_checkpointing=True)
+
+
+def other(name: str, training: Callable[[], Options]) -> Options:
+    """A training by another trainer than SpecGRPOTrainer."""
+    return OTHERS[name] | training()
+
+
+OTHER_TRAINERS = [("self", {}, partial(other, name, how)) for name in OTHERS for how in (checkpointed_lora, autocast)]
 
 
 @functools.cache
@@ -133,8 +152,9 @@ def train_without_drafts(training: Callable[[], Options]) -> Run:
         return train(Path(folder), "none", **training())
 
 
-@slow
-@pytest.mark.parametrize(("strategy", "how", "training"), CASES)
+@pytest.mark.parametrize(
+    ("strategy", "how", "training"), [*(pytest.param(*case, marks=slow) for case in CASES), *OTHER_TRAINERS]
+)
 def test_the_policy_trains_as_without(
     strategy: str, how: Options, training: Callable[[], Options], tmp_path: Path, named: Named
 ) -> None:
@@ -142,9 +162,10 @@ def test_the_policy_trains_as_without(
     strategy, _, student = strategy.partition(" ")
     learns, along = strategy == "tts", strategy in ("eagle3", "dflash")
     if learns:
-        how = FAST | how | named(student)
+        how = merged(FAST, how, named(student))
     elif strategy in ("model", "eagle3", "dflash"):
-        how = dict(assistant_model=named(strategy)["assistant_model"], drafter_learning_rate=1e-3) | how
+        adapting = dict(drafter_adaptation=dict(learning_rate=1e-3))
+        how = adapting | dict(assistant_model=named(strategy)["assistant_model"]) | how
     run = train(tmp_path / "run", strategy, **training(), **how)
     assert_same_training(train_without_drafts(training), run)
     assert along or max(run.metric("rollout/block_efficiency")) > 1
@@ -152,9 +173,10 @@ def test_the_policy_trains_as_without(
     assert all(count > 0 for count in run.metric("rollout/drafter_updates"))
     assert bool(run.metric("rollout/drafter_updates")) is learns
     assert bool(run.metric("rollout/drafter_refresh_seconds")) is ("self" in (strategy, student))
-    assert not run.trainer.args.beta or run.metric("kl")[-1] > 0
+    is_taught = isinstance(run.trainer, DistillationTrainer)  # whose β has another meaning
+    assert is_taught or not run.trainer.args.beta or run.metric("kl")[-1] > 0
     run.trainer.save_model(str(tmp_path / "final"))
-    is_adapted = along and how.get("drafter_adaptation", True)
+    is_adapted = along and bool(how.get("drafter_adaptation", True))
     assert (tmp_path / "final/drafter").exists() is bool(run.metric("drafter/loss")) is is_adapted
 
 
@@ -178,7 +200,7 @@ def test_rollouts_that_choose_when_to_draft(tmp_path: Path, profiles: dict[str, 
     """By a profile; by a ladder and what rounds really take, whatever that is; and by these rounds alone."""
     options: Options = dict(max_steps=6, max_completion_length=48, trainer={"train_dataset": tiny_dataset(8)})
     none = train(tmp_path, "none", **options)
-    toggled = train(tmp_path, sd_toggle="roofline", roofline_profile=profiles["pays"], **options)
+    toggled = train(tmp_path, sd_toggle="roofline", efficient_rollout=dict(profile=profiles["pays"]), **options)
     assert_same_training(none, toggled)
     assert 0 < toggled.metric("rollout/sd_on_fraction")[0]
     assert_same_training(none, train(tmp_path, "auto", **options))
@@ -200,7 +222,7 @@ def test_half_precision_and_single(tmp_path: Path, weights: torch.dtype, bf16: b
     none, drafted = (
         train(
             tmp_path / strategy, strategy, policy=tiny_policy(hidden_size=192).to(weights), bf16=bf16, max_steps=50,
-            draft_kernel="reference", draft_lengths=[3],
+            draft_kernel="reference", draft_length=[3],
         )
         for strategy in ("none", "self")
     )  # fmt: skip
@@ -249,10 +271,10 @@ def test_a_compiled_policy_is_drafted_for(
 @pytest.mark.parametrize("kind", ["self", "dflash"])
 def test_it_learns(kind: str, tmp_path: Path, named: Named) -> None:
     """On a policy that stays: more of what it drafts is accepted than of what it would have drafted untaught."""
-    options = dict(max_steps=12, learning_rate=1e-12, temperature=0.5, draft_lengths=[3], **named(kind))
+    options = dict(max_steps=12, learning_rate=1e-12, temperature=0.5, draft_length=[3], **named(kind))
     options |= dict(trainer={"train_dataset": tiny_dataset(2)}, draft_quantization="rtn-w4-g32")
-    run = train(tmp_path, "tts", **options, tts_learning_rate=3e-3, tts_stride="1")
-    still = train(tmp_path, "tts", **options, tts_learning_rate=1e-30, tts_stride=str(10**6))
+    run = train(tmp_path, "tts", **merged(options, dict(tts=dict(learning_rate=3e-3, stride=1))))
+    still = train(tmp_path, "tts", **merged(options, dict(tts=dict(learning_rate=1e-30, stride=10**6))))
     accepted, before = (sum(of.metric("rollout/acceptance_rate")[-4:]) for of in (run, still))
     assert accepted > before * (1.02 if kind == "self" else 1.3)
 
@@ -262,17 +284,17 @@ def test_it_learns(kind: str, tmp_path: Path, named: Named) -> None:
     ("kind", "how"),
     [
         ("model", {}),
-        ("self", dict(tts_asynchronous=True, tts_stride="2")),
-        ("eagle3", dict(tts_asynchronous=True, tts_stride="2")),
+        ("self", dict(tts=dict(asynchronous=True, stride=2))),
+        ("eagle3", dict(tts=dict(asynchronous=True, stride=2))),
         ("eagle3", dict(bf16=True)),  # weights are the rounded image of what is saved
-        ("dflash", dict(tts_anchor="initial", tts_anchor_weight=0.1)),
+        ("dflash", dict(tts=dict(anchor="initial", anchor_weight=0.1))),
     ],
     ids=str,
 )
 def test_resumed_run_goes_on_bit_for_bit(kind: str, how: Options, tmp_path: Path, named: Named) -> None:
     def run(folder: str, **options: Any) -> Run:
         policy = tiny_policy().to(torch.bfloat16 if how.get("bf16") else torch.float64)
-        return train(tmp_path / folder, "tts", policy=policy, max_steps=4, **FAST | how, **named(kind), **options)
+        return train(tmp_path / folder, "tts", policy=policy, max_steps=4, **merged(FAST, how, named(kind), options))
 
     whole = run("whole", save_strategy="steps", save_steps=2)
     rest = run("rest", resume=tmp_path / "whole" / "checkpoint-2")
@@ -301,10 +323,10 @@ def test_a_policy_with_states_goes_on_bit_for_bit(more: Callable[[], Options], t
 @slow
 def test_a_resumed_run_takes_its_own_learning_rate(tmp_path: Path, named: Named) -> None:
     """A tenth of the old one: a few updates of Adam do not move a weight as far as one with the old one did."""
-    options = FAST | dict(tts_stride="4") | named("eagle3")
+    options = merged(FAST, dict(tts=dict(stride=4)), named("eagle3"))
     first = train(tmp_path, "tts", max_steps=1, save_strategy="steps", save_steps=1, **options)
     before = [tensor.clone() for tensor in first.calls[0].drafters[0].state_dict()["tensors"]]
-    options |= dict(resume=tmp_path / "checkpoint-1", max_steps=2, tts_learning_rate=1e-4)
+    options = merged(options, dict(resume=tmp_path / "checkpoint-1", max_steps=2, tts=dict(learning_rate=1e-4)))
     rest = train(tmp_path, "tts", **options)
     after = rest.calls[0].drafters[0].state_dict()["tensors"]
     assert 0 < max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True)) < 8e-4
@@ -337,7 +359,7 @@ def test_rollouts_are_captured_and_follow_the_policy(
     """A float32 policy under `bf16=True`, which is what a model's name becomes."""
     greedy: dict[str, Any] = dict(bf16=True, generation_kwargs={"do_sample": False}, max_completion_length=24)
     captured: dict[str, Any] = dict(runner="graph", keep_graphs=keep_graphs)
-    captured |= dict(draft_kernel="reference", draft_lengths=[3])
+    captured |= dict(draft_kernel="reference", draft_length=[3])
     tape, policy = install_tape(monkeypatch), tiny_policy(num_hidden_layers=1).float()
     run = make_run(tmp_path, policy=policy, bf16=True, max_steps=2, learning_rate=0.02, **captured).train()
     assert tape.replayed > 8 and min(run.metric("rollout/acceptance_rate")) > 0.25
@@ -350,8 +372,8 @@ def test_rollouts_are_captured_and_follow_the_policy(
     assert mostly_equal(*found.values()) and not mostly_equal(found[SpecGRPOTrainer], before)
 
 
-def test_rloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It knows nothing of spec_trl, and drafts with one line in `generation_kwargs`: completions and weights stay."""
+def test_a_line_in_generation_kwargs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that knows nothing of spec_trl drafts by it, without `speculate`: completions and weights stay."""
     drafted: list[int] = []
     run = Rollout.run
 
@@ -361,28 +383,12 @@ def test_rloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return completions, statistics
 
     monkeypatch.setattr(Rollout, "run", watched)
-
-    def train(strategy: str) -> tuple[list[Any], list[torch.Tensor]]:
-        seen: list[Any] = []
-
-        def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-            seen.append(completion_ids)
-            return [float(len(set(ids))) for ids in completion_ids]
-
+    trainers = []
+    for strategy in ("none", "self"):
         options = {"seed": 5, "sd_toggle": "always", "draft_kernel": "reference"}
         given = {"assistant_strategy": strategy, "speculative_config": options}
-        config = RLOOConfig(
-            output_dir=str(tmp_path), generation_kwargs=given, beta=0.0,
-            max_steps=2, per_device_train_batch_size=4, num_generations=2, max_completion_length=8, report_to="none",
-            save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, seed=3, learning_rate=1e-2,
-        )  # fmt: skip
-        config.to_json_string()
-        policy = tiny_policy()
-        trainer = RLOOTrainer(policy, reward, config, tiny_dataset(8), processing_class=build_tokenizer())
-        trainer.train()
-        spec_trl.release(policy)
-        return seen, [parameter.detach() for parameter in policy.parameters()]
-
-    (plain, weights), (speculative, same) = train("none"), train("self")
-    assert plain == speculative and all(map(torch.equal, weights, same))
+        trainers.append(trl_trainers.make_trainer("rloo", tmp_path / strategy, generation_kwargs=given, max_steps=2))
+        trainers[-1].args.to_json_string()
+        trainers[-1].train()
+    trl_trainers.assert_same(*trainers)
     assert drafted[:2] == [0, 0] and all(drafted[2:]) and len(drafted) == 4

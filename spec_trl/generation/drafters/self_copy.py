@@ -75,16 +75,16 @@ class SelfDrafter(NetworkDrafter):
         if assistant is not None:
             name = assistant if isinstance(assistant, str) else type(assistant).__name__
             raise ValueError(
-                f"assistant_model={name!r} is given, and tts_drafter='self' uses none. Drop it, or say what it is: "
-                "tts_drafter='eagle3', 'dflash' or 'model'."
+                f"assistant_model={name!r} is given, and tts.drafter='self' uses none. Drop it, or say what it is: "
+                "tts.drafter='eagle3', 'dflash' or 'model'."
             )
         student = cls(model, *config.packing())
         modules = (module for layer in student.quantized.layers.values() for module in layer.modules())
         names = {module.name for module in modules if isinstance(module, PackedWeight)}
-        if config.tts_asynchronous and (alone := sorted(names & _ONE_STREAM)):
+        if config.tts.asynchronous and (alone := sorted(names & _ONE_STREAM)):
             raise ValueError(
-                f"tts_asynchronous=True with layers of the kernels {alone}, whose scratch memory serves one stream. "
-                'Set draft_kernel="triton" or "torch_int4", or tts_asynchronous=False.'
+                f"tts.asynchronous=True with layers of the kernels {alone}, whose scratch memory serves one stream. "
+                'Set draft_kernel="triton" or "torch_int4", or tts.asynchronous=False.'
             )
         return student
 

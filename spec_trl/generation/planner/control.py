@@ -45,7 +45,7 @@ def decision(speedup: float, margin: float) -> str:
     """Says what follows from a predicted speedup."""
     if speedup >= 1 + margin:
         return "speculating"
-    asked = f", since sd_margin asks for {1 + margin:.2f}×" if speedup >= 1 else ""
+    asked = f", since efficient_rollout.margin asks for {1 + margin:.2f}×" if speedup >= 1 else ""
     return f"decoding plainly{asked}"
 
 

@@ -157,7 +157,7 @@ def calibrate(
             f"layer on {key.hardware}; choose another of them."
         )
     # A separate drafter, since the strategy may have none.
-    drafter = SelfDrafter(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
+    drafter = SelfDrafter(model, config.draft_quantization, config.draft_kernel, config.efficient_rollout.lm_head)
     constants = model_constants(model, drafter.quantized, effective_dtype(model))
     bar = bar_text("calibrating this machine for", model, kept_in) if progress else None
     with torch.no_grad():

@@ -20,8 +20,8 @@ def find_profile(
     max_length: int = 4096,
     extra_copy: Path | None = None,
 ) -> Profile | None:
-    """The profile of `config.roofline_profile` or of the user's cache; if there is none, `sd_toggle="roofline"`
-    calibrates this machine and saves one. It is also saved as `extra_copy`.
+    """The profile that `config` names or of the user's cache; if there is none, `sd_toggle="roofline"` calibrates this
+    machine and saves one. It is also saved as `extra_copy`.
 
     `sd_toggle="roofline"` replaces a cached profile that was calibrated for less than half of `max_batch_size`, the
     most rows in flight, or of `max_length`, the longest total length. A run beyond the calibrated sizes warns.
@@ -31,11 +31,11 @@ def find_profile(
         then only measured rounds decide.
 
     Raises:
-        ProfileMismatch: the named profile is for something else and `roofline_mismatch` is `"error"`.
+        ProfileMismatch: the named profile is for something else and `efficient_rollout.mismatch` is `"error"`.
         ValueError: the named profile cannot be read.
     """
     calibrates = config.sd_toggle != "measured"
-    named = None if config.roofline_profile is None else Path(config.roofline_profile)
+    named = None if (path := config.efficient_rollout.profile) is None else Path(path)
     key = profile_key(model, config, measures=calibrates)
     is_missing = named is not None and not named.exists()
     profile = None if named is None or is_missing else _load_named(named, key, config)
@@ -44,7 +44,7 @@ def find_profile(
     if profile is None and calibrates:
         if is_missing:
             warnings.warn(
-                f"roofline_profile={config.roofline_profile!r} does not exist and is written now, from "
+                f"efficient_rollout.profile={path!r} does not exist and is written now, from "
                 f"{cache_directory('profiles')} or, where that has none, by calibrating this machine, which takes "
                 "minutes.",
                 stacklevel=2,
@@ -71,12 +71,12 @@ def find_profile(
 
 
 def _load_named(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Profile | None:
-    """The profile at `path`; None where it is of something else, and `roofline_mismatch` allows that."""
+    """The profile at `path`; None where it is of something else, and `efficient_rollout.mismatch` allows that."""
     profile = Profile.load(path)
     try:
         profile.require(key, path)
     except ProfileMismatch as error:
-        if config.roofline_mismatch == "error":
+        if config.efficient_rollout.mismatch == "error":
             raise
         again = f"Calibrating again, into {cache_directory('profiles')}."
         then = again if config.sd_toggle == "roofline" else "Rounds are measured instead."

@@ -260,7 +260,8 @@ class DraftRanks:
     def __init__(self, drafting: int, rank: int, ranks: int, timeout: float) -> None:
         if 2 * drafting > ranks:
             raise ValueError(
-                f"draft_ranks={drafting} with {ranks} processes: each of them drafts for another rank, so at most "
+                f"specactor.draft_ranks={drafting} with {ranks} processes: each of them drafts for another rank, so "
+                "at most "
                 f"{ranks // 2} can."
             )
         self.decoding = ranks - drafting

@@ -97,7 +97,7 @@ def find_ladder(
     """Returns the ladder of these drafters: from memory, from a file, or else profiled and saved under
     `sd_toggle="roofline"`; None: there is none.
 
-    The file is next to `config.roofline_profile`, or in the user's cache. `sd_toggle="roofline"` replaces a ladder
+    The file is next to the profile of `config`, or in the user's cache. `sd_toggle="roofline"` replaces a ladder
     that was profiled for less than half of `max_batch_size`, the most rows in flight.
 
     Raises:
@@ -123,8 +123,8 @@ def find_ladder(
 
 
 def _path(key: ProfileKey, config: SpeculativeConfig, shape: str) -> Path:
-    if config.roofline_profile is not None:
-        return ladder_path(config.roofline_profile)
+    if config.efficient_rollout.profile is not None:
+        return ladder_path(config.efficient_rollout.profile)
     name = key.file_name.removesuffix(".json")
     # The ladder depends on the set of drafters.
     return ladder_path(ladder_folder(config) / f"{name}_{hashlib.sha256(shape.encode()).hexdigest()[:8]}.json")

@@ -152,7 +152,7 @@ def request_plans(
     Args:
         drafter: the drafter that may run decoupled.
         profile: of the target on this machine.
-        config: `decoupled_execution="always"` decouples whatever the plan.
+        config: `specactor.decoupled_execution="always"` decouples whatever the plan.
         acceptance: p, of an earlier call.
         capacity: most rows in flight.
         length: the longest total length of a row, tokens.
@@ -162,9 +162,9 @@ def request_plans(
     roofline = roofline_of(drafter, profile)
     draft, verify = affine_times(roofline, capacity, length / 2, share if share > 0 else 1.0)
     alone, _ = affine_times(roofline, capacity, length / 2)
-    plan = plan_of_machine(acceptance, config.draft_length, capacity, alone(1), draft(1), partial(verify, 1))
-    if config.decoupled_execution == "always":
-        plan = replace(plan, mode="decoupled", window=config.draft_length + 1)
+    plan = plan_of_machine(acceptance, config.first_draft_length, capacity, alone(1), draft(1), partial(verify, 1))
+    if config.specactor.decoupled_execution == "always":
+        plan = replace(plan, mode="decoupled", window=config.first_draft_length + 1)
     return RequestPlans(plan, draft, verify)
 
 

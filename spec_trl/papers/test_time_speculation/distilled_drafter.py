@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,11 @@ from ...generation.engine.rows import Admission
 from ...generation.engine.sampling.accept import Integers, Proposal
 from ...generation.engine.sampling.noise import RoundNoise
 from ...generation.engine.statistics import LearningStatistics
-from ...generation.options import Distillation, SpeculativeConfig
+from ...generation.options import SpeculativeConfig
 from ...generation.registry import DRAFTERS, register_drafter
 from ...generation.session import WeightState, structure
 from .distillation import distillation_loss, expected_tokens
+from .options import TTSOptions
 from .trained_weights import Learner, make_learner
 from .update_stride import AdaptiveStride, FixedStride
 
@@ -66,13 +68,13 @@ class DistilledDrafter(Drafter):
     def stood(self) -> float:
         return super().stood + self.student.stood
 
-    def __init__(self, student: TrainableDrafter, how: Distillation) -> None:
-        self.student, self._how = student, how
+    def __init__(self, student: TrainableDrafter, how: TTSOptions) -> None:
+        self.student, self._how = student, replace(how, scope=how.scope or "request")
         student.context = student.learned_context
         self.has_probabilities, self.max_rows = student.has_probabilities, student.max_rows
         self.uses_pool = student.uses_pool
         self.outlives_changes = not isinstance(student, SelfDrafter)
-        self._stride = None if how.stride is None else FixedStride(how.stride)
+        self._stride = FixedStride(how.stride) if isinstance(how.stride, int) else None
         self.adaptive_stride = AdaptiveStride()
         self.learner: Learner | None = None
         """Holds what was learned; None before the first generation, and before the first update that pays."""
@@ -83,22 +85,22 @@ class DistilledDrafter(Drafter):
 
     @classmethod
     def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "DistilledDrafter":
-        student = DRAFTERS[config.tts_drafter].make_student(model, assistant, config)
-        return cls(student, config.distillation())
+        student = DRAFTERS[config.tts.drafter].make_student(model, assistant, config)
+        return cls(student, config.tts)
 
     @classmethod
     def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...]:
         target = model.dtype, model.device, *map(id, model.parameters())
-        return config.tts_drafter, config.distillation(), config.packing(), *target, *_identity(assistant)
+        return config.tts, config.packing(), *target, *_identity(assistant)
 
     @classmethod
     def check_assistant(
         cls, argument: str, assistant: Any, target: PreTrainedModel, config: SpeculativeConfig
     ) -> None:
-        student = DRAFTERS[config.tts_drafter]
+        student = DRAFTERS[config.tts.drafter]
         student.check_assistant(argument, assistant, target, config)
         if student is SmallModelDrafter and assistant is not None:
-            refuse_states(argument, assistant, 'tts_drafter="model"', 'assistant_strategy="model"')
+            refuse_states(argument, assistant, 'tts.drafter="model"', 'assistant_strategy="model"')
 
     @property
     def cost(self) -> DraftCost | None:  # type: ignore[override]

@@ -213,7 +213,7 @@ class RowAdapters(RowTensors):
                     if x.dim() != 3:
                         raise ValueError(
                             f"the inputs of layer {name!r} have no batch dimension (shape {list(x.shape)}): rows "
-                            'cannot learn separately; use tts_scope="rollout" or "run", or one row at a time '
+                            'cannot learn separately; use tts.scope="rollout" or "run", or one row at a time '
                             "(max_batch_size=1)"
                         )
                     first = first_row()

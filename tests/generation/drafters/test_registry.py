@@ -50,11 +50,12 @@ def test_names() -> None:
     with pytest.raises(ValueError, match="strategy='auto'"):
         register_drafter(type("Clash", (Drafter,), {"strategy": "auto"}))
     assert register_drafter(BigramDrafter) is BigramDrafter  # a notebook's cell may run twice
-    assert SpeculativeConfig(best_of_n_drafters=["bigram", "self"]).best_of_n_drafters == ["bigram", "self"]
+    assert SpeculativeConfig(specactor=dict(drafters=["bigram", "self"])).specactor.drafters == ("bigram", "self")
     with pytest.raises(ValueError, match=r"assistant_strategy='bigramm'.*bigram"):
         SpecGRPOConfig(use_cpu=True, bf16=False, assistant_strategy="bigramm")
     with pytest.raises(ValueError, match='verification="rejection" needs draft probabilities'):
-        SpecGRPOConfig(use_cpu=True, bf16=False, assistant_strategy="bigram", verification="rejection")
+        rejection = {"verification": "rejection"}
+        SpecGRPOConfig(use_cpu=True, bf16=False, assistant_strategy="bigram", speculative_config=rejection)
     with pytest.raises(ValueError, match="assistant_model"):
         SpecGRPOConfig(use_cpu=True, bf16=False, assistant_strategy="bigram", assistant_model="x/y")
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from spec_trl.generation.engine.sampling.accept import Proposal
 from spec_trl.generation.engine.sampling.noise import RoundNoise
-from spec_trl.generation.options import Distillation
 from spec_trl.papers.test_time_speculation.distillation import distillation_loss
 from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
+from spec_trl.papers.test_time_speculation.options import TTSOptions
 from tests.generation.calls import generate, pad_left, random_rows
 from tests.generation.drafters.eagle3 import reference
 
@@ -57,7 +57,7 @@ def test_a_replay_gives_what_was_drafted(kind: str, student, tiny, tmp_path) -> 
         own = Eagle3Drafter(reference.make_folder(tmp_path, MADE[kind]), tiny)
     else:
         own = student(kind)
-    drafter = Comparing(own, Distillation(1e-3, scope="run"))
+    drafter = Comparing(own, TTSOptions(learning_rate=1e-3, scope="run"))
     result = generate(
         tiny, BATCH, "tts", {"verification": "rejection", "max_batch_size": 3, "draft_length": 4}, drafter=drafter,
         max_new_tokens=30,
@@ -68,7 +68,7 @@ def test_a_replay_gives_what_was_drafted(kind: str, student, tiny, tmp_path) -> 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_a_replay_of_rows_that_share_a_prompt(kind: str, student, tiny) -> None:
     """A row that comes in late shares its prompt with one that has long forgotten the prompt's features."""
-    drafter = Comparing(student(kind), Distillation(1e-3, scope="run"))
+    drafter = Comparing(student(kind), TTSOptions(learning_rate=1e-3, scope="run"))
     prompts = pad_left(random_rows([20]) * 4)
     result = generate(
         tiny, prompts, "tts", {"verification": "rejection", "max_batch_size": 2, "draft_length": 3}, drafter=drafter,
@@ -109,7 +109,7 @@ def test_an_update_during_later_rounds_sees_its_own_round(kind: str, student, ti
             return 0.0
 
     begun: list[tuple[Tensor, Tensor]] = []
-    how = Distillation(1e-3, stride=3, asynchronous=True, scope="run", anchor="initial", anchor_weight=1.0)
+    how = TTSOptions(learning_rate=1e-3, stride=3, asynchronous=True, scope="run", anchor="initial", anchor_weight=1.0)
     drafter = HeldBack(student(kind), how)
     result = generate(tiny, BATCH, "tts", {"draft_length": 3}, drafter=drafter, max_new_tokens=30)
     assert result.statistics.drafter_failure is None
@@ -127,7 +127,7 @@ def test_a_wider_copy_replays_in_its_own_dtype(tiny, tmp_path) -> None:
             self.student.replay(network, self.student.canvas(logits.shape[1] - 1, snapshot=False))
 
     own = Eagle3Drafter(reference.make_folder(tmp_path, reference.safeai()), tiny, dtype=torch.bfloat16)
-    result = generate(tiny, ALONE, "tts", {"draft_length": 4}, drafter=Wide(own, Distillation(1e-3)))
+    result = generate(tiny, ALONE, "tts", {"draft_length": 4}, drafter=Wide(own, TTSOptions(learning_rate=1e-3)))
     assert result.statistics.drafter_failure is None and set(dtypes) == {torch.float32}
 
 
@@ -153,7 +153,7 @@ def test_the_projection_of_features_learns(kind: str, student, tiny) -> None:
                 found.append(float(gradient.norm()))
             norms.append((found[0], found[1]))
 
-    drafter = Gradients(student(kind), Distillation(1e-3))
+    drafter = Gradients(student(kind), TTSOptions(learning_rate=1e-3))
     result = generate(tiny, ALONE, "tts", {"draft_length": 4}, drafter=drafter, max_new_tokens=30)
     assert result.statistics.drafter_failure is None
     assert norms and all(whole > 0 and newest > 0 and whole != newest for whole, newest in norms[:-1])

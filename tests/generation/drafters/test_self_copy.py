@@ -26,7 +26,8 @@ OPTIONS = ("auto", "reference", "auto")
 
 
 def config_of(quantization: str, kernel: str, lm_head: str) -> SpeculativeConfig:
-    return SpeculativeConfig(draft_quantization=quantization, draft_kernel=kernel, draft_lm_head=lm_head)
+    head = {"lm_head": lm_head}
+    return SpeculativeConfig(draft_quantization=quantization, draft_kernel=kernel, efficient_rollout=head)
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +217,7 @@ CHANGES: dict[str, Callable[[PeftModel], Any]] = {
 def test_follows_what_decides_the_weights(change: str, strategy: str, fresh: Any, prompts: Prompts) -> None:
     """By the counts of a copy made anew, of a call through the base model."""
     policy = adapted(fresh)
-    config = {"tts_scope": "run", "tts_stride": 1} if strategy == "tts" else {}
+    config = {"tts": {"scope": "run", "stride": 1}} if strategy == "tts" else {}
 
     def counts(model: Any = policy) -> tuple[int, int]:
         result = generate(model, prompts, strategy, config)
@@ -298,5 +299,5 @@ def test_rows_beyond_the_kernel_decode_autoregressively(fresh: LlamaForCausalLM)
 def test_a_copy_with_nothing_packed_never_drafts(prompts: Prompts) -> None:
     model = tiny_llama(hidden_size=40, intermediate_size=72)  # no multiple of 32
     with pytest.warns(UserWarning, match="stay dense"):
-        drafted = generate(model, prompts, "self", {"draft_lm_head": "dense"})
+        drafted = generate(model, prompts, "self", {"efficient_rollout": {"lm_head": "dense"}})
     assert drafted.statistics.total.blocks == 0

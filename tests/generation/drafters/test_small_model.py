@@ -194,7 +194,7 @@ def test_states_of_rows_that_leave_and_come_back(monkeypatch: pytest.MonkeyPatch
 @with_states
 @pytest.mark.parametrize("strategy", ["tts", "model"])
 def test_what_a_drafter_with_states_does_not_serve_is_refused(strategy: str, tiny: PreTrainedModel) -> None:
-    config = {"tts_drafter": "model"} if strategy == "tts" else {"decoupled_execution": "always"}
+    config = {"tts": {"drafter": "model"}} if strategy == "tts" else {"specactor": {"decoupled_execution": "always"}}
     words = {"tts": "'qwen3_5_text' keeps states.*assistant_strategy=\"model\"", "model": "cannot go back"}[strategy]
     with pytest.raises(ValueError, match=words):
         generate(tiny, pad_left(random_rows([5])), strategy, config, assistant_model=make("qwen3_5_text"))
@@ -216,10 +216,10 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("model", {}),
     "compiled": ("model", {"runner": "auto"}),
     "rejection": ("model", {"verification": "rejection"}),
-    "tts": ("tts", {"tts_drafter": "model", "tts_stride": 1, "tts_scope": "rollout", "tts_learning_rate": 1e-3}),
-    "tts, requests": ("tts", {"tts_drafter": "model", "tts_stride": 1}),
-    "decoupled": ("model", {"decoupled_execution": "always"}),
-    "best_of_n": ("best_of_n", {"best_of_n_drafters": ["ngram", "model"]}),
+    "tts": ("tts", {"tts": {"drafter": "model", "stride": 1, "scope": "rollout", "learning_rate": 1e-3}}),
+    "tts, requests": ("tts", {"tts": {"drafter": "model", "stride": 1}}),
+    "decoupled": ("model", {"specactor": {"decoupled_execution": "always"}}),
+    "best_of_n": ("best_of_n", {"specactor": {"drafters": ["ngram", "model"]}}),
     "auto": ("auto", {}),
 }
 
@@ -288,7 +288,7 @@ def test_an_assistant_with_an_adapter(tiny: PreTrainedModel, tmp_path: Path) -> 
     adapted.save_pretrained(tmp_path / "adapter")
     counts = []
     for assistant in (adapted, str(tmp_path / "adapter")):
-        for strategy, options in (("model", {}), ("tts", {"tts_drafter": "model"})):
+        for strategy, options in (("model", {}), ("tts", {"tts": {"drafter": "model"}})):
             result = generate(tiny, prompts, strategy, options, assistant_model=assistant)
             assert outputs(result) == expected and result.statistics.total.drafted > 0
             counts.append((result.statistics.total.accepted, result.statistics.total.drafted))

@@ -17,9 +17,9 @@ from spec_trl.generation.engine.cuda import graph_runner
 from spec_trl.generation.engine.cuda.graph_capture import Outputs, Recording
 from spec_trl.generation.engine.cuda.graph_drafts import CapturedFeatures
 from spec_trl.generation.engine.network.attention import RAGGED_ATTENTION, ragged_attention
-from spec_trl.generation.options import Distillation
 from spec_trl.generation.planner.control import Chain
 from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
+from spec_trl.papers.test_time_speculation.options import TTSOptions
 from tests.conftest import tiny_llama
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
 from tests.generation.drafters.dflash import reference
@@ -166,7 +166,7 @@ def test_what_is_learned_meanwhile(kind: str, scope: str, checkpoints, tiny, tap
     found = []
     for runner in ("eager", "graph"):
         student = KINDS[kind](checkpoints[kind], tiny)
-        drafter = DistilledDrafter(student, Distillation(1e-2, scope, stride=2))
+        drafter = DistilledDrafter(student, TTSOptions(learning_rate=1e-2, scope=scope, stride=2))
         found.append([run(tiny, drafter, runner, max_new_tokens=16) for _ in range(2)])
     for graph, eager in zip(*reversed(found), strict=True):
         check(graph, eager)
@@ -181,7 +181,7 @@ def test_learners_that_come_and_go(kind: str, drafter, tiny, tape, replays) -> N
     """Corrections hang in hooks: a draft that was captured with them, or before them, is not taken."""
     expected = run(tiny, drafter, "eager", max_new_tokens=16)
     check(run(tiny, drafter, max_new_tokens=16), expected)
-    learning = DistilledDrafter(drafter, Distillation(1e-2, "request", stride=1))
+    learning = DistilledDrafter(drafter, TTSOptions(learning_rate=1e-2, scope="request", stride=1))
     learned = run(tiny, learning, max_new_tokens=16)
     assert learned.statistics.total != expected.statistics.total
     assert learning.learner is not None

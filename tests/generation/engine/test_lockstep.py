@@ -319,7 +319,10 @@ def test_bad_drafts_change_nothing(trouble: str, tiny: PreTrainedModel, batches:
 
 @pytest.mark.parametrize(
     ("who", "config"),
-    [("self", {"decoupled_execution": "always"}), ("self", {"runner": "graph"}), ("mtp", {"runner": "graph"})],
+    [
+        ("self", {"specactor": {"decoupled_execution": "always"}}), ("self", {"runner": "graph"}),
+        ("mtp", {"runner": "graph"}),
+    ],
 )
 def test_who_drafts_ahead_or_in_captured_forwards(
     who: str, config: dict[str, Any], tiny: PreTrainedModel, batches: dict[str, Batch], drafters: Make, tape: Tape

@@ -109,7 +109,7 @@ def test_many_calls_leave_no_more_memory_than_one(model, prompts) -> None:
 @pytest.mark.parametrize("model", [torch.bfloat16], indirect=True)
 @pytest.mark.parametrize("kernel", ["auto", "torch_int4", "triton"])
 def test_packed_kernels_draft(model, prompts, kernel) -> None:
-    config = {"runner": "graph", "draft_kernel": kernel, "draft_lm_head": "packed"}
+    config = {"runner": "graph", "draft_kernel": kernel, "efficient_rollout": {"lm_head": "packed"}}
     result = generate(model, prompts, "self", config, max_new_tokens=96)
     assert result.statistics.drafter_failure is None
     if kernel != "auto":  # which may find that nothing beats a layer this small
@@ -119,4 +119,4 @@ def test_packed_kernels_draft(model, prompts, kernel) -> None:
 @pytest.mark.parametrize("model", [torch.float32], indirect=True)
 def test_no_drafting_thread(model: LlamaForCausalLM, prompts: Prompts) -> None:
     with pytest.raises(ValueError, match='decoupled_execution="always" with the model on cuda'):
-        generate(model, prompts, "self", {"decoupled_execution": "always"})
+        generate(model, prompts, "self", {"specactor": {"decoupled_execution": "always"}})

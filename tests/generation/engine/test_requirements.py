@@ -85,8 +85,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"assistant_model=7 is neither", dict(strategy="model", assistant_model=7)),
     (r"='/no/such' is a folder that does not exist", dict(strategy="model", assistant_model="/no/such")),
     (r"assistant_model='no/such' is no causal LM that can be", dict(strategy="model", assistant_model="no/such")),
-    (r"best_of_n_assistants\['model'\]='no/such' is no causal LM", dict(strategy="best_of_n", config={
-        "best_of_n_drafters": ["model"], "best_of_n_assistants": {"model": "no/such"}})),
+    (r"specactor.assistants\['model'\]='no/such' is no causal LM", dict(strategy="best_of_n", config={
+        "specactor": {"drafters": ["model"], "assistants": {"model": "no/such"}}})),
     (r"assistant_strategy='self' uses none", dict(strategy="self", assistant_model="any")),
     (r"verification=.rejection. needs draft probabilities, which NgramDrafter",
         dict(strategy="ngram", config={"verification": "rejection"})),
@@ -115,10 +115,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     # options of other strategies
     *(
         (rf"{name}={value!r} has no use with assistant_strategy='{strategy}'.*or set assistant_strategy='{way}'",
-            dict(strategy=strategy, config={name: value}))
-        for name, value, strategy, way in (
-            ("tts_rank", 16, "self", "tts"), ("ngram_size", 2, "history", "ngram"),
-            ("best_of_n_race", False, "auto", "best_of_n"),
+            dict(strategy=strategy, config=config))
+        for name, value, config, strategy, way in (
+            ("tts.rank", 16, {"tts": {"rank": 16}}, "self", "tts"),
+            ("ngram_size", 2, {"ngram_size": 2}, "history", "ngram"),
+            ("specactor.race", False, {"specactor": {"race": False}}, "auto", "best_of_n"),
         )
     ),
     (r"assistant_tokenizer='object' cannot be .*the target's own tokenizer", dict(assistant_tokenizer=object())),

@@ -57,7 +57,7 @@ def test_where_nothing_was_drafted_the_best_promise_is_said() -> None:
 @pytest.mark.parametrize(
     ("dear", "margin", "promised", "why"),
     [
-        (0.2, 3.0, "1.67×", "decoding plainly, since sd_margin asks for 4.00×"),
+        (0.2, 3.0, "1.67×", "decoding plainly, since efficient_rollout.margin asks for 4.00×"),
         (3.0, 0.05, "0.50×", "decoding plainly for about 134 more rounds, until the budget covers a first trial"),
         (10.0, 0.05, "0.20×", "decoding plainly for about 534 more rounds, until the budget covers a first trial"),
     ],

@@ -97,7 +97,7 @@ def test_key_names_what_a_profile_depends_on(policy: LlamaForCausalLM) -> None:
     changed = [
         profile_key(policy, replace(config, draft_quantization="rtn-w4-g32")),
         profile_key(policy, replace(config, draft_kernel="reference")),  # "auto" takes a fast one
-        profile_key(policy, replace(config, draft_lm_head="dense")),
+        profile_key(policy, replace(config, efficient_rollout=dict(lm_head="dense"))),
         profile_key(tiny_llama(hidden_size=32, intermediate_size=64).float(), config),
         profile_key(same.double(), config),
     ]

@@ -67,7 +67,7 @@ def test_cache_that_cannot_be_written_or_read_is_no_reason_to_stop(
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "file"))
     named = tmp_path / "named.json"
     with pytest.warns(UserWarning, match="could not be kept in"):
-        assert find(roofline_profile=str(named)) == profile
+        assert find(efficient_rollout=dict(profile=str(named))) == profile
     assert Profile.load(named) == profile
 
 
@@ -113,16 +113,16 @@ def test_wrong_files_are_errors_before_any_work(
     find: Find, profile: Profile, calibrations: list[Any], alien: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ProfileMismatch, match="shape is 'another' there"):
-        find(roofline_profile=alien, roofline_mismatch="error")
+        find(efficient_rollout=dict(profile=alien, mismatch="error"))
     path = tmp_path / "broken.json"
     path.write_text("{")
     with pytest.raises(ValueError, match="broken.json is not a valid roofline profile"):
-        find(roofline_profile=str(path))
-    with pytest.raises(ValueError, match="roofline_profile='.*absent.json' does not exist"):
-        find(toggle="measured", roofline_profile=str(tmp_path / "absent.json"))
+        find(efficient_rollout=dict(profile=str(path)))
+    with pytest.raises(ValueError, match="efficient_rollout.profile='.*absent.json' does not exist"):
+        find(toggle="measured", efficient_rollout=dict(profile=str(tmp_path / "absent.json")))
     assert calibrations == []
     with pytest.warns(UserWarning, match="shape is 'another' there.*Calibrating again"):
-        assert find(roofline_profile=alien) == profile
+        assert find(efficient_rollout=dict(profile=alien)) == profile
     assert Profile.load(alien).key.shape == "another"
 
 
@@ -133,12 +133,12 @@ def test_found_again_and_measuring_makes_nothing(
     assert find(8, 100) == find(8, 100, copy=tmp_path / "copy.json") == Profile.load(tmp_path / "copy.json") == profile
     path = str(tmp_path / "profile.json")
     with pytest.warns(UserWarning, match="does not exist and is written now"):
-        assert find(roofline_profile=path) == profile
+        assert find(efficient_rollout=dict(profile=path)) == profile
     for toggle in ("roofline", "measured"):
-        assert find(toggle=toggle, roofline_profile=path) == Profile.load(path) == profile
+        assert find(toggle=toggle, efficient_rollout=dict(profile=path)) == Profile.load(path) == profile
     assert find(toggle="measured") == profile
     with pytest.warns(UserWarning, match="shape is 'another' there.*Rounds are measured instead"):
-        find(toggle="measured", roofline_profile=alien)
+        find(toggle="measured", efficient_rollout=dict(profile=alien))
     assert calibrations == [(8, 100)]
 
 

@@ -87,7 +87,8 @@ def test_tau_is_that_of_the_last_rollout() -> None:
         (toggle(), [64] * 3, predicted(64), f"{predicted(64):.2f}× at 64 rows × 512 tokens: decoding plainly"),
         (
             toggle(margin=5.0), [64] * 2 + [1] * 2, predicted(1),  # the largest prediction of the rollout
-            f"{predicted(1):.2f}× at 1 row × 512 tokens: decoding plainly, since sd_margin asks for 6.00×",
+            f"{predicted(1):.2f}× at 1 row × 512 tokens: decoding plainly, "
+            "since efficient_rollout.margin asks for 6.00×",
         ),
         (toggle(), [8] * 3, predicted(8), f"the roofline predicted {predicted(8):.2f}× in 3 rounds"),
         (AlwaysSpeculate(candidate()), [8] * 3, None, "sd_toggle=always"),

@@ -51,5 +51,5 @@ def test_a_drafter_that_cannot_be_served() -> None:
 
 
 def test_more_ranks_that_draft_than_ranks_that_decode() -> None:
-    with pytest.raises(ValueError, match="^draft_ranks=2 with 3 processes: .* at most 1 can"):
+    with pytest.raises(ValueError, match="^specactor.draft_ranks=2 with 3 processes: .* at most 1 can"):
         DraftRanks(2, 0, 3, 60.0)

@@ -19,13 +19,13 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.rows import Rows
-from spec_trl.generation.options import Distillation
 from spec_trl.generation.planner.control import Chain
 from spec_trl.papers.efficient_rollout.calibration import RoundBench
 from spec_trl.papers.specactor import ladder_calibration
 from spec_trl.papers.specactor.ladder import Ladder
 from spec_trl.papers.specactor.ladder_calibration import build_ladder, find_ladder
 from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
+from spec_trl.papers.test_time_speculation.options import TTSOptions
 from tests.conftest import tiny_llama
 
 
@@ -112,7 +112,8 @@ def test_tokens_are_marked_with_the_given_probability(
 
 def test_profiling_leaves_no_trace(tiny: LlamaForCausalLM) -> None:
     history, assistant = HistoryDrafter(1000), tiny_llama(seed=1, num_hidden_layers=1)
-    learner = DistilledDrafter(SmallModelDrafter(assistant, tiny), Distillation(1e-2, scope="run", stride=1))
+    how = TTSOptions(learning_rate=1e-2, scope="run", stride=1)
+    learner = DistilledDrafter(SmallModelDrafter(assistant, tiny), how)
     before = copy.deepcopy(assistant.state_dict())
     torch.manual_seed(1)
     expected = torch.rand(3)
@@ -185,7 +186,7 @@ def test_a_ladder_is_found_again(
 
 
 def test_a_ladder_lies_next_to_a_named_profile(tiny: LlamaForCausalLM, built: list[Any], tmp_path: Path) -> None:
-    config = SpeculativeConfig(sd_toggle="roofline", roofline_profile=str(tmp_path / "mine.json"))
+    config = SpeculativeConfig(sd_toggle="roofline", efficient_rollout=dict(profile=str(tmp_path / "mine.json")))
     find_ladder(tiny, [NgramDrafter(2)], config, 31, LENGTHS)
     assert built == [([1, 4, 31], LENGTHS)]  # a batch close to the largest is left out
     path = tmp_path / "mine.ladder.json"

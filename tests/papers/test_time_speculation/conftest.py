@@ -2,15 +2,15 @@
 
 import pytest
 
-from spec_trl.generation.options import Distillation
 from spec_trl.papers.test_time_speculation import update_stride
 from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
+from spec_trl.papers.test_time_speculation.options import TTSOptions
 
 
 @pytest.fixture
 def make(student):
     """A drafter of a kind, that learns as it is told."""
-    return lambda kind, **how: DistilledDrafter(student(kind), Distillation(1e-3, **{"stride": 1} | how))
+    return lambda kind, **how: DistilledDrafter(student(kind), TTSOptions(learning_rate=1e-3, **{"stride": 1} | how))
 
 
 @pytest.fixture

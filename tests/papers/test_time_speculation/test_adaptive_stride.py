@@ -1,4 +1,4 @@
-"""`tts_stride="adaptive"`: a drafter learns where that pays."""
+"""`tts.stride="adaptive"`: a drafter learns where that pays."""
 
 import copy
 from typing import Any
@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_trl.generation.options import Distillation
 from spec_trl.generation.planner.control import AlwaysSpeculate
 from spec_trl.papers.test_time_speculation import update_stride
 from spec_trl.papers.test_time_speculation.distillation import expected_tokens
 from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
+from spec_trl.papers.test_time_speculation.options import TTSOptions
 from tests.generation.calls import generate
 from tests.generation.drafters.watching import before
 from tests.papers.test_time_speculation.learning import ALONE, BATCH, equal, weights_of
@@ -69,7 +69,7 @@ def test_the_seconds_of_learning_are_not_the_round_s(make, tiny, monkeypatch) ->
             self.learning.waited += 1000.0
 
     monkeypatch.setattr(AlwaysSpeculate, "record", lambda _, width, seconds, *rest: told.append(seconds))
-    drafter = Slow(make("model").student, Distillation(stride=1))
+    drafter = Slow(make("model").student, TTSOptions(stride=1))
     generate(tiny, ALONE, "tts", {"draft_length": 2}, drafter=drafter, max_new_tokens=9)
     assert len(told) > 2 and all(-1000 < seconds < 0 for seconds in told[:-1])
 

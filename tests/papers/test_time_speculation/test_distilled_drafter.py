@@ -18,15 +18,16 @@ from torch import Tensor
 from spec_trl import release
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine.sampling.accept import Proposal
-from spec_trl.generation.options import Distillation
 from spec_trl.generation.session import Session
 from spec_trl.papers.test_time_speculation.distillation import distillation_loss
 from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
+from spec_trl.papers.test_time_speculation.options import TTSOptions
 from spec_trl.papers.test_time_speculation.trained_weights import CORRECTION_RATE
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.watching import before, untouched
 from tests.generation.engine.tape import Tape
+from tests.option_groups import merged
 from tests.papers.test_time_speculation.learning import ALONE, BATCH, equal, weights_of
 
 
@@ -35,7 +36,7 @@ EOS = dict(eos_token_id=[7, 11, 12])
 
 
 def options(**changes: Any) -> dict[str, Any]:
-    return {"draft_length": 4, "tts_learning_rate": 1e-3, "tts_stride": 1} | changes
+    return merged({"draft_length": 4, "tts": {"learning_rate": 1e-3, "stride": 1}}, changes)
 
 
 # ---- losslessness --------------------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ def options(**changes: Any) -> dict[str, Any]:
 def test_nothing_but_the_drafter_changes(kind, scope, asynchronous, stride, tiny, named, cheap) -> None:
     """Tokens are those of "none"; the target and the caller's assistant stay as they are; each round is reported."""
     given = [model for model in (tiny, named[kind]) if isinstance(model, torch.nn.Module)]
-    config = options(tts_drafter=kind, tts_scope=scope, tts_asynchronous=asynchronous, tts_stride=stride)
+    config = options(tts=dict(drafter=kind, scope=scope, asynchronous=asynchronous, stride=stride))
     for prompts, rows, sample in ((BATCH, 3, dict()), (ALONE, None, dict(do_sample=False))):
         config["max_batch_size"] = rows
         with untouched(*given):
@@ -71,7 +72,7 @@ def test_under_captured_forwards(kind: str, tiny, named, tape: Tape) -> None:
     """What was learned reaches captured draft forwards, which are kept from call to call and read weights where they
     lie. With the self-drafter, rows that learn apart and one that learns alone have other corrections, which a forward
     captured before them does not know: it would change no token, but what is accepted."""
-    config = options(tts_drafter=kind, tts_learning_rate=1e-2)
+    config = options(tts=dict(drafter=kind, learning_rate=1e-2))
     batch, found = pad_left(random_rows([5, 9])), {}
     for runner in ("eager", "graph"):
         release(tiny)
@@ -119,7 +120,7 @@ def test_a_token_that_the_target_rules_out_teaches_its_absence() -> None:
 def test_default_rates_and_weights_of_positions(kind: str, student, tiny) -> None:
     """The rate: less where the drafter is wider; relative to the layer where corrections learn. The weights are those
     of EAGLE-3's training; DFlash's are tested with its loss over sequences."""
-    drafter = DistilledDrafter(student(kind), Distillation(scope="run", stride=1))
+    drafter = DistilledDrafter(student(kind), TTSOptions(scope="run", stride=1))
     generate(tiny, ALONE, "tts", drafter=drafter, max_new_tokens=4)
     expected = CORRECTION_RATE if kind == "self" else drafter.student.weight_rate / 64
     assert drafter.learner.learning_rate == expected
@@ -130,7 +131,7 @@ def test_bfloat16_weights_learn_at_small_rates() -> None:
     """Steps below the spacing of bfloat16 numbers add up on a wider copy."""
     target = tiny_llama().bfloat16()
     drafter = DistilledDrafter(
-        SmallModelDrafter(copy.deepcopy(target), target), Distillation(1e-5, scope="run", stride=1)
+        SmallModelDrafter(copy.deepcopy(target), target), TTSOptions(learning_rate=1e-5, scope="run", stride=1)
     )
     first = weights_of(drafter)
     generate(target, ALONE, "tts", {"draft_length": 2}, drafter=drafter, max_new_tokens=60)
@@ -159,7 +160,7 @@ def test_an_update_brings_the_drafter_nearer(kind: str, student, tiny) -> None:
             falls.append(loss() < old)
 
     for scope, prompts in (("request", BATCH), ("request", ALONE), ("rollout", BATCH)):
-        drafter = Watching(student(kind), Distillation(1e-4, scope=scope, stride=1))
+        drafter = Watching(student(kind), TTSOptions(learning_rate=1e-4, scope=scope, stride=1))
         generate(tiny, prompts, "tts", drafter=drafter, max_new_tokens=12)
     assert len(falls) > 6 and sum(falls) > 0.9 * len(falls)
 
@@ -190,7 +191,7 @@ def test_requests_of_a_batch_learn_apart(kind: str, tiny, named) -> None:
     The other two feed some tokens again, with the weights of then, where a neighbour lags behind."""
     prompts, found = pad_left(random_rows([5, 9, 6, 12])), []
     for rows in (4, 2):  # one at a time all weights would learn
-        config = options(tts_drafter=kind, max_batch_size=rows, tts_learning_rate=2e-2)
+        config = options(tts=dict(drafter=kind, learning_rate=2e-2), max_batch_size=rows)
         result = generate(tiny, prompts, "tts", config, assistant_model=named[kind], **EOS)
         found.append([(counts.drafted, counts.accepted) for counts in result.statistics.per_request])
     assert found[0] == found[1]
@@ -252,7 +253,7 @@ def test_steps_and_anchors(kind: str, make, tiny) -> None:
 
 def test_the_quantized_copy_follows_its_policy(fresh) -> None:
     """Corrections stay, the packed weights under them are made anew when the policy has changed."""
-    config = options(tts_drafter="self", tts_scope="run", draft_quantization="rtn-w4-g32")
+    config = options(tts=dict(drafter="self", scope="run"), draft_quantization="rtn-w4-g32")
     generate(fresh, ALONE, "tts", config, max_new_tokens=8)
     with torch.no_grad():
         for parameter in fresh.parameters():
@@ -336,18 +337,18 @@ def test_memory_of_learning_is_bounded(make, tiny) -> None:
 
 def test_the_assistant_must_fit_the_drafter(tiny, tiny_assistant, checkpoints) -> None:
     for kind, given, message in (
-        ("self", checkpoints["eagle3"], "Drop it, or say what it is: tts_drafter='eagle3'"),
+        ("self", checkpoints["eagle3"], "Drop it, or say what it is: tts.drafter='eagle3'"),
         ("eagle3", None, "give the folder or hub id"),
         ("dflash", tiny_assistant, "give the folder or hub id"),
         ("model", None, "needs assistant_model"),
     ):
         with pytest.raises(ValueError, match=message):
-            generate(tiny, ALONE, "tts", {"tts_drafter": kind}, assistant_model=given)
+            generate(tiny, ALONE, "tts", {"tts": {"drafter": kind}}, assistant_model=given)
 
 
 def test_what_is_kept_follows_what_it_was_made_of(fresh) -> None:
     """Other weights in the assistant, an adapter on the policy: a new drafter; released: forgotten."""
-    assistant, config = tiny_llama(seed=1), options(tts_drafter="model")
+    assistant, config = tiny_llama(seed=1), options(tts=dict(drafter="model"))
 
     def drafter() -> DistilledDrafter:
         generate(fresh, ALONE, "tts", config, assistant_model=assistant, max_new_tokens=4)
@@ -367,7 +368,7 @@ def test_what_is_kept_follows_what_it_was_made_of(fresh) -> None:
 
 def test_two_folders_of_one_model_are_kept_apart(tiny, checkpoints, tmp_path: Path) -> None:
     """The kept drafter is that of the same call; another checkpoint is loaded."""
-    config = options(tts_drafter="eagle3", tts_scope="run")
+    config = options(tts=dict(drafter="eagle3", scope="run"))
     other = str(shutil.copytree(checkpoints["eagle3"], tmp_path / "other"))
     totals = [
         generate(tiny, ALONE, "tts", config, assistant_model=folder, max_new_tokens=12).statistics.total

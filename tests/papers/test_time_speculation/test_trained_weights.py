@@ -99,5 +99,5 @@ def test_layers_that_see_no_rows_and_half_precision(rows: int) -> None:
     if rows == 1:
         assert layer(x).shape == (6, 5) and layer(x).dtype == torch.bfloat16
     else:
-        with pytest.raises(ValueError, match='use tts_scope="rollout"'):
+        with pytest.raises(ValueError, match='use tts.scope="rollout"'):
             layer(x)

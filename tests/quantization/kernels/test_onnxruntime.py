@@ -115,6 +115,7 @@ def test_a_drafter_of_it_is_refreshed(llama: LlamaForCausalLM) -> None:
 @pytest.mark.parametrize("decoupled", ["never", "always"])
 def test_drafts_change_no_token(decoupled: str, stories: Any) -> None:
     prompts = pad_left(random_rows([4, 7, 2]))
-    config = {"draft_kernel": "onnxruntime", "draft_lm_head": "packed", "decoupled_execution": decoupled}
+    config = {"draft_kernel": "onnxruntime", "efficient_rollout": {"lm_head": "packed"}}
+    config["specactor"] = {"decoupled_execution": decoupled}
     found = generate(stories, prompts, "self", config)
     assert outputs(found) == outputs(generate(stories, prompts, "none"))

@@ -48,7 +48,7 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_option(parser, "--quantization", "draft_quantization")
     add_option(parser, "--kernel", "draft_kernel")
-    add_option(parser, "--lm-head", "draft_lm_head")
+    add_option(parser, "--lm-head", "efficient_rollout.lm_head")
     add("--max-batch-size", type=whole_number, default=64, metavar="B", help="most rows in flight (%(default)s)")
     add("--max-length", type=whole_number, default=4096, metavar="S", help="longest row in tokens (%(default)s)")
     add("--budget", type=positive, default=180.0, metavar="SECONDS", help="time for the sweep (%(default)g)")
@@ -96,7 +96,7 @@ COMMANDS = {
         """\
 Measures this machine with a model and its quantized copy, and fits the roofline (ER App. E.3).
 
-Writes a profile that `roofline_profile=` of SpecGRPOConfig takes. Speed depends on the model's shape alone, so a
+Writes a profile that the option `efficient_rollout.profile` takes. Speed depends on the model's shape alone, so a
 folder with nothing but a config.json will do: its weights are then random.""",
         "spec-trl calibrate path/to/model --dtype bfloat16 --output profile.json --csv sweep.csv",
         _calibrate,

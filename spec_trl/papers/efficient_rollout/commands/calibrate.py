@@ -10,14 +10,16 @@ from ....cli.loading import find_device, load_model
 from ....generation.options import SpeculativeConfig
 from ..calibration import calibrate
 from ..fit import evaluate
+from ..options import EfficientRolloutOptions
 from ..sweep import write_sweep
 from .validate import diagnostics_table
 
 
 def run(arguments: argparse.Namespace) -> None:
     config = SpeculativeConfig(
-        draft_quantization=arguments.quantization, draft_kernel=arguments.kernel, draft_lm_head=arguments.lm_head
-    )
+        draft_quantization=arguments.quantization, draft_kernel=arguments.kernel,
+        efficient_rollout=EfficientRolloutOptions(lm_head=arguments.lm_head),
+    )  # fmt: skip
     for path in (arguments.output, arguments.csv):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.absolute().parent}; make it first.")

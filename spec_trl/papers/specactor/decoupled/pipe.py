@@ -69,7 +69,7 @@ class DraftThread(DraftPipe):
             raise ValueError(
                 f"{type(drafter).__name__} cannot be decoupled: it drafts from what the target has verified, hidden "
                 "states or completions, and not from its own drafts, or its layers keep states, which cannot go back. "
-                'Use the strategies "self", "model" or "ngram", or decoupled_execution="never".'
+                'Use the strategies "self", "model" or "ngram", or specactor.decoupled_execution="never".'
             )
         self.strategy, self.max_rows, self.cost = drafter.strategy, drafter.max_rows, drafter.cost
         self.drafter: Drafter = drafter

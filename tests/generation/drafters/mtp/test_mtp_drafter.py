@@ -76,7 +76,7 @@ def test_reads_the_state_after_the_final_norm(llama: PreTrainedModel, tmp_path: 
 def test_learns_from_rounds(scope: str, llama: PreTrainedModel) -> None:
     options: dict[str, Any] = dict(do_sample=False, max_new_tokens=NEW)
     prompts = pad_left(ROWS[:2])
-    config = {"tts_drafter": "mtp", "tts_scope": scope, "tts_stride": 1, "draft_length": 3}
+    config = {"tts": {"drafter": "mtp", "scope": scope, "stride": 1}, "draft_length": 3}
     learned = generate(llama, prompts, "tts", config, **options)
     assert outputs(learned) == outputs(generate(llama, prompts, **options))
     assert learned.statistics.drafter_failure is None and learned.statistics.learning.updates > 5

@@ -134,7 +134,7 @@ def test_strategies(strategy: str, model: PreTrainedModel) -> None:
     options: dict[str, Any] = {"assistant_model": tiny_llama(vocab_size=64)} if strategy == "model" else {}
     config = {"draft_length": 3, "max_batch_size": 3}
     if strategy == "best_of_n":
-        config["best_of_n_race"] = False
+        config["specactor"] = {"race": False}
     for _ in range(2):  # the second call finds what the first one left
         result = generate(model, PROMPTS, strategy, config, max_new_tokens=NEW, **options)
         assert outputs(result) == expected and result.statistics.drafter_failure is None
@@ -144,7 +144,8 @@ def test_strategies(strategy: str, model: PreTrainedModel) -> None:
 def test_a_small_model_runs_ahead(model: PreTrainedModel) -> None:
     expected = outputs(generate(model, PROMPTS, max_new_tokens=NEW))
     options: dict[str, Any] = {"assistant_model": tiny_llama(vocab_size=64), "max_new_tokens": NEW}
-    result = generate(model, PROMPTS, "model", {"draft_length": 3, "decoupled_execution": "always"}, **options)
+    config = {"draft_length": 3, "specactor": {"decoupled_execution": "always"}}
+    result = generate(model, PROMPTS, "model", config, **options)
     assert outputs(result) == expected and result.statistics.drafter_failure is None
     assert result.statistics.total.drafted > 0
 
@@ -358,9 +359,9 @@ def test_nothing_of_a_call_outlives_it() -> None:
 @pytest.mark.parametrize(
     "strategy, config, words",
     [
-        ("best_of_n", {}, "several chains of a row.*best_of_n_race=False"),
+        ("best_of_n", {}, "several chains of a row.*specactor.race=False"),
         ("tts", {}, "cannot learn through states"),
-        ("self", {"decoupled_execution": "always"}, 'decoupled_execution="never"'),
+        ("self", {"specactor": {"decoupled_execution": "always"}}, 'decoupled_execution="never"'),
     ],
 )
 def test_what_states_do_not_serve_is_refused_by_name(

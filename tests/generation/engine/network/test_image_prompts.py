@@ -188,7 +188,7 @@ def test_float32_under_training(family: str) -> None:
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.5
     for strategy in ("none", "auto", "best_of_n"):
-        members = {"best_of_n_drafters": ("self", "ngram", "history")} if strategy == "best_of_n" else {}
+        members = {"specactor": {"drafters": ("self", "ngram", "history")}} if strategy == "best_of_n" else {}
         assert torch.equal(greedy(model, inputs, strategy, config=members).sequences, expected)
 
 
@@ -252,8 +252,8 @@ def test_inputs_that_are_refused(
     ("message", "strategy", "config"),
     [
         ("the drafter 'model'", "model", {}),
-        ("the drafter 'mtp'", "best_of_n", {"best_of_n_drafters": ("self", "mtp")}),
-        ('decoupled_execution="always"', "self", {"decoupled_execution": "always"}),
+        ("the drafter 'mtp'", "best_of_n", {"specactor": {"drafters": ("self", "mtp")}}),
+        ('decoupled_execution="always"', "self", {"specactor": {"decoupled_execution": "always"}}),
         ("exact=True", "ngram", {"exact": True}),
     ],
 )

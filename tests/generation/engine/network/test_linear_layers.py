@@ -313,7 +313,7 @@ def test_the_quantized_copy_reads_the_targets_own(tape, monkeypatch: pytest.Monk
     model = one_layer()
     with autocast():
         for _ in range(2):
-            graph(model, "self", {"draft_lm_head": "dense"})
+            graph(model, "self", {"efficient_rollout": {"lm_head": "dense"}})
     (ours, theirs, _), second = found
     assert found[0] == second and ours == theirs == 2 * sum(weight.numel() for weight in copied(model))
 

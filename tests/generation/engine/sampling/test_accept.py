@@ -17,9 +17,9 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.sampling.accept import Proposal, judge, verify_rejection
 from spec_trl.generation.engine.sampling.noise import Draw, RoundNoise, draw
-from spec_trl.generation.options import Distillation
 from spec_trl.generation.planner.control import Chain
 from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
+from spec_trl.papers.test_time_speculation.options import TTSOptions
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.races import PROMPTS, Knowing, Plans, random_plans
@@ -302,7 +302,7 @@ def test_a_learner_hears_of_its_own_chain(tiny, drafters) -> None:
                 assert canvas.tokens_after(0, len(drafts))[row].tolist() == drafts.tolist()
                 checked.append(len(verified) - int(verified.sum()))
 
-    learner = Comparing(*drafters("eagle3"), Distillation(1e-3, scope="rollout", stride=1))
+    learner = Comparing(*drafters("eagle3"), TTSOptions(learning_rate=1e-3, scope="rollout", stride=1))
     expected = outputs(generate(tiny, PROMPTS, max_new_tokens=20))
     members = [learner, Knowing(expected, 0), Knowing(expected, 1)]
     result = generate(tiny, PROMPTS, drafter=members, control=random_plans(3, 3), max_new_tokens=20)

@@ -179,7 +179,7 @@ def test_the_thread_has_the_callers_autocast_and_leaves_its_cores_alone(texts) -
 def test_always(strategy: str, fresh, tiny_assistant, texts) -> None:
     options = dict(assistant_model=tiny_assistant) if strategy == "model" else {}
     for _ in range(2):  # the copy is kept
-        result = generate(fresh, PROMPTS, strategy, {"decoupled_execution": "always"}, **options, **EOS)
+        result = generate(fresh, PROMPTS, strategy, {"specactor": {"decoupled_execution": "always"}}, **options, **EOS)
         assert outputs(result) == texts and result.statistics.drafter_failure is None
     assert drafting_threads() == 0
     assert (Session.of(fresh).drafters.get("self") is not None) == (strategy == "self")
@@ -189,14 +189,14 @@ def test_always(strategy: str, fresh, tiny_assistant, texts) -> None:
 @pytest.mark.parametrize("strategy", ["none", "history", "eagle3", "dflash", "tts", "auto", "best_of_n"])
 def test_strategies_that_cannot(strategy: str, tiny) -> None:
     with pytest.raises(ValueError, match=f"decoupled_execution=.always. does not go with .*{strategy}.*Name one of"):
-        generate(tiny, PROMPTS, strategy, {"decoupled_execution": "always"})
+        generate(tiny, PROMPTS, strategy, {"specactor": {"decoupled_execution": "always"}})
 
 
 def test_drafters_that_cannot(tiny, drafters) -> None:
     for name in ("eagle3", "dflash", "history", "tts model rollout"):
         (drafter,) = drafters(name)
         with pytest.raises(ValueError, match=f"{type(drafter).__name__} cannot be decoupled"):
-            generate(tiny, PROMPTS, drafter=drafter, config={"decoupled_execution": "always"})
+            generate(tiny, PROMPTS, drafter=drafter, config={"specactor": {"decoupled_execution": "always"}})
     with pytest.raises(ValueError, match="DecoupledDrafter cannot be decoupled"):
         DraftThread(DecoupledDrafter(DraftThread(*drafters("ngram"))))
     with pytest.raises(ValueError, match="DecoupledDrafter drafts while the target verifies"):
@@ -204,7 +204,7 @@ def test_drafters_that_cannot(tiny, drafters) -> None:
 
 
 def test_rejection_is_refused(tiny, drafters) -> None:
-    config = {"decoupled_execution": "always", "verification": "rejection"}
+    config = {"specactor": {"decoupled_execution": "always"}, "verification": "rejection"}
     for options in (dict(strategy="self"), dict(drafter=drafters("self"))):
-        with pytest.raises(ValueError, match='verification="rejection" does not go with decoupled_execution="always"'):
+        with pytest.raises(ValueError, match='"rejection" does not go with specactor.decoupled_execution'):
             generate(tiny, PROMPTS, config=config, **options)

@@ -1,0 +1,93 @@
+"""A speculator samples a policy's rollouts and logs them; its two verbs are `refresh` and `rollout`.
+
+The trainers' one (:class:`~.TrainerSpeculator`) takes prompts of all ranks, and that of :func:`~.speculate` the calls
+of `generate` that a trainer or loop makes. Here is what both do: noise counters, sums of a rollout, log and verdict.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ..generation.engine.drafter import Drafter
+from ..generation.options import SpeculativeConfig
+from ..generation.strategies import policy_copies
+from ..hardware import hardware_name
+from .run_log import LOG_FILE, Mode, PlainCall, Record, RolloutRecord, RunHeader, RunLog, StepRecord
+from .run_verdict import Verdict
+from .step_totals import RolloutSums, metrics
+
+
+class Speculator:
+    """The rollouts of a run.
+
+    Args:
+        strategy: the `assistant_strategy`.
+        config: of `generate`.
+        folder: of the log; None: no log is written.
+
+    Attributes:
+        counts: number of rollouts by mode. Each mode has its noise: an evaluation does not change the samples of
+            training.
+        verdict: whether the rollouts of the newest part of the run gained from drafts, in a sentence.
+        log: None without a folder.
+    """
+
+    def __init__(self, strategy: str, config: SpeculativeConfig, folder: Path | str | None) -> None:
+        self._strategy, self._config, self._folder = strategy, config, folder
+        self.counts: dict[str, int] = {"train": 0, "eval": 0}
+        self.begin_run()
+        self._begin("train", 0)
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """The policy's weights have changed: the next rollout drafts with the new ones."""
+
+    @abstractmethod
+    def rollout(self, *args: Any, **kwargs: Any) -> Any:
+        """Samples completions."""
+
+    def begin_run(self) -> None:
+        """Begins a part of the run, which has its own header in the log."""
+        self.verdict, self._is_new = Verdict(), True
+        self.log = None if self._folder is None else RunLog(Path(self._folder) / LOG_FILE)
+
+    def _begin(self, mode: Mode, step: int) -> None:
+        """Begins a rollout after `step` optimizer steps."""
+        self._mode, self._step, self._sums = mode, step, RolloutSums()
+
+    def _finish(
+        self, policy: Any, drafters: Sequence[Drafter], draft_lengths: Mapping[str, int]
+    ) -> tuple[RolloutRecord, dict[str, float]]:
+        """Logs the rollout of `policy`, with the γ in force by strategy; returns its record and TRL's metrics."""
+        record = self._sums.record(self._mode, self.counts[self._mode], self._step, self._strategy, draft_lengths)
+        self._append(record, policy)
+        return record, metrics(record, bool(policy_copies(drafters)), races=self._strategy == "best_of_n")
+
+    def log_step(self, policy: Any, step: int, seconds: float, phases: dict[str, float], reward: float | None) -> None:
+        """Logs an optimizer step; the arguments are those of :class:`StepRecord`."""
+        self._append(StepRecord(step, seconds, phases, reward), policy)
+
+    def log_plain_call(self, policy: Any, reason: str) -> None:
+        """Logs a call that speculation does not serve."""
+        self._append(PlainCall(reason), policy)
+
+    def _append(self, record: Record, policy: Any) -> None:
+        """Adds a record to verdict and log, after a header if it is the first."""
+        records = [self._header(policy), record] if self._is_new else [record]
+        self._is_new = False
+        for one in records:
+            self.verdict.add(one)
+            if self.log is not None:
+                self.log.append(one)
+
+    def _header(self, policy: Any, **more: Any) -> RunHeader:
+        """The header of a run of `policy`, which may be wrapped by peft; `more`: its other fields."""
+        return RunHeader(
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            model=policy.config._name_or_path or type(policy).__name__,
+            dtype=str(policy.dtype).removeprefix("torch."),
+            strategy=self._strategy,
+            **{"hardware": hardware_name(policy.device)} | more,
+        )
