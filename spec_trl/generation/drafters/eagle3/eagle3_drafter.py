@@ -44,6 +44,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     strategy = "eagle3"
     network: Eagle3Network
+    cached: Integers
     network_type = Eagle3Network
     renames = {"model.midlayer.": "layers.0.", "midlayer.": "layers.0.", "model.": ""}
     least_tokens = 2  # a row of one token has no features yet
@@ -59,12 +60,8 @@ class Eagle3Drafter(FeatureDrafter):
         return Eagle3Config.parse(settings, target.num_hidden_layers, len(layers))
 
     def begin(self, session: DraftSession) -> None:
-        self._cached = np.zeros(session.rows.capacity, np.int64)  # pairs of each row that were fed
+        self.cached = np.zeros(session.rows.capacity, np.int64)  # pairs of each row that were fed
         super().begin(session)
-
-    def end(self) -> None:
-        super().end()
-        del self._cached
 
     def feed_texts(self, admission: Admission, known: Mapping[int, int]) -> None:
         rows, end = self.session.rows, admission.first + admission.leaders
@@ -80,14 +77,10 @@ class Eagle3Drafter(FeatureDrafter):
                 # Shorter rows feed scratch after their prompt: masked now, overwritten later.
                 columns.clamp_(max=rows.columns - 2)
                 self._feed(columns, int(firsts.max()) + stop, first_row=admission.first)
-        self._cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
+        self.cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
 
     def computed(self, row: int) -> int:
-        return min(int(self._cached[row]), int(self.session.rows.host_lengths[row]) - 1)
-
-    def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
-        super().move(source, destination, columns)
-        self._cached[destination] = self._cached[source]
+        return min(int(self.cached[row]), int(self.session.rows.host_lengths[row]) - 1)
 
     def observe(self, tokens: Integers, kept: Integers) -> None:
         if self.failure is not None:  # also where it is not asked to draft again
@@ -111,8 +104,8 @@ class Eagle3Drafter(FeatureDrafter):
         # As many pairs as a round of as many drafts gives, so that rounds are alike; rows that lack fewer feed some
         # again, which writes the same K/V. After rounds in which it did not draft there may be more.
         rows, known = self.session.rows, count + 1
-        missing = int((rows.host_lengths - 1 - self._cached[: rows.active]).max())
-        self._cached[: rows.active] = rows.host_lengths - 1
+        missing = int((rows.host_lengths - 1 - self.cached[: rows.active]).max())
+        self.cached[: rows.active] = rows.host_lengths - 1
         while missing > known:
             fed = min(missing - known, CATCH_UP)
             self._feed(rows.columns_after(-1 - missing, fed).clamp(min=0), rows.longest - 1)
