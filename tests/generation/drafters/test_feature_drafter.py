@@ -144,15 +144,6 @@ def test_under_captured_forwards(kind: str, runner: str, tiny, checkpoints, tape
     release(tiny)
 
 
-def test_two_at_once(folders: dict[str, Path], tiny: PreTrainedModel) -> None:
-    """One runner tells both, each what it reads: they draft in turns, each as if alone."""
-    pair = [KINDS[kind](folders[kind], tiny) for kind in PRUNED]
-    for drafters in (pair, pair[::-1]):
-        result = generate(tiny, PROMPTS, drafter=drafters, control=Plans(2, [[Chain(0, 3)], [Chain(1, 3)]]))
-        assert outputs(result) == outputs(generate(tiny, PROMPTS)) and result.statistics.drafter_failure is None
-        assert all(counts.drafted > 20 for counts in result.statistics.per_drafter.values())
-
-
 # ---- what it borrows, keeps and leaves alone ------------------------------------------------------------------------
 
 
