@@ -94,7 +94,7 @@ class NetworkDrafter(TrainableDrafter):
     def park(self, row: int) -> dict[str, tuple[int, RowStates]]:
         if self.cached is None:
             return {}
-        columns = min(int(self.cached[row]), int(self.session.rows.host_lengths[row]) - 1)
+        columns = self.computed(row)
         return {self.strategy: (columns, self.cache.export_row(row, 0, columns))}
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:

@@ -66,10 +66,8 @@ class FeatureDrafter(TrainableDrafter):
     """Stored prefix -> prefix in the network."""
     borrowed: tuple[str, ...] = ("embed_tokens.weight",)
     """Parameters that do not learn, since a drafter without them uses the target's."""
-    least_tokens: int = 1
-    """Number of committed tokens below which a row is not drafted for."""
     lag: int = 0
-    """Columns by which a token's K/V lies before its position."""
+    """Columns by which a token's K/V lies before its position; a row with no more tokens is not drafted for."""
 
     @classmethod
     def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "FeatureDrafter":
@@ -166,13 +164,9 @@ class FeatureDrafter(TrainableDrafter):
     def reach(self, count: int) -> int:
         """Columns after a row's committed tokens that `count` drafts read or write; less than 0: not even these."""
 
-    @abstractmethod
     def catch_up(self, count: int) -> int:
         """Prepares to draft `count` tokens; returns how many of a row's newest tokens the draft feeds, at least 1."""
-
-    @abstractmethod
-    def forwards_of(self, count: int) -> int:
-        """Forwards that draft `count` tokens."""
+        return 1
 
     @abstractmethod
     def forward_over(self, columns: int, count: int) -> Forward:
@@ -253,10 +247,6 @@ class FeatureDrafter(TrainableDrafter):
         columns = int(self.session.rows.host_lengths[row]) - 1
         return {self.strategy: (self.computed(row), self.cache.export_row(row, 0, columns))}
 
-    def computed(self, row: int) -> int:
-        """Number of first columns of `row` whose K/V :meth:`feed_texts` need not compute again."""
-        return 0
-
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         super().move(source, destination, columns)
         self._admitted = self.session.rows.active
@@ -278,10 +268,10 @@ class FeatureDrafter(TrainableDrafter):
         draft = NetworkDraft(tokens, places, known, noise, session.draw, rows.write, drawn_by, session.text)
         columns = max(rows.longest + self.reach(steps), 1)
         drafted = self._runner.draft(draft, lambda columns: self._over_target(columns, steps), columns)
-        self.forwards += self.forwards_of(steps)
+        self.forwards += -(-steps // self.forward_size[1])
         lengths = None
-        if steps < draft_length or rows.host_lengths.min() < self.least_tokens:
-            lengths = torch.full_like(rows.lengths, steps).masked_fill(rows.lengths < self.least_tokens, 0)  # [B]
+        if steps < draft_length or rows.host_lengths.min() <= self.lag:
+            lengths = torch.full_like(rows.lengths, steps).masked_fill(rows.lengths <= self.lag, 0)  # [B]
         if missing := draft_length - steps:
             tokens = nn.functional.pad(drafted.tokens, (0, missing))  # [B, γ]
             logits = None if drafted.logits is None else nn.functional.pad(drafted.logits, (0, 0, 0, missing))

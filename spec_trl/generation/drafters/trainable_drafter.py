@@ -99,6 +99,10 @@ class TrainableDrafter(Drafter):
         """Makes a drafter whose weights no other module uses, for `"tts"`; arguments and errors as of `make`."""
         return cls.make(model, assistant, config)
 
+    def computed(self, row: int) -> int:
+        """Number of first columns of `row` whose K/V it has computed from committed text; 0 where it counts none."""
+        return 0 if self.cached is None else min(int(self.cached[row]), int(self.session.rows.host_lengths[row]) - 1)
+
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         if self.cached is not None:
             self.cached[destination] = self.cached[source]
