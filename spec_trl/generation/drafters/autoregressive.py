@@ -100,7 +100,8 @@ class NetworkDrafter(TrainableDrafter):
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         if self._owns_cache:
             self.cache.move_rows(source, destination, columns, self.session.rows.active)
-        super().move(source, destination, columns)
+        if self.cached is not None:
+            super().move(source, destination, columns)
 
     def observe(self, tokens: Integers, kept: Integers) -> None:
         if self.cached is None:
