@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -24,17 +24,6 @@ class NotEnoughTime(ValueError):
     def __init__(self, seconds: float | None) -> None:
         super().__init__("there is no time to compare anything")
         self.seconds = seconds
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Seconds of a call, as a probe told them: of reading the prompts, and of each token of a row."""
-
-    reading: float
-    per_token: float
-
-    def __call__(self, tokens: int) -> float:
-        return self.reading + self.per_token * tokens
 
 
 def measure(
@@ -61,7 +50,8 @@ def measure(
         NotEnoughTime: the least does not end before `until`. Only probes have run.
     """
     started, probe = clock(), replace(work, new_tokens=min(PROBE, work.new_tokens))
-    baselines, paces = [way for way in ways if way.strategy in BASELINES], dict[Way, Pace]()
+    baselines = [way for way in ways if way.strategy in BASELINES]
+    paces: dict[Way, tuple[float, float]] = {}  # seconds of reading the prompts, and of each token of a row
     enough, prefill = min(ENOUGH_TOKENS, work.new_tokens), 0.0
 
     def try_out(way: Way) -> bool:
@@ -76,11 +66,11 @@ def measure(
         assert call is not None
         if way.strategy == "none" and call.statistics is not None:
             prefill = call.statistics.phase_seconds["prefill"]
-        paces[way] = Pace(min(prefill, call.seconds), max(call.seconds - prefill, 1e-9) / probe.new_tokens)
+        paces[way] = min(prefill, call.seconds), max(call.seconds - prefill, 1e-9) / probe.new_tokens
         return True
 
     def takes(ways: Sequence[Way], tokens: int, visits: float = PLANNED_VISITS) -> float:
-        return visits * sum(paces[way](tokens) for way in ways)
+        return visits * sum(reading + per_token * tokens for reading, per_token in map(paces.__getitem__, ways))
 
     for way in sorted(baselines, key=lambda way: way.strategy != "none"):  # "none" tells how long reading takes
         if not try_out(way):
@@ -90,7 +80,7 @@ def measure(
     end = share if clock() + least <= share else until
 
     def rank(way: Way) -> tuple[bool, bool, float]:
-        return way.assistant is None, way.strategy != "auto", paces[way].per_token if way in paces else 0.0
+        return way.assistant is None, way.strategy != "auto", paces[way][1] if way in paces else 0.0
 
     for way in sorted((way for way in ways if way not in baselines), key=rank):
         if clock() + least > end or not try_out(way):
@@ -106,10 +96,10 @@ def measure(
     if len(chosen) == len(baselines):
         candidate = min((way for way in paces if way not in baselines), key=rank, default=none)
         raise NotEnoughTime(clock() - started + takes([*baselines, candidate], enough))
-    spare = (end - clock()) / PLANNED_VISITS - sum(paces[way].reading for way in chosen)
-    fitting = int(spare / sum(paces[way].per_token for way in chosen))
+    reading, per_token = (sum(part) for part in zip(*(paces[way] for way in chosen), strict=True))
+    fitting = int(((end - clock()) / PLANNED_VISITS - reading) / per_token)
     work = replace(work, new_tokens=min(max(fitting, enough), work.new_tokens))
-    expected = {way: paces[way](work.new_tokens) for way in chosen}
+    expected = {way: takes([way], work.new_tokens, visits=1) for way in chosen}
     return work, _visits(model, expected, work, seed, end, clock, begin)
 
 

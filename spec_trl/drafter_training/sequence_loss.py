@@ -29,6 +29,7 @@ from ..generation.engine.network.shadow import share_weights
 from .whole_sequences import Unroll, block_states
 
 
+_TINY = torch.finfo(torch.float32).tiny  # of a divisor: without positions a mean is 0, not NaN
 LOGITS_ALIVE = 1 << 28
 """Most logits, of target and drafter, in memory at once. If there are more, the loss is computed in pieces, which the
 backward pass computes again."""
@@ -54,20 +55,36 @@ class TargetView:
     first: Tensor
 
 
-@dataclass(frozen=True)
-class SequenceLoss:
-    """Means over the counted positions, by the drafter's position weights; 0 where none counts.
+class SequenceLoss(NamedTuple):
+    """Sums over the counted positions, scalars, and the means that they give; a mean over no position is 0.
 
     Args:
-        cross_entropy: scalar, nats: of the drafter against the target's distribution at temperature 1, which is
-            renormalised over the draft vocabulary.
-        regression: scalar: smooth L1 between the drafter's hidden states and the target's that they stand for.
-        agreement: scalar in 0..1, without gradient: share of the counted positions at which the largest logits agree.
+        entropies, weight: of the drafter's cross-entropies, by its position weights, and of these weights.
+        distances, compared: of the distances between hidden states, and of their weights.
+        agreed, positions: number of positions at which the largest logits agree, and of all.
     """
 
-    cross_entropy: Tensor
-    regression: Tensor
-    agreement: Tensor
+    entropies: Tensor
+    weight: Tensor
+    distances: Tensor
+    compared: Tensor
+    agreed: Tensor
+    positions: Tensor
+
+    @property
+    def cross_entropy(self) -> Tensor:
+        """In nats, against the target's distribution at temperature 1, renormalised over the draft vocabulary."""
+        return self.entropies / self.weight.clamp(min=_TINY)
+
+    @property
+    def regression(self) -> Tensor:
+        """Smooth L1 between the drafter's hidden states and the target's that they stand for."""
+        return self.distances / self.compared.clamp(min=_TINY)
+
+    @property
+    def agreement(self) -> Tensor:
+        """Share of the positions at which the largest logits agree, without gradient."""
+        return (self.agreed / self.positions.clamp(min=1)).detach()
 
 
 def sequence_loss(
@@ -104,33 +121,12 @@ def sequence_loss(
     # In the dtype of drafting, whatever autocast the policy trains under.
     with torch.autocast(view.tokens.device.type, enabled=False):
         if isinstance(drafter, Eagle3Drafter):
-            sums = _eagle3_sums(drafter, target, of_target, depth, with_regression)
-        else:
-            sums = _dflash_sums(drafter, target, of_target, anchors, generator, with_regression)
-        return sums.means()
+            return _eagle3_loss(drafter, target, of_target, depth, with_regression)
+        return _dflash_loss(drafter, target, of_target, anchors, generator, with_regression)
 
 
-class _Sums(NamedTuple):
-    """Sums over positions, scalars. `weight` divides `cross_entropy`, and `compared` divides `regression`."""
-
-    cross_entropy: Tensor
-    weight: Tensor
-    regression: Tensor
-    compared: Tensor
-    agreed: Tensor
-    positions: Tensor
-
-    def means(self) -> SequenceLoss:
-        tiny = torch.finfo(torch.float32).tiny  # no position counts: 0, not NaN
-        return SequenceLoss(
-            self.cross_entropy / self.weight.clamp(min=tiny),
-            self.regression / self.compared.clamp(min=tiny),
-            (self.agreed / self.positions.clamp(min=1)).detach(),
-        )
-
-
-def _added(sums: Iterable[_Sums]) -> _Sums:
-    return _Sums(*(torch.stack(terms).sum() for terms in zip(*sums, strict=True)))
+def _added(sums: Iterable[SequenceLoss]) -> SequenceLoss:
+    return SequenceLoss(*(torch.stack(terms).sum() for terms in zip(*sums, strict=True)))
 
 
 class _TargetLogits:
@@ -158,25 +154,25 @@ class _TargetLogits:
         return logits[..., self._target_ids], counts & torch.isin(logits.argmax(dim=-1), self._target_ids)
 
 
-def _compare(drafted: Tensor, wanted: Tensor, counts: Tensor, weights: Tensor) -> _Sums:
+def _compare(drafted: Tensor, wanted: Tensor, counts: Tensor, weights: Tensor) -> SequenceLoss:
     """Sums of the drafter's logits `[..., drafts]` against the target's, over positions `[...]` that count."""
     scores = F.log_softmax(drafted.to(torch.promote_types(drafted.dtype, torch.float32)), dim=-1)  # [..., drafts]
     entropies = -(wanted.softmax(dim=-1) * scores).sum(dim=-1)  # [...]
     weights = weights.to(entropies.dtype) * counts  # [...]
     none = entropies.new_zeros(())
     agreed = (drafted.argmax(dim=-1) == wanted.argmax(dim=-1)) & counts  # [...]
-    return _Sums((weights * entropies).sum(), weights.sum(), none, none, agreed.sum(), counts.sum())
+    return SequenceLoss((weights * entropies).sum(), weights.sum(), none, none, agreed.sum(), counts.sum())
 
 
-def _regress(sums: _Sums, states: Tensor, hidden: Tensor, weights: Tensor) -> _Sums:
+def _regress(sums: SequenceLoss, states: Tensor, hidden: Tensor, weights: Tensor) -> SequenceLoss:
     """`sums` with smooth L1 of states `[..., H]` against the target's, by `weights` (`[...]`, 0 where none counts)."""
     wide = torch.promote_types(states.dtype, torch.float32)
     distances = F.smooth_l1_loss(states.to(wide), hidden.to(wide), reduction="none").mean(dim=-1)  # [...]
     weights = weights.to(distances.dtype)
-    return sums._replace(regression=(weights * distances).sum(), compared=weights.sum())
+    return sums._replace(distances=(weights * distances).sum(), compared=weights.sum())
 
 
-def _total(piece: Callable[[slice], _Sums], pieces: list[slice], recompute: bool) -> _Sums:
+def _total(piece: Callable[[slice], SequenceLoss], pieces: list[slice], recompute: bool) -> SequenceLoss:
     """The sum over all pieces. With `recompute` the backward pass runs them again instead of storing activations."""
     if recompute:
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -184,9 +180,9 @@ def _total(piece: Callable[[slice], _Sums], pieces: list[slice], recompute: bool
     return _added(map(piece, pieces))
 
 
-def _eagle3_sums(
+def _eagle3_loss(
     drafter: Eagle3Drafter, target: PreTrainedModel, of_target: _TargetLogits, depth: int, with_regression: bool
-) -> _Sums:
+) -> SequenceLoss:
     view, network = of_target.view, drafter.network
     batch, pairs = view.tokens.shape[0], view.tokens.shape[1] - 1
     embedded = network.embed(view.tokens[:, 1:], plain_embedding(target))  # [B, N, H]
@@ -195,7 +191,7 @@ def _eagle3_sums(
     per_start = batch * (depth + 1) * of_target.vocabulary
     width = min(max(LOGITS_ALIVE // per_start, 16), _STARTS)
 
-    def piece(starts: slice) -> _Sums:
+    def piece(starts: slice) -> SequenceLoss:
         count = starts.stop - starts.start  # n
         positions = torch.arange(starts.start + 1, starts.stop + depth, device=embedded.device)  # [n + depth - 1]
         logits, counts = of_target.logits(positions)  # [B, n + depth - 1, drafts], [B, n + depth - 1]
@@ -213,14 +209,14 @@ def _eagle3_sums(
     return _total(piece, starts, recompute=per_start * pairs > LOGITS_ALIVE)
 
 
-def _dflash_sums(
+def _dflash_loss(
     drafter: DFlashDrafter,
     target: PreTrainedModel,
     of_target: _TargetLogits,
     anchors: int | None,
     generator: torch.Generator | None,
     with_regression: bool,
-) -> _Sums:
+) -> SequenceLoss:
     view, network, config = of_target.view, drafter.network, drafter.config
     batch, width = view.tokens.shape
     wanted = anchors if anchors is not None else -(-2 * width // config.drafts)
@@ -229,7 +225,7 @@ def _dflash_sums(
     weights = view.hidden.new_tensor(drafter.position_weights(config.drafts), dtype=torch.float64)  # [drafts]
     size = min(max(LOGITS_ALIVE // (batch * 2 * config.drafts * of_target.vocabulary), 1), chosen.shape[1])
 
-    def piece(some: slice) -> _Sums:
+    def piece(some: slice) -> SequenceLoss:
         states = block_states(network, target, view.tokens, view.features, chosen[:, some])  # [B, m, n, H]
         states = states[:, :, config.block_size - config.drafts :].flatten(1, 2)  # [B, m * drafts, H]
         positions = (chosen[:, some, None] + drafts).flatten(1)  # [B, m * drafts]: before the drafted tokens

@@ -4,7 +4,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ..generation.drafters.dflash.dflash_network import DFlashNetwork
 from ..generation.drafters.eagle3.eagle3_drafter import CAUSAL
@@ -20,7 +20,7 @@ class Unroll:
         self._network, self._embedded = network, embedded
         pairs = torch.arange(embedded.shape[1], device=embedded.device)  # [N]
         mask = CAUSAL.build(pairs[None], embedded.shape[1], embedded.dtype)  # [1, 1, N, N]
-        self._real = _Appending()
+        self._real = DynamicCache()
         self._first = network(embedded, projected, pairs[None], mask, self._real.update)  # [B, N, H]
 
     def outputs(self, starts: slice, depth: int) -> list[Tensor]:
@@ -33,27 +33,15 @@ class Unroll:
         first = torch.arange(starts.start, starts.stop, device=embedded.device)  # [n]
         mask = cast(Tensor, CAUSAL.build(first[None], starts.stop, embedded.dtype))  # [1, 1, n, stop]
         alone = mask.new_full((len(first), len(first)), torch.finfo(mask.dtype).min).fill_diagonal_(0)  # [n, n]
-        store = _Appending(*(states[:, :, : starts.stop] for states in self._real.states))
+        store = DynamicCache()
+        for index, layer in enumerate(self._real.layers):
+            store.update(layer.keys[:, :, : starts.stop], layer.values[:, :, : starts.stop], index)
         states = [self._first[:, starts]]  # of [B, n, H]
         for step in range(1, depth):
             mask = torch.cat([mask, alone[None, None]], dim=-1)  # [1, 1, n, stop + step * n]
             tokens = embedded[:, (first + step).clamp(max=embedded.shape[1] - 1)]  # [B, n, H]
             states.append(network(tokens, network.fed_back(states[-1]), (first + step)[None], mask, store.update))
         return states
-
-
-class _Appending:
-    """K/V of all forwards so far, in this order: `[B, kv, columns, d]`."""
-
-    def __init__(self, *states: Tensor) -> None:
-        self.states = states
-
-    def update(self, keys: Tensor, values: Tensor, _: int) -> tuple[Tensor, Tensor]:
-        """Appends `[B, kv, q, d]` and returns all."""
-        if self.states:
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(self.states, (keys, values), strict=True))
-        self.states = (keys, values)
-        return keys, values
 
 
 def block_states(
@@ -77,16 +65,8 @@ def block_states(
     slots = first[:, None] + torch.arange(config.block_size, device=tokens.device)  # [B * M, n]
     keys = torch.cat([positions.expand(len(slots), -1), slots], dim=1)  # [B * M, T + n]
     is_block = torch.arange(keys.shape[1], device=keys.device).expand_as(keys) >= length
-    context: list[tuple[Tensor, Tensor]] = []  # of each layer, [B, kv_heads, T, d]
-
-    def keep(keys: Tensor, values: Tensor, _: int) -> tuple[Tensor, Tensor]:
-        context.append((keys, values))
-        return keys, values
-
-    def join(keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        old_keys, old_values = (states.repeat_interleave(count, dim=0) for states in context[layer])
-        return torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)  # [B * M, kv, T + n, d]
-
-    network.remember(features.to(network.dtype), positions.expand_as(tokens), keep)
-    states = network.refine(embedded, slots, config.masks(first, keys, is_block, embedded.dtype), join)
+    context = DynamicCache()  # of [B, kv_heads, T, d], then [B * M, kv_heads, T + n, d] by layer
+    network.remember(features.to(network.dtype), positions.expand_as(tokens), context.update)
+    context.batch_repeat_interleave(count)
+    states = network.refine(embedded, slots, config.masks(first, keys, is_block, embedded.dtype), context.update)
     return states.unflatten(0, anchors.shape)  # [B, M, n, H]

@@ -11,9 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..native.cpu_products import library
+from ..value_checks import require_choice
 from .awq import ActivationAware, ActivationStatistics
 from .experts import QuantizedExperts, holds_stacked_weights, inspect_experts, is_experts, matrices_of, matrix_names
-from .kernels import LayerSpec, PackedWeight, announce, check_kernel_name, make_packed
+from .kernels import KERNEL_NAMES, LayerSpec, PackedWeight, announce, make_packed
 from .kernels.native import Native
 from .linear import PackedLayer, QuantizedLinear, is_unwatched, join
 from .rtn import GROUP_SIZES, Scheme, find_scheme
@@ -29,7 +30,6 @@ DECAY_NAMES = ("in_proj_a", "in_proj_b", "b_proj", "dt_proj")
 LM_HEAD_SHARE = 1 / 3
 # Projections of the same input, in the families that `engine/network/fused_layers.py` knows.
 SIBLINGS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-LM_HEAD_CHOICES = ("auto", "dense", "packed")
 
 
 @dataclass(eq=False)
@@ -108,11 +108,7 @@ class QuantizedNetwork:
         Raises:
             RuntimeError: a layer did not run: a drafter that runs the policy's layers is slow.
         """
-        idle = []
-        for name, layer in self.layers.items():
-            if not layer.called and name not in aside:
-                idle.append(name)
-        if idle:
+        if idle := [name for name, layer in self.layers.items() if not layer.called and name not in aside]:
             raise RuntimeError(
                 f"{len(idle)} of {len(self.layers)} quantized layers did not run in the draft forward, so the drafter "
                 f"is not the one that was built: {_shorten(idle)}. Rebuild the drafter from the unpatched model."
@@ -144,10 +140,9 @@ def quantize_projections(
     Raises:
         ValueError: a name that is not known; or "nf4", where no layer has a kernel.
     """
-    check_kernel_name(kernel)
+    require_choice("kernel", kernel, KERNEL_NAMES)
+    require_choice("lm_head", lm_head, ("auto", "dense", "packed"))
     wanted = choose_scheme(scheme, kernel, shadow)
-    if lm_head not in LM_HEAD_CHOICES:
-        raise ValueError(f"lm_head={lm_head!r} is not a choice; use one of {list(LM_HEAD_CHOICES)}")
     network = _build(shadow, wanted, kernel, lm_head, measures=False)
     if pack:
         network.refresh()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..value_checks import require_choice
 from .kernels import PackedWeight, QuantizedRows
 from .kernels.base import normal_floats
 
@@ -58,8 +59,7 @@ SCHEMES = (
 def find_scheme(name: str) -> Scheme:
     """Returns the scheme called `name`; raises ValueError if there is none."""
     schemes = {scheme.name: scheme for scheme in SCHEMES}
-    if name not in schemes:
-        raise ValueError(f"scheme={name!r} is not a quantization scheme; use one of {list(schemes)}")
+    require_choice("scheme", name, list(schemes))
     return schemes[name]
 
 

@@ -108,8 +108,10 @@ def target_logits(target: PreTrainedModel, view: TargetView) -> Iterator[tuple[i
 
 
 @pytest.mark.parametrize(
-    "name", ["safeai", "safeai, whole vocabulary", "safeai, own embedding, narrow", "speculators, all flags"]
-)
+    "name",
+    ["safeai", "safeai, whole vocabulary", "safeai, own embedding, narrow", "speculators, all flags",
+     "speculators, three layers"],
+)  # fmt: skip
 @torch.no_grad()
 def test_eagle3_loss_term_by_term(name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
     """At every start and step: the drafter as it drafts, fed with the true tokens."""

@@ -1,5 +1,7 @@
 """Small models, and drafters that are their quantized copies."""
 
+import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +12,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from spec_trl.generation.engine.network.shadow import share_weights
 from spec_trl.quantization import quantize_projections
 from spec_trl.quantization.kernels import LayerSpec, PackedWeight
+from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.quantized_copy import QuantizedNetwork
 from spec_trl.quantization.rtn import RoundToNearest
 
 
+HAS_ONNXRUNTIME, HAS_BITSANDBYTES = (bool(importlib.util.find_spec(name)) for name in ("onnxruntime", "bitsandbytes"))
+needs_onnxruntime = pytest.mark.skipif(not HAS_ONNXRUNTIME, reason="onnxruntime is not installed")
+needs_nf4 = pytest.mark.skipif(
+    not (HAS_BITSANDBYTES and torch.cpu._is_avx512_bf16_supported()), reason="no bitsandbytes, or no AVX-512"
+)
 IDS = torch.tensor([[3, 1, 4, 1], [9, 2, 6, 5]])
 
 
@@ -22,6 +30,21 @@ def layer_spec(
     dtype: torch.dtype = torch.float32, activation_dtype: torch.dtype | None = None,
 ) -> LayerSpec:  # fmt: skip
     return LayerSpec(out_features, in_features, bits, group, dtype, activation_dtype, torch.device(device))
+
+
+def as_kernel(name: str, **members: Any) -> type[PackedWeight]:
+    """The reference kernel by another name, and otherwise different in `members`."""
+    return type(name, (ReferenceInt4,), {"name": name, **members})
+
+
+def on_gpu(name: str, refuses: int = 0) -> type[PackedWeight]:
+    """The reference kernel as one for GPUs, whose tensors lie on the CPU; `refuses` so many output features."""
+    return as_kernel(
+        name,
+        device_type="cuda",
+        unsupported=classmethod(lambda kernel, layer: "refused" if layer.out_features == refuses else None),
+        __init__=lambda packed, layer: ReferenceInt4.__init__(packed, replace(layer, device=torch.device("cpu"))),
+    )
 
 
 def pack(kernel: type[PackedWeight], layer: LayerSpec, weight: Tensor) -> Any:

@@ -9,7 +9,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from spec_trl.quantization import QuantizedLinear
 from spec_trl.quantization.source_weight import read_projection
 from tests.quantization.conftest import addresses, logits, quantized, randomize_adapters
 
@@ -36,13 +35,18 @@ ADAPTERS = {
     "dora": lambda model: lora(model, use_dora=True),
     "with bias": lambda model: lora(model, target_modules=["q_proj", "v_proj"], lora_bias=True),
     "two adapters": two_adapters,
+    "Conv1D": lambda model: lora(model, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True),
 }
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_the_drafter_is_the_merged_model_quantized(untied: PreTrainedModel, kind: str) -> None:
+def test_the_drafter_is_the_merged_model_quantized(
+    untied: PreTrainedModel, gpt2: PreTrainedModel, kind: str
+) -> None:
     """And the policy stays unmerged."""
-    peft_model = ADAPTERS[kind](untied.double())
+    peft_model, lm_head = ADAPTERS[kind](gpt2 if kind == "Conv1D" else untied.double()), "packed"
+    if kind == "Conv1D":
+        lm_head = "dense"  # it is tied
     model, modules = peft_model.get_base_model(), [*peft_model.modules()]
     before = copy.deepcopy(peft_model.state_dict())
     merged, bare = copy.deepcopy(peft_model).merge_and_unload(), copy.deepcopy(peft_model).unload()
@@ -52,7 +56,7 @@ def test_the_drafter_is_the_merged_model_quantized(untied: PreTrainedModel, kind
             assert (weight - module.weight).abs().max() <= 1e-6 and (bias is None) == (module.bias is None)
             assert bias is None or (bias - module.bias).abs().max() <= 1e-6
     found, expected, plain = (
-        logits(quantized(policy, kernel="reference", lm_head="packed")[0]) for policy in (model, merged, bare)
+        logits(quantized(policy, kernel="reference", lm_head=lm_head)[0]) for policy in (model, merged, bare)
     )
     assert (found - expected).abs().max() <= 1e-6
     assert (plain - expected).std() > 0.1 * expected.std()  # the adapters matter
@@ -82,16 +86,6 @@ def test_disabled_adapters_are_left_out(untied: PreTrainedModel) -> None:
     with peft_model.disable_adapter():
         drafter, _ = quantized(peft_model.get_base_model(), lm_head="dense")
     assert torch.equal(logits(drafter), logits(plain))
-
-
-def test_conv1d_below_an_adapter(gpt2: PreTrainedModel) -> None:
-    peft_model = lora(gpt2, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True)
-    drafter, expected = (
-        quantized(policy, kernel="reference", lm_head="dense")[0]
-        for policy in (peft_model.get_base_model(), copy.deepcopy(peft_model).merge_and_unload())
-    )
-    assert isinstance(drafter.transformer.h[0].attn.c_attn, QuantizedLinear)
-    assert (logits(drafter) - logits(expected)).abs().max() <= 1e-6
 
 
 def test_a_trained_copy_stays_dense(untied: PreTrainedModel) -> None:

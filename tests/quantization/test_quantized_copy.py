@@ -19,7 +19,17 @@ from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.linear import project
 from spec_trl.quantization.quantized_copy import choose_scheme, layer_specs
 from spec_trl.quantization.rtn import find_scheme
-from tests.quantization.conftest import IDS, addresses, logits, never_dense, packed_buffers, quantized
+from tests.quantization.conftest import (
+    IDS,
+    addresses,
+    logits,
+    needs_nf4,
+    needs_onnxruntime,
+    never_dense,
+    on_gpu,
+    packed_buffers,
+    quantized,
+)  # fmt: skip
 
 
 ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
@@ -100,12 +110,18 @@ def test_the_policy_is_untouched(llama: PreTrainedModel) -> None:
         assert parameter.dtype == torch.float32 and parameter.requires_grad
 
 
-@pytest.mark.parametrize("scheme", ["rtn-w4-g128", "rtn-w8"])
-def test_refresh_follows_the_weights_in_place(llama: PreTrainedModel, scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "kernel"),
+    [  # of kernels that join no siblings, whose biases are copies
+        ("rtn-w4-g128", "torch_int4"), ("rtn-w8", "torch_int8"),
+        pytest.param("rtn-w4-g128", "onnxruntime", marks=needs_onnxruntime),
+        pytest.param("nf4", "bitsandbytes", marks=needs_nf4),
+    ],
+)  # fmt: skip
+def test_refresh_follows_the_weights_in_place(llama: PreTrainedModel, scheme: str, kernel: str) -> None:
     """Also where the drafter is made in inference mode, and refreshed in it and outside, and to new Parameters."""
-    kernel = ["torch_int4" if scheme == "rtn-w4-g128" else "torch_int8"]  # no joined siblings, whose biases are copies
     with torch.inference_mode():
-        drafter, network = quantized(llama, scheme, *kernel, lm_head="packed")
+        drafter, network = quantized(llama, scheme, kernel, lm_head="packed")
     pointers, stale = addresses(network), logits(drafter)
     assert not any(buffer.is_inference() for buffer in packed_buffers(network))
     with torch.no_grad():
@@ -114,7 +130,7 @@ def test_refresh_follows_the_weights_in_place(llama: PreTrainedModel, scheme: st
     q_proj = llama.model.layers[0].self_attn.q_proj
     q_proj.weight = nn.Parameter(torch.zeros_like(q_proj.weight))
     network.refresh()
-    fresh, _ = quantized(llama, scheme, *kernel, lm_head="packed")
+    fresh, _ = quantized(llama, scheme, kernel, lm_head="packed")
     assert torch.equal(logits(drafter), logits(fresh)) and not torch.equal(logits(drafter), stale)
     with torch.inference_mode():
         network.refresh()
@@ -255,20 +271,6 @@ def test_what_differs_is_not_joined(llama: PreTrainedModel) -> None:
     assert all(layer.mlp.up_proj.joined is None for layer in scaled.model.layers)
     without_slices, _ = quantized(llama, "rtn-w8", "reference")
     assert all(layer.mlp.up_proj.joined is None for layer in without_slices.model.layers)
-
-
-ON_CPU = torch.device("cpu")
-
-
-def on_gpu(name: str, refuses: int = 0) -> type[PackedWeight]:
-    """The reference kernel as one for GPUs, whose tensors lie on the CPU; `refuses` so many output features."""
-    members = dict(
-        name=name,
-        device_type="cuda",
-        unsupported=classmethod(lambda kernel, layer: "refused" if layer.out_features == refuses else None),
-        __init__=lambda packed, layer: ReferenceInt4.__init__(packed, dataclasses.replace(layer, device=ON_CPU)),
-    )
-    return type(name, (ReferenceInt4,), members)
 
 
 @pytest.fixture

@@ -57,14 +57,13 @@ class NetworkDrafter(TrainableDrafter):
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
         rows = session.rows
-        # Both in host memory: drafts fed in this round, valid after waiting for the device, `[B, γ - 1]`; and by row
-        # the number of tokens whose K/V this drafter has computed, `[capacity]`.
+        # In host memory: drafts fed in this round, valid after waiting for the device, `[B, γ - 1]`.
         self._fed: Integers | None = None
-        self._cached: Integers | None = None
+        self.cached = None
         tail = session.tail if self._shares_target_cache else None
         self._owns_cache = not self._shares_target_cache or session.target is None
         if self._owns_cache and tail is None:
-            self._cached = np.zeros(rows.capacity, np.int64)
+            self.cached = np.zeros(rows.capacity, np.int64)
         if session.target is not None:
             if autocast_dtype(self.network.device) is not None:
                 lend_copies(session.target.network, self.network)
@@ -81,33 +80,33 @@ class NetworkDrafter(TrainableDrafter):
         super().end()
         if autocast_dtype(self.network.device) is not None:
             take_copies_back(self.network)
-        del self._runner, self._drafting, self.cache, self._cached, self._fed
+        del self._runner, self._drafting, self.cache, self.cached, self._fed
 
     def admit(self, admission: Admission) -> None:
-        if self._cached is not None:
+        if self.cached is not None:
             if self._has_states and any(source < admission.first for source in admission.sources):
                 # Rows in flight have advanced beyond the prompt: their copies read it again.
                 admission = replace(admission, leaders=len(admission.lengths), followers=[], sources=[])
             rows, known = self.session.rows, admission.bring_back(self.strategy, self.cache)
             self._runner.read(rows, admission, [length - 1 for length in admission.lengths], known)
-            self._cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
+            self.cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
 
     def park(self, row: int) -> dict[str, tuple[int, RowStates]]:
-        if self._cached is None:
+        if self.cached is None:
             return {}
-        columns = min(int(self._cached[row]), int(self.session.rows.host_lengths[row]) - 1)
+        columns = self.computed(row)
         return {self.strategy: (columns, self.cache.export_row(row, 0, columns))}
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         if self._owns_cache:
             self.cache.move_rows(source, destination, columns, self.session.rows.active)
-        if self._cached is not None:
-            self._cached[destination] = self._cached[source]
+        if self.cached is not None:
+            super().move(source, destination, columns)
 
     def observe(self, tokens: Integers, kept: Integers) -> None:
-        if self._cached is None:
+        if self.cached is None:
             return
-        rows, cached = self.session.rows, self._cached[: self.session.rows.active]  # [B]
+        rows, cached = self.session.rows, self.cached[: self.session.rows.active]  # [B]
         if self._fed is not None:
             # Fed drafts count as far as they were committed: they may be rejected, or another drafter's may win.
             fed, self._fed = self._fed, None
@@ -126,8 +125,8 @@ class NetworkDrafter(TrainableDrafter):
         columns = columns[:, :-1]  # of all that are fed
         draft = NetworkDraft(tokens, columns, known, noise, session.draw, rows.write, session.drawn_by, session.text)
         proposal = draft.run(self._step) if has_states else self._runner.draft(draft, rows.longest)
-        if self._cached is not None:
-            self._cached[: rows.active] = rows.host_lengths
+        if self.cached is not None:
+            self.cached[: rows.active] = rows.host_lengths
             if not has_states:
                 self._fed = proposal.tokens[:, :-1].to("cpu", non_blocking=True).numpy()
         return proposal
@@ -167,12 +166,12 @@ class NetworkDrafter(TrainableDrafter):
 
     def _catch_up(self) -> int:
         """Feeds the tokens that the cache lacks, except the newest; returns the number of these, at least 1."""
-        if self._cached is None:
+        if self.cached is None:
             return 1
         rows = self.session.rows
         # Usually 1, or 2 after a fully accepted block; more after rounds without drafting. Rows that lack fewer feed
         # some tokens again, which writes the same K/V.
-        missing = int((rows.host_lengths - self._cached[: rows.active]).max())
+        missing = int((rows.host_lengths - self.cached[: rows.active]).max())
         while missing > CATCH_UP:  # in pieces, without logits, which would take much memory for a long prompt
             columns = rows.columns_after(-missing, CATCH_UP).clamp(min=0)  # [B, CATCH_UP]
             self._runner.prefill(rows.tokens[: rows.active].gather(1, columns), columns, rows.longest)
@@ -188,7 +187,7 @@ class NetworkDrafter(TrainableDrafter):
     def _read_committed(self) -> Tensor:
         """Advances the states by the tokens committed since the last draft, a different number per row; returns the
         logits `[B, 1, V]` after them. Drafts continue in the other set of states."""
-        rows, cache, cached = self.session.rows, self.cache, self._cached
+        rows, cache, cached = self.session.rows, self.cache, self.cached
         assert cached is not None
         cached = cached[: rows.active].copy()  # [B]
         most = min(CATCH_UP, self.session.most_drafted + 1)  # columns left after the texts of rows

@@ -66,16 +66,12 @@ class FeatureDrafter(TrainableDrafter):
     """Stored prefix -> prefix in the network."""
     borrowed: tuple[str, ...] = ("embed_tokens.weight",)
     """Parameters that do not learn, since a drafter without them uses the target's."""
-    least_tokens: int = 1
-    """Number of committed tokens below which a row is not drafted for."""
     lag: int = 0
-    """Columns by which a token's K/V lies before its position."""
+    """Columns by which a token's K/V lies before its position; a row with no more tokens is not drafted for."""
 
     @classmethod
     def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "FeatureDrafter":
-        if not isinstance(assistant, str):
-            raise cls._no_checkpoint("assistant_model", assistant)
-        return cls(assistant, model)
+        return cls(cls._named("assistant_model", assistant), model)
 
     @classmethod
     def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...] | None:
@@ -85,19 +81,20 @@ class FeatureDrafter(TrainableDrafter):
     def check_assistant(
         cls, argument: str, assistant: Any, target: PreTrainedModel, config: SpeculativeConfig
     ) -> None:
-        if not isinstance(assistant, str):
-            raise cls._no_checkpoint(argument, assistant)
-        require_folder_or_id(argument, assistant)
+        require_folder_or_id(argument, cls._named(argument, assistant))
         vocabulary = target.config.get_text_config(decoder=True).vocab_size
         settings: Any = read_config(assistant, argument)
         size = settings.get("transformer_layer_config", settings).get("vocab_size", vocabulary)
         check_sizes(f"{argument}={assistant!r}", size, vocabulary)
 
     @classmethod
-    def _no_checkpoint(cls, argument: str, assistant: object) -> ValueError:
+    def _named(cls, argument: str, assistant: Any) -> Any:
+        """Returns `assistant` if it names a checkpoint, or may be left out; else raises ValueError."""
+        if isinstance(assistant, str) or (assistant is None and cls.assistant == "optional"):
+            return assistant
         shown = type(assistant).__name__ if isinstance(assistant, nn.Module) else repr(assistant)
         remedy = "give the folder or hub id of a drafter's checkpoint"
-        return ValueError(f"{argument}={shown} with a drafter of kind {cls.strategy!r}: {remedy}.")
+        raise ValueError(f"{argument}={shown} with a drafter of kind {cls.strategy!r}: {remedy}.")
 
     def __init__(self, checkpoint: str | Path, target: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
         self._settings, self._stored = self.read(checkpoint, target)
@@ -139,17 +136,19 @@ class FeatureDrafter(TrainableDrafter):
         return {renamed(stored, self.renames) for stored in self._stored}
 
     def _check_borrowed(self, target: PreTrainedModel) -> None:
-        """Raises ValueError where the target's embedding or head has another width than its hidden states (OPT)."""
+        """Raises ValueError where the checkpoint lacks the embedding or the head, and the target's has another width:
+        that of its hidden states, or yet another (OPT)."""
+        wide = target.config.get_text_config(decoder=True).hidden_size
         parts = {
             "embed_tokens.weight": ("embedding", target.get_input_embeddings(), "embedding_dim"),
             "lm_head.weight": ("head", target.get_output_embeddings(), "in_features"),
         }
         for name, (role, part, size) in parts.items():
-            width, wanted = getattr(part, size, None), self.config.decoder.hidden_size
-            if name not in self.stored_names and width not in (None, wanted):
+            width, wanted = getattr(part, size, wide), self.config.decoder.hidden_size
+            if name not in self.stored_names and width != wanted:
                 raise ValueError(
-                    f"hidden_size={wanted}, and the target's {role} is {width} wide, unlike its hidden states: it "
-                    f"cannot serve this drafter, and the checkpoint has no {name}."
+                    f"hidden_size={wanted}, and the target's {role} is {width} wide: it cannot serve this drafter, "
+                    f"and the checkpoint has no {name}."
                 )
 
     @abstractmethod
@@ -165,13 +164,9 @@ class FeatureDrafter(TrainableDrafter):
     def reach(self, count: int) -> int:
         """Columns after a row's committed tokens that `count` drafts read or write; less than 0: not even these."""
 
-    @abstractmethod
     def catch_up(self, count: int) -> int:
         """Prepares to draft `count` tokens; returns how many of a row's newest tokens the draft feeds, at least 1."""
-
-    @abstractmethod
-    def forwards_of(self, count: int) -> int:
-        """Forwards that draft `count` tokens."""
+        return 1
 
     @abstractmethod
     def forward_over(self, columns: int, count: int) -> Forward:
@@ -252,11 +247,8 @@ class FeatureDrafter(TrainableDrafter):
         columns = int(self.session.rows.host_lengths[row]) - 1
         return {self.strategy: (self.computed(row), self.cache.export_row(row, 0, columns))}
 
-    def computed(self, row: int) -> int:
-        """Number of first columns of `row` whose K/V :meth:`feed_texts` need not compute again."""
-        return 0
-
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
+        super().move(source, destination, columns)
         self._admitted = self.session.rows.active
         self.cache.move_rows(source, destination, columns, self.session.rows.active)
         if self._recent is not None and self._prompt_ends is not None:
@@ -276,10 +268,10 @@ class FeatureDrafter(TrainableDrafter):
         draft = NetworkDraft(tokens, places, known, noise, session.draw, rows.write, drawn_by, session.text)
         columns = max(rows.longest + self.reach(steps), 1)
         drafted = self._runner.draft(draft, lambda columns: self._over_target(columns, steps), columns)
-        self.forwards += self.forwards_of(steps)
+        self.forwards += -(-steps // self.forward_size[1])
         lengths = None
-        if steps < draft_length or rows.host_lengths.min() < self.least_tokens:
-            lengths = torch.full_like(rows.lengths, steps).masked_fill(rows.lengths < self.least_tokens, 0)  # [B]
+        if steps < draft_length or rows.host_lengths.min() <= self.lag:
+            lengths = torch.full_like(rows.lengths, steps).masked_fill(rows.lengths <= self.lag, 0)  # [B]
         if missing := draft_length - steps:
             tokens = nn.functional.pad(drafted.tokens, (0, missing))  # [B, γ]
             logits = None if drafted.logits is None else nn.functional.pad(drafted.logits, (0, 0, 0, missing))

@@ -83,12 +83,6 @@ class FeatureConfig:
                 f"target_hidden_size={self.target_hidden_size}, and the target's hidden states are {wide} wide. Use a "
                 "drafter that was made for this target."
             )
-        for name, role in (("embed_tokens.weight", "embedding"), ("lm_head.weight", "head")):
-            if self.decoder.hidden_size != wide and name not in tensors:
-                raise ValueError(
-                    f"hidden_size={self.decoder.hidden_size}, and the target's is {wide}: the target's {role} cannot "
-                    f"serve this drafter, and the checkpoint has no {name}."
-                )
         if self.draft_vocabulary != size and not {"lm_head.weight", "d2t"} <= set(tensors):
             raise ValueError(
                 f"draft_vocab_size={self.draft_vocabulary} of {size} tokens needs a head of its own "

@@ -277,23 +277,20 @@ def _split(flat: Tensor, lengths: Tensor) -> "list[array[int]]":
 
 def damage_of(state: object) -> str | None:
     """Returns the fault of a saved history, or None."""
-    if not isinstance(state, Mapping):
-        return f"it is a {type(state).__name__}"
-    if set(state) != set(_PARTS):
-        return f"it has the keys {sorted(map(str, state))} instead of {sorted(_PARTS)}"
+    if not isinstance(state, Mapping) or set(state) != set(_PARTS):
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        return f"it is {found} instead of tensors {sorted(_PARTS)}"
     for name, dtype in _PARTS.items():
         part = state[name]
         if not isinstance(part, Tensor) or part.dtype != dtype or part.dim() != 1:
             return f"{name} is not a one-dimensional {dtype} tensor"
-    for name, shortest in (("prompt", 1), ("text", 0)):
-        lengths, tokens = state[f"{name}_lengths"], state[f"{name}s"]
+    prompts, texts = (state["prompts"], state["prompt_lengths"]), (state["texts"], state["text_lengths"])
+    for name, (tokens, lengths), shortest in (("prompt", prompts, 1), ("text", texts, 0)):
         if (lengths < shortest).any() or int(lengths.sum()) != len(tokens):
             return f"{name}_lengths ask for {int(lengths.sum())} tokens, {name}s has {len(tokens)}"
         if (tokens < 0).any():
             return f"{name}s holds negative tokens"
-    owners, texts, prompts = state["text_prompts"], len(state["text_lengths"]), len(state["prompt_lengths"])
-    if len(owners) != texts:
-        return f"text_prompts names {len(owners)} texts, text_lengths {texts}"
-    if ((owners < 0) | (owners >= prompts)).any():
-        return f"text_prompts names others than the {prompts} prompts"
+    owners = state["text_prompts"]
+    if len(owners) != len(texts[1]) or ((owners < 0) | (owners >= len(prompts[1]))).any():
+        return f"text_prompts names {owners.tolist()[:9]} as prompts of {len(texts[1])} texts, of {len(prompts[1])}"
     return None

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..engine.drafter import Drafter
 from ..engine.kv.cache import RaggedCache, ReplayCache
+from ..engine.sampling.accept import Integers
 from ..options import SpeculativeConfig
 
 
@@ -75,6 +76,8 @@ class TrainableDrafter(Drafter):
     """A drafter with a network whose rounds can be replayed."""
 
     network: nn.Module
+    cached: Integers | None = None
+    """`[capacity]` on the host: number of tokens of each row whose K/V it has computed; None: it counts none."""
     width: int
     """Width of the network's hidden states."""
     cache: RaggedCache
@@ -95,6 +98,14 @@ class TrainableDrafter(Drafter):
     def make_student(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "TrainableDrafter":
         """Makes a drafter whose weights no other module uses, for `"tts"`; arguments and errors as of `make`."""
         return cls.make(model, assistant, config)
+
+    def computed(self, row: int) -> int:
+        """Number of first columns of `row` whose K/V it has computed from committed text; 0 where it counts none."""
+        return 0 if self.cached is None else min(int(self.cached[row]), int(self.session.rows.host_lengths[row]) - 1)
+
+    def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
+        if self.cached is not None:
+            self.cached[destination] = self.cached[source]
 
     @abstractmethod
     def replay(self, network: Any, canvas: Canvas) -> Tensor:

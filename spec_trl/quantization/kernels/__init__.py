@@ -21,26 +21,20 @@ FAST_KERNELS: tuple[type[PackedWeight], ...] = (
     NativeInt8, BitsAndBytesNF4Cpu, BitsAndBytesNF4Cuda,
 )  # fmt: skip
 KERNELS: tuple[type[PackedWeight], ...] = (*FAST_KERNELS, ReferenceInt4, ReferenceInt8, ReferenceNF4)
+KERNEL_NAMES = ("auto", *dict.fromkeys(kernel.name for kernel in KERNELS))
 
 __all__ = [
     "FAST_KERNELS",
     "KERNELS",
+    "KERNEL_NAMES",
     "LayerSpec",
     "PackedWeight",
     "QuantizedRows",
     "announce",
-    "check_kernel_name",
     "find_kernel",
     "fitting_kernels",
     "make_packed",
 ]
-
-
-def check_kernel_name(name: str) -> None:
-    """Raises ValueError where `name` is neither "auto" nor a kernel's name."""
-    names = ["auto", *dict.fromkeys(kernel.name for kernel in KERNELS)]
-    if name not in names:
-        raise ValueError(f"kernel={name!r} is not a kernel; use one of {names}")
 
 
 def fitting_kernels(name: str, layer: LayerSpec) -> list[type[PackedWeight]] | str:

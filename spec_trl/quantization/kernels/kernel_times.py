@@ -24,7 +24,8 @@ from ...cuda_graphs import CAPTURING, capture, capture_stream
 from ...hardware import hardware_name
 from ...json_files import read_json, write_json
 from ...user_cache import cache_directory, file_name, read_cached, save_cached
-from .base import LayerSpec, PackedWeight, QuantizedRows, join_rows, normal_floats
+from .base import LayerSpec, PackedWeight, QuantizedRows, join_rows
+from .reference import ReferenceInt4, ReferenceNF4
 
 
 ROWS = (1, 8, 32)  # rows of x at which kernels are timed; tables of earlier releases have more
@@ -302,11 +303,10 @@ def _check(packed: PackedWeight, inputs: dict[int, Tensor]) -> None:
     rounded = {rows: x.to(packed.activation_dtype) for rows, x in inputs.items()}  # [m, in] each
     products = {rows: packed.linear(x) for rows, x in rounded.items()}  # [m, out] each
     for first, stored in random_rows(packed):
-        values = stored.codes  # [n, in]
-        if layer.normal_float:
-            values = normal_floats(torch.float32, layer.device)[values]  # [n, in]
-        steps = values.view(-1, layer.groups, layer.group) - stored.zeros.float()[..., None]
-        weight = (steps * stored.scales.float()[..., None]).flatten(1)  # [n, in]
+        kind = ReferenceNF4 if layer.normal_float else ReferenceInt4
+        reference = kind(dataclasses.replace(layer, out_features=len(stored.codes), activation_dtype=torch.float32))
+        reference.pack_(0, stored)
+        weight = reference.dequantize()  # [n, in]
         for rows, x in rounded.items():
             exact = F.linear(x.float(), weight)  # [m, n]
             spread = torch.outer(x.float().norm(dim=1), weight.norm(dim=1)) / layer.in_features**0.5  # [m, n]

@@ -206,7 +206,7 @@ def test_an_embedding_of_another_width_is_refused_in_words(strategy: str, tmp_pa
         write_checkpoint(tmp_path, safeai(), make_tensors(safeai()))
     else:
         make_checkpoint(tmp_path, zlab())
-    with pytest.raises(ValueError, match="the target's embedding is 32 wide, .*has no embed_tokens.weight"):
+    with pytest.raises(ValueError, match="the target's embedding is 32 wide: .*has no embed_tokens.weight"):
         {"dflash": DFlashDrafter, "eagle3": Eagle3Drafter}[strategy](tmp_path, opt)
 
 

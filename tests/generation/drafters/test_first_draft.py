@@ -20,24 +20,15 @@ from spec_trl.measuring import known_rounds
 from spec_trl.quantization import kernels, quantized_copy
 from spec_trl.quantization.kernels import LayerSpec, PackedWeight, kernel_times
 from spec_trl.quantization.kernels.kernel_times import ROWS, KernelTable
-from spec_trl.quantization.kernels.reference import ReferenceInt4
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.engine.tape import Tape
+from tests.quantization.conftest import on_gpu
 
 
 HOST = torch.device("cpu")
 PROMPTS = pad_left(random_rows([4, 6, 5, 7]))
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1)  # shapes that all differ
-
-
-def on_gpu(name: str) -> type[PackedWeight]:
-    """The reference kernel as one for GPUs, whose tensors lie on the CPU."""
-    members = dict(
-        name=name, device_type="cuda", unsupported=classmethod(lambda kernel, layer: None),
-        __init__=lambda packed, layer: ReferenceInt4.__init__(packed, replace(layer, device=HOST)),
-    )  # fmt: skip
-    return type(name, (ReferenceInt4,), members)
 
 
 class Times:

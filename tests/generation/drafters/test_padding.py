@@ -8,33 +8,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spec_trl.drafter_training.sequence_loss import TargetView, sequence_loss
+from spec_trl.drafter_training.sequence_loss import sequence_loss
 from spec_trl.generation.drafters.checkpoints import read_checkpoint, write_checkpoint
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3
-from tests.generation.drafters.watching import KINDS, write_random
+from tests.generation.drafters.watching import KINDS, view_of, write_random
 
 
 TARGET = 508  # padded to 512 for the hardware
 PROMPTS = pad_left(random_rows([5, 9, 2], TARGET))
 
 
-def zlab(rows: int) -> dict[str, Any]:
-    return dflash.zlab(vocab_size=rows)
-
-
-def pruned(rows: int) -> dict[str, Any]:
-    """It brings embedding and head."""
-    return dflash.speculators({"vocab_size": rows}, draft_vocab_size=400)
-
-
 CONFIGS: dict[str, tuple[str, Any]] = {
     "eagle3, pruned": ("eagle3", lambda rows: eagle3.safeai(vocab_size=rows, draft_vocab_size=400)),
     "eagle3, whole": ("eagle3", lambda rows: eagle3.safeai(vocab_size=rows, draft_vocab_size=None)),
-    "dflash, target's head": ("dflash", zlab),
-    "dflash, pruned": ("dflash", pruned),
+    "dflash, target's head": ("dflash", lambda rows: dflash.zlab(vocab_size=rows)),
+    # It brings embedding and head.
+    "dflash, pruned": ("dflash", lambda rows: dflash.speculators({"vocab_size": rows}, draft_vocab_size=400)),
 }
 
 
@@ -58,11 +50,7 @@ def test_drafts_and_learns(kind: str, make: Any, size: int, rows: int, tmp_path:
     draft(kind, tmp_path, target)
     drafter: Any = KINDS[kind](tmp_path, target)
     tokens = torch.tensor([[size - 1, 5, 6, size - 1, 7, 8, 9, 3]])  # [1, T]
-    with torch.no_grad():
-        states = target(tokens, output_hidden_states=True).hidden_states
-    features = torch.cat([states[layer] for layer in drafter.feature_layers], dim=-1)
-    view = TargetView(tokens, torch.ones_like(tokens).bool(), features, states[-1], torch.tensor([1]))
-    assert sequence_loss(drafter, target, view).cross_entropy.isfinite()
+    assert sequence_loss(drafter, target, view_of(target, drafter, tokens)).cross_entropy.isfinite()
     drafter.save(tmp_path / "again")
     assert read_checkpoint(tmp_path / "again")[1].keys() == read_checkpoint(tmp_path)[1].keys()
 
@@ -81,7 +69,7 @@ def test_rows_that_the_target_lacks_are_never_drafted(target: PreTrainedModel, t
 
 @pytest.mark.parametrize("rows", [480, 544])
 def test_another_tokenizer_is_refused(rows: int, target: PreTrainedModel, tmp_path: Path) -> None:
-    write_random("dflash", tmp_path, zlab(rows))
+    write_random("dflash", tmp_path, dflash.zlab(vocab_size=rows))
     with pytest.raises(ValueError, match=f"{rows}.* {TARGET}.*must use the target's tokenizer"):
         generate(target, PROMPTS, "dflash", assistant_model=str(tmp_path))
     with pytest.raises(ValueError, match=f"vocab_size={rows}.*must use the target's tokenizer"):

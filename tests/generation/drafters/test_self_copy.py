@@ -20,6 +20,7 @@ from spec_trl.generation.strategies import make_drafters
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 from tests.generation.drafters.watching import before, untouched
+from tests.quantization.conftest import needs_nf4, needs_onnxruntime
 
 
 OPTIONS = ("auto", "reference", "auto")
@@ -71,55 +72,52 @@ def test_packed_when_something_is_drafted(fresh: LlamaForCausalLM, prompts: Prom
     assert result.statistics.acceptance_rate > 0.5
 
 
-@pytest.mark.parametrize("change", ["optimizer", "no_grad", "data pointer", "a norm"])
-@torch.no_grad()
-def test_refreshed_once_when_weights_change(change: str, fresh: LlamaForCausalLM) -> None:
-    drafter, refreshed = drafter_of(fresh), []
-    before(drafter, "refresh", lambda *_: refreshed.append(1))
-    packed = packed_of(drafter)
-    layer = drafter.quantized.layers["model.layers.0.mlp.up_proj"]
-    addresses = [buffer.data_ptr() for buffer in layer.packed.buffers()]
-    weight = fresh.model.layers[0].mlp.up_proj.weight
-    assert drafter_of(fresh) is drafter and not refreshed
-    if change == "optimizer":
-        weight.grad = torch.ones_like(weight)
-        torch.optim.SGD([weight], lr=0.5).step()
-    elif change == "no_grad":
-        weight.mul_(-1.0)
-    elif change == "a norm":
-        fresh.model.norm.weight.mul_(1.0)
-    else:
-        weight.data = -weight.data  # new storage
-    for _ in range(2):
-        assert drafter_of(fresh) is drafter and refreshed == [1]
-    assert equal(packed, packed_of(drafter)) == (change == "a norm")
-    assert equal(packed_of(drafter), packed_of(SelfDrafter(fresh, *OPTIONS)))
-    assert addresses == [buffer.data_ptr() for buffer in layer.packed.buffers()], "captured graphs read the old ones"
+def step(policy: LlamaForCausalLM, optimizer: type[torch.optim.Optimizer], **options: Any) -> None:
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer(policy.parameters(), lr=0.5, **options).step()
+
+
+def write(policy: LlamaForCausalLM, place: str, values: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    parameter = policy.get_parameter(place)
+    parameter.data = values(parameter)
+
+
+UP_PROJ, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+WRITES: dict[str, Callable[[LlamaForCausalLM, torch.Tensor], Any]] = {
+    "an optimizer": lambda policy, flat: step(policy, torch.optim.SGD),
+    "no_grad": lambda policy, flat: policy.get_parameter(UP_PROJ).mul_(-1.0),
+    "new storage": lambda policy, flat: write(policy, UP_PROJ, torch.neg),
+    "a norm": lambda policy, flat: policy.get_parameter(NORM).mul_(1.0),
+    # Version counters do not move.
+    "a fused optimizer": lambda policy, flat: step(policy, torch.optim.AdamW, fused=True),
+    "data": lambda policy, flat: policy.get_parameter(UP_PROJ).data.mul_(1.01),
+    "a flat buffer": lambda policy, flat: flat.mul_(1.01),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("write", ["fused", "data", "flat buffer"])
-def test_refreshed_when_no_version_counter_moves(write: str, dtype: torch.dtype, fresh: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize("change", WRITES)
+@torch.no_grad()
+def test_refreshed_once_when_weights_change(change: str, dtype: torch.dtype, fresh: LlamaForCausalLM) -> None:
+    """Into the same buffers, which captured graphs read."""
     policy = fresh.to(dtype)
     parameters = list(policy.parameters())
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
     for parameter, part in zip(parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True):
         parameter.data = part.view_as(parameter)  # as DeepSpeed lays them
-        parameter.grad = torch.randn_like(parameter)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     drafter, refreshed = drafter_of(policy), []
     before(drafter, "refresh", lambda *_: refreshed.append(1))
-    counters = [parameter._version for parameter in parameters]
+    layers = [layer.packed for layer in drafter.quantized.layers.values()]
+    addresses = [buffer.data_ptr() for packed in layers for buffer in packed.buffers()]
     for count in range(1, 3):
-        if write == "fused":
-            optimizer.step()
-        elif write == "data":
-            parameters[3].data.mul_(1.01)
-        else:
-            flat.mul_(1.01)
+        packed = packed_of(drafter)
+        WRITES[change](policy, flat)
         for _ in range(2):
             assert drafter_of(policy) is drafter and len(refreshed) == count
-    assert counters == [parameter._version for parameter in parameters]
+        assert equal(packed, packed_of(drafter)) == (change == "a norm")
+    assert equal(packed_of(drafter), packed_of(SelfDrafter(policy, *OPTIONS)))
+    assert addresses == [buffer.data_ptr() for packed in layers for buffer in packed.buffers()]
 
 
 def test_weights_of_any_kind_are_compared(fresh: LlamaForCausalLM) -> None:
@@ -269,7 +267,9 @@ def test_dies_with_its_policy(prompts: Prompts) -> None:
 
 @pytest.mark.parametrize("options", [
     ("rtn-w4-g128", "reference", "auto"), ("rtn-w4-g64", "auto", "packed"), ("rtn-w4-g32", "reference", "dense"),
-    ("rtn-w8", "auto", "packed"), ("awq-w4-g32", "auto", "auto"),
+    ("rtn-w8", "auto", "packed"), ("awq-w4-g32", "auto", "auto"), ("nf4", "reference", "packed"),
+    pytest.param(("nf4", "bitsandbytes", "packed"), marks=needs_nf4),
+    pytest.param(("rtn-w4-g128", "onnxruntime", "packed"), marks=needs_onnxruntime),
 ])  # fmt: skip
 def test_every_quantization_drafts_without_a_cache_of_its_own(
     options: tuple[str, ...], tiny: PreTrainedModel, prompts: Prompts

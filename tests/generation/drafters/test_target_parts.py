@@ -9,17 +9,18 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from spec_trl.drafter_training.sequence_loss import TargetView, sequence_loss
+from spec_trl.drafter_training.sequence_loss import sequence_loss
 from spec_trl.generation.drafters.target_parts import plain_embedding
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
-from tests.generation.drafters.watching import KINDS, make_checkpoint, watch
+from tests.generation.drafters.watching import KINDS, make_checkpoint, view_of, watch
 
 
 PROMPTS = pad_left(random_rows([5, 9, 2]))
-TABLES = ["embed_tokens", "lm_head"]
+TOKENS = random_rows([8])[0][None]  # [1, T]
+WORDS, TABLES = list(range(3, 40)), ["embed_tokens", "lm_head"]
 
 
 def peft(model: nn.Module, **options: Any) -> Any:
@@ -34,25 +35,13 @@ def peft(model: nn.Module, **options: Any) -> Any:
     return wrapped.double().eval()
 
 
-def tied() -> Any:
-    return tiny_llama(tie_word_embeddings=True)
-
-
 WRAPPED: dict[str, Callable[[], Any]] = {
-    "trained tokens": lambda: peft(tiny_llama(), trainable_token_indices=list(range(3, 40))),
-    "trained tokens, tied": lambda: peft(tied(), trainable_token_indices=list(range(3, 40))),
+    "trained tokens": lambda: peft(tiny_llama(), trainable_token_indices=WORDS),
+    "trained tokens, tied": lambda: peft(tiny_llama(tie_word_embeddings=True), trainable_token_indices=WORDS),
     "trained copies": lambda: peft(tiny_llama(), modules_to_save=TABLES),
     "LoRA": lambda: peft(tiny_llama(), target_modules=TABLES),
     "DoRA": lambda: peft(tiny_llama(), target_modules=TABLES, use_dora=True),
 }
-
-
-def view_of(target: PreTrainedModel, drafter: Any) -> TargetView:
-    tokens = random_rows([8])[0][None]  # [1, T]
-    with torch.no_grad():
-        states = target(tokens, output_hidden_states=True).hidden_states
-    features = torch.cat([states[layer] for layer in drafter.feature_layers], dim=-1)
-    return TargetView(tokens, torch.ones_like(tokens, dtype=torch.bool), features, states[-1], torch.tensor([1]))
 
 
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
@@ -68,7 +57,7 @@ def test_drafts_and_losses_are_those_on_the_merged_target(kind: str, wrap: Calla
         assert result.statistics.drafter_failure is None and result.statistics.total.drafted > 20
         assert outputs(result) == outputs(generate(target, PROMPTS, max_new_tokens=12))
         found.append((seen, outputs(result)))
-        view = view_of(target, drafter)
+        view = view_of(target, drafter, TOKENS)
         target.train()  # with live dropout
         state = torch.get_rng_state()
         generator = torch.Generator().manual_seed(0)
@@ -113,7 +102,7 @@ def test_quantized_tables(kind: str, tmp_path: Path) -> None:
     result = generate(target, PROMPTS, drafter=drafter, max_new_tokens=12, config={"draft_length": 3})
     assert result.statistics.drafter_failure is None and result.statistics.total.drafted > 20
     assert outputs(result) == outputs(generate(target, PROMPTS, max_new_tokens=12))
-    assert sequence_loss(drafter, target, view_of(target, drafter)).cross_entropy.isfinite()
+    assert sequence_loss(drafter, target, view_of(target, drafter, TOKENS)).cross_entropy.isfinite()
 
 
 def test_a_compiled_embedding_is_read_and_not_run(tmp_path: Path) -> None:

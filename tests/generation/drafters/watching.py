@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel
 
+from spec_trl.drafter_training.sequence_loss import TargetView
 from spec_trl.generation.drafters.checkpoints import read_checkpoint
 from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
 from spec_trl.generation.drafters.mtp.mtp_drafter import MtpDrafter
 from spec_trl.generation.engine.drafter import Drafter, DraftSession
+from spec_trl.generation.engine.network.shadow import observe
 from spec_trl.generation.engine.rows import PrefixView, Rows
 from spec_trl.generation.engine.sampling.accept import Proposal
 from spec_trl.generation.engine.sampling.noise import RoundNoise
@@ -94,6 +96,12 @@ def make_checkpoint(folder: Path, kind: str, vocabulary: int = 64, **changes: An
         return write_alone(folder, tiny_llama(vocab_size=vocabulary, **changes))
     config = eagle3.safeai(draft_vocab_size=vocabulary) if kind == "eagle3" else dflash.zlab()
     return str(write_random(kind, folder, config | {"vocab_size": vocabulary} | changes))
+
+
+def view_of(target: PreTrainedModel, drafter: FeatureDrafter, tokens: Tensor) -> TargetView:
+    """What the target sees in `tokens` `[1, T]`, all of which count."""
+    features, hidden = observe(target, tokens, drafter.feature_layers)
+    return TargetView(tokens, torch.ones_like(tokens).bool(), features, hidden, torch.tensor([1]))
 
 
 def begin_greedy(drafter: Drafter, capacity: int, columns: int) -> Rows:

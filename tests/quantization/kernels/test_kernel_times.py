@@ -17,16 +17,12 @@ from spec_trl.quantization.kernels.base import Package
 from spec_trl.quantization.kernels.kernel_times import ROWS, KernelChoice, KernelTable, TableKey
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.kernels.torch_core import TorchInt4Cpu
-from tests.quantization.conftest import layer_spec
+from tests.quantization.conftest import as_kernel as kernel
+from tests.quantization.conftest import layer_spec, on_gpu
 
 
 LAYER = layer_spec(96, activation_dtype=torch.bfloat16)
 KEY = TableKey("GPU", "torch 2", "8x8", "a, b")
-
-
-def kernel(name: str, **members: Any) -> type[PackedWeight]:
-    """The reference kernel by another name, and otherwise different in `members`."""
-    return type(name, (ReferenceInt4,), {"name": name, **members})
 
 
 def forget_zeros(packed: ReferenceInt4, x: Tensor) -> Tensor:
@@ -177,12 +173,7 @@ def test_too_little_memory_takes_a_kernel_unmeasured(monkeypatch: pytest.MonkeyP
     assert choice == KernelChoice("slow", kernel_times.MOST_ROWS)
 
 
-ON_GPU = dict(
-    device_type="cuda",
-    unsupported=classmethod(lambda kernel, layer: None),
-    __init__=lambda packed, layer: ReferenceInt4.__init__(packed, LAYER),  # its tensors live where the test does
-)
-FIRST, SECOND = kernel("first", **ON_GPU), kernel("second", **ON_GPU)
+FIRST, SECOND = on_gpu("first"), on_gpu("second")
 
 
 def test_the_choice_on_a_gpu_goes_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

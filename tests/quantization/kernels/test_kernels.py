@@ -14,17 +14,14 @@ from spec_trl.quantization.kernels.onnxruntime_int4 import OnnxRuntimeInt4
 from spec_trl.quantization.kernels.reference import ReferenceInt4, ReferenceInt8
 from spec_trl.quantization.kernels.torch_core import TorchInt4Cpu, TorchInt4Cuda, TorchInt8Cpu
 from spec_trl.quantization.kernels.triton_int4 import TritonInt4
-from tests.quantization.conftest import layer_spec, pack
+from tests.quantization.conftest import layer_spec, needs_onnxruntime, pack
 
 
 BF16 = torch.bfloat16
 REFERENCES = ("reference", 4), ("reference", 8)
-HAS_ONNXRUNTIME = importlib.util.find_spec("onnxruntime") is not None
 STORES_ON_CPU = [
     TorchInt4Cpu, NativeInt4, NativeInt8, TritonInt4, MarlinInt4, ReferenceInt4, TorchInt8Cpu, ReferenceInt8,
-    pytest.param(
-        OnnxRuntimeInt4, marks=pytest.mark.skipif(not HAS_ONNXRUNTIME, reason="onnxruntime is not installed")
-    ),
+    pytest.param(OnnxRuntimeInt4, marks=needs_onnxruntime),
 ]  # fmt: skip
 """Kernels whose layout needs no GPU; test_on_gpu.py has the others."""
 
@@ -77,14 +74,7 @@ def test_rows_are_stored_in_place_block_by_block(kernel, out: int) -> None:
     assert large.nbytes / (2 * 256 * 1024) <= (0.27 if bits == 4 else 0.51) and not large.state_dict()
 
 
-def test_a_missing_onnxruntime_is_named(monkeypatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert find_kernel("onnxruntime", layer_spec(64)) == (
-        'onnxruntime: onnxruntime is not installed; "pip install spec-trl[cpu]"'
-    )
-
-
-@pytest.mark.skipif(not HAS_ONNXRUNTIME, reason="onnxruntime is not installed")
+@needs_onnxruntime
 @pytest.mark.parametrize("capability", ["AVX512", "AVX2"])
 def test_the_rule_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
     """In float32 ours. Else, or without a compiler, onnxruntime: with AVX-512 only where it has several threads."""
@@ -121,6 +111,8 @@ FLOAT32 = dict(activation_dtype=torch.float32)
         ("auto", layer_spec(64, activation_dtype=torch.float64), "torch_int4: activation_dtype=torch.float64"),
         ("torch_int4", layer_spec(64, bits=8), "kernel 'torch_int4' has nothing for 8-bit weights on cpu"),
         ("triton", layer_spec(64), "kernel 'triton' has nothing for 4-bit weights on cpu"),
+        ("onnxruntime", layer_spec(64, bits=8), "kernel 'onnxruntime' has nothing for 8-bit weights on cpu"),
+        ("onnxruntime", layer_spec(64, activation_dtype=BF16), "activation_dtype=torch.bfloat16, and it computes in"),
         ("torch_int4", layer_spec(36, device="cuda"), "torch_int4: 36 output features are no multiple of 8"),
         ("triton", layer_spec(64, device="cuda", **FLOAT32), "triton: activation_dtype=torch.float32"),
         ("humming", layer_spec(64, device="cuda", **FLOAT32), "humming: activation_dtype=torch.float32"),
@@ -135,12 +127,17 @@ def test_what_does_not_fit_gets_a_reason(kernel: str, layer: LayerSpec, reason: 
 
 @pytest.mark.parametrize(
     ("kernel", "requirement"),
-    [(TritonInt4, "triton"), (HummingInt4, "spec-trl[humming]"), (MarlinInt4, "spec-trl[marlin]")],
-)
+    [
+        (TritonInt4, "triton"), (HummingInt4, "spec-trl[humming]"), (MarlinInt4, "spec-trl[marlin]"),
+        (OnnxRuntimeInt4, "spec-trl[cpu]"),
+    ],
+)  # fmt: skip
 def test_what_is_missing_is_named(kernel, requirement: str, monkeypatch) -> None:
     layer = layer_spec(64, device="cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert f'"pip install {requirement}"' in kernel.unsupported(layer)
+    if kernel is OnnxRuntimeInt4:
+        return
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/cuda")
     for capability, fits in (((7, 5), False), ((8, 0), True), ((8, 9), True)):

@@ -6,19 +6,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.quantization.kernels import LayerSpec, find_kernel
 from spec_trl.quantization.kernels.base import NORMAL_FLOATS, join_rows
 from spec_trl.quantization.kernels.bitsandbytes_nf4 import BitsAndBytesNF4Cpu, BitsAndBytesNF4Cuda
 from spec_trl.quantization.kernels.kernel_times import ROWS, measure
 from spec_trl.quantization.kernels.reference import ReferenceNF4
-from spec_trl.quantization.quantized_copy import QuantizedNetwork
 from spec_trl.quantization.rtn import RoundToNearest
-from tests.generation.calls import generate, outputs, pad_left, random_rows
-from tests.quantization.conftest import logits, never_dense, pack, quantized
+from tests.quantization.conftest import pack, quantized
 
 
 BF16 = torch.bfloat16
@@ -101,38 +97,6 @@ def test_measuring_knows_its_codes() -> None:
 
     table = measure(nf4_layer(64), [BitsAndBytesNF4Cpu], timer)
     assert list(table.kernels) == ["bitsandbytes"] and timed.count("bitsandbytes") == len(ROWS)
-
-
-def codes_of(network: QuantizedNetwork) -> list[Tensor]:
-    return [packed.codes for layer in network.layers.values() for packed in layer.packed_weights]
-
-
-@needs_bitsandbytes
-@needs_avx512
-def test_a_drafter_of_it_is_refreshed_in_place(llama: LlamaForCausalLM) -> None:
-    policy = llama.eval()
-    drafter, network = quantized(policy, "nf4")
-    assert {type(packed) for layer in network.layers.values() for packed in layer.packed_weights} == {
-        BitsAndBytesNF4Cpu
-    }
-    old, addresses = logits(never_dense(drafter)), [codes.data_ptr() for codes in codes_of(network)]
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    network.refresh()
-    new, _ = quantized(policy, "nf4")
-    assert torch.equal(logits(drafter), logits(never_dense(new))) and not torch.equal(logits(drafter), old)
-    assert [codes.data_ptr() for codes in codes_of(network)] == addresses
-
-
-@pytest.mark.filterwarnings("ignore:.*of the drafter stay dense")
-@pytest.mark.parametrize("kernel", [pytest.param("auto", marks=[needs_bitsandbytes, needs_avx512]), "reference"])
-def test_drafts_change_no_token(kernel: str, stories: Any) -> None:
-    prompts = pad_left(random_rows([4, 7, 2]))
-    drafter = SelfDrafter(stories, "nf4", kernel, "packed")
-    found = generate(stories, prompts, drafter=drafter)
-    assert outputs(found) == outputs(generate(stories, prompts, "none"))
-    assert found.statistics.drafter_failure is None and found.statistics.acceptance_rate > 0.4
 
 
 def test_the_remedy_is_named_where_nothing_can_be_packed(

@@ -49,12 +49,6 @@ class DFlashDrafter(FeatureDrafter):
     def reach(self, count: int) -> int:
         return self.config.block_size - 1
 
-    def forwards_of(self, count: int) -> int:
-        return 1
-
-    def catch_up(self, count: int) -> int:
-        return 1
-
     def forward_over(self, columns: int, count: int) -> Forward:
         logits = torch.empty(0)  # [B, count, draft vocabulary]
 

@@ -158,46 +158,33 @@ class DFlashConfig(FeatureConfig):
             is_block: `[B, K]` bool, whether a key is one of the block rather than of the context.
             dtype: of the queries.
         """
-        first = anchors[:, None, None]  # [B, 1, 1]
-        query = first + torch.arange(self.block_size, device=anchors.device)[:, None]  # [B, n, 1]
-        keys = keys[:, None]  # [B or 1, 1, K]
-        beyond = torch.where(is_block[:, None], first + self.block_size, first)  # [B, 1, K]
+        seen_context = is_block[:, None] | (keys < anchors[:, None])[:, None]  # [B, 1, K]
 
-        def mask(slides: bool, causal: bool) -> Tensor:
-            seen = (keys < beyond).expand(-1, self.block_size, -1)  # [B, n, K]
-            if causal:
-                seen = seen & (keys <= query)
-            if slides and self.window_from_anchor:
-                seen = seen & (keys >= first - self.decoder.sliding_window)
-            elif slides:
-                seen = seen & ((query - keys).abs() < self.decoder.sliding_window)
+        def mask(first: Tensor, last: Tensor) -> Tensor:
+            seen = seen_context & (keys[:, None] >= first[..., None]) & (keys[:, None] <= last[..., None])  # [B, n, K]
             additive = torch.zeros(seen.shape, dtype=dtype, device=seen.device)  # [B, n, K]
             return additive.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
-        return self._of_each_layer(mask)
+        return self._of_each_layer(anchors, mask)
 
     def spans(self, anchors: Tensor, table: Tensor | None) -> list[Tensor]:
-        """The same masks as first and last column that a query sees: a block follows its context, so these columns are
-        contiguous. Made by :func:`~.as_spans`, with its `table`."""
-        anchor = anchors[:, None]  # [B, 1]
+        """The same masks as first and last column that a query sees, made by :func:`~.as_spans`, with its `table`."""
+        return self._of_each_layer(anchors, lambda first, last: as_spans(first, last, table))
+
+    def _of_each_layer(self, anchors: Tensor, make: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        """`make` of the first and the last position `[B, n]` that the queries of a block see, for each layer; alike
+        layers share a result. A block follows its context, so these positions are contiguous."""
+        anchor, window = anchors[:, None], self.decoder.sliding_window  # [B, 1]
         query = anchor + torch.arange(self.block_size, device=anchors.device)  # [B, n]
-        start, end = torch.zeros_like(query), (anchor + self.block_size - 1).expand_as(query)  # [B, n] each
-
-        def span(slides: bool, causal: bool) -> Tensor:
-            first, last = start, query if causal else end
-            if slides and self.window_from_anchor:
-                first = (anchor - self.decoder.sliding_window).clamp(min=0).expand_as(query)
-            elif slides:
-                reach = self.decoder.sliding_window - 1
-                first, last = (query - reach).clamp(min=0), torch.minimum(last, query + reach)
-            return as_spans(first, last, table)
-
-        return self._of_each_layer(span)
-
-    def _of_each_layer(self, make: Callable[[bool, bool], Tensor]) -> list[Tensor]:
-        """`make(has a window, is causal)` for each layer; alike layers share a result."""
-        kinds = [(t == SLIDING, causal) for t, causal in zip(self.decoder.layer_types, self.is_causal, strict=True)]
-        made = {kind: make(*kind) for kind in set(kinds)}
+        made: dict[tuple[str, bool], Tensor] = {}
+        kinds = list(zip(self.decoder.layer_types, self.is_causal, strict=True))
+        for kind, is_causal in set(kinds):
+            first, last = torch.zeros_like(query), query if is_causal else query[:, -1:].expand_as(query)
+            if kind == SLIDING and self.window_from_anchor:
+                first = (anchor - window).clamp(min=0).expand_as(query)
+            elif kind == SLIDING:
+                first, last = (query - window + 1).clamp(min=0), torch.minimum(last, query + window - 1)
+            made[kind, is_causal] = make(first, last)
         return [made[kind] for kind in kinds]
 
 

@@ -44,10 +44,10 @@ class Eagle3Drafter(FeatureDrafter):
 
     strategy = "eagle3"
     network: Eagle3Network
+    cached: Integers
     network_type = Eagle3Network
     renames = {"model.midlayer.": "layers.0.", "midlayer.": "layers.0.", "model.": ""}
-    least_tokens = 2  # a row of one token has no features yet
-    lag = 1
+    lag = 1  # a row of one token has no features yet
     attended_layers = -1  # the last one holds features
     casts_weights = False
 
@@ -59,12 +59,8 @@ class Eagle3Drafter(FeatureDrafter):
         return Eagle3Config.parse(settings, target.num_hidden_layers, len(layers))
 
     def begin(self, session: DraftSession) -> None:
-        self._cached = np.zeros(session.rows.capacity, np.int64)  # pairs of each row that were fed
+        self.cached = np.zeros(session.rows.capacity, np.int64)  # pairs of each row that were fed
         super().begin(session)
-
-    def end(self) -> None:
-        super().end()
-        del self._cached
 
     def feed_texts(self, admission: Admission, known: Mapping[int, int]) -> None:
         rows, end = self.session.rows, admission.first + admission.leaders
@@ -80,14 +76,7 @@ class Eagle3Drafter(FeatureDrafter):
                 # Shorter rows feed scratch after their prompt: masked now, overwritten later.
                 columns.clamp_(max=rows.columns - 2)
                 self._feed(columns, int(firsts.max()) + stop, first_row=admission.first)
-        self._cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
-
-    def computed(self, row: int) -> int:
-        return min(int(self._cached[row]), int(self.session.rows.host_lengths[row]) - 1)
-
-    def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
-        super().move(source, destination, columns)
-        self._cached[destination] = self._cached[source]
+        self.cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
 
     def observe(self, tokens: Integers, kept: Integers) -> None:
         if self.failure is not None:  # also where it is not asked to draft again
@@ -104,15 +93,12 @@ class Eagle3Drafter(FeatureDrafter):
     def reach(self, count: int) -> int:
         return count - 2
 
-    def forwards_of(self, count: int) -> int:
-        return count
-
     def catch_up(self, count: int) -> int:
         # As many pairs as a round of as many drafts gives, so that rounds are alike; rows that lack fewer feed some
         # again, which writes the same K/V. After rounds in which it did not draft there may be more.
         rows, known = self.session.rows, count + 1
-        missing = int((rows.host_lengths - 1 - self._cached[: rows.active]).max())
-        self._cached[: rows.active] = rows.host_lengths - 1
+        missing = int((rows.host_lengths - 1 - self.cached[: rows.active]).max())
+        self.cached[: rows.active] = rows.host_lengths - 1
         while missing > known:
             fed = min(missing - known, CATCH_UP)
             self._feed(rows.columns_after(-1 - missing, fed).clamp(min=0), rows.longest - 1)
@@ -126,7 +112,7 @@ class Eagle3Drafter(FeatureDrafter):
             nonlocal h
             with self.own_dtype():
                 states = self.network.fed_back(h) if step else self._states(pairs)  # [B, q, H]
-                h = self._run(tokens, pairs, states, columns, spans=self._runner.uses_spans)[:, -1:]
+                h = self._run(tokens, pairs, states, columns)[:, -1:]
             return self.scores(self.network, h)
 
         return forward
@@ -168,17 +154,15 @@ class Eagle3Drafter(FeatureDrafter):
         self.forwards += 1
         rows = torch.arange(first_row, first_row + len(columns), device=columns.device)[:, None]  # [B, 1]
         tokens = self.session.rows.tokens[rows, columns + 1]  # [B, q]
-        runner, states = self._runner, self._states(columns, first_row)
-        attended(runner, lambda: self._run(tokens, columns, states, visible, first_row, runner.uses_spans))
+        states = self._states(columns, first_row)
+        attended(self._runner, lambda: self._run(tokens, columns, states, visible, first_row))
 
-    def _run(
-        self, tokens: Tensor, columns: Tensor, states: Tensor, visible: int, first_row: int = 0, spans: bool = False
-    ) -> Tensor:
+    def _run(self, tokens: Tensor, columns: Tensor, states: Tensor, visible: int, first_row: int = 0) -> Tensor:
         """h `[B, q, H]` of pairs of `tokens` `[B, q]` and `states` `[B, q, H]`, which lie in `columns` `[B, q]`."""
         embedded = self.network.embed(tokens, self.embeddings)  # [B, q, H]
         visible = self.point_at(columns, visible, first_row)
         mask: Tensor | dict[str, Tensor]
-        if spans:
+        if self._runner.uses_spans:
             mask = as_spans(torch.zeros_like(columns), columns, self.cache.table_to_read(len(columns)))
         else:
             mask = CAUSAL.build(columns, visible, self.network.dtype)  # [B, 1, q, visible]

@@ -3,11 +3,10 @@ SafeAILab's (AngelSlim, SpecForge) and speculators'."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...engine.network.attention import FULL
@@ -126,8 +125,8 @@ class Eagle3Network(FeatureNetwork):
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, feature_width: int, tensors: Collection[str]) -> None:
-        further = [_FurtherLayer(config.decoder, index) for index in range(1, config.decoder.num_hidden_layers)]
-        super().__init__(config, feature_width, [_Layer(config), *further], {*tensors, "lm_head.weight"})
+        layers = [_Layer(config, index) for index in range(config.decoder.num_hidden_layers)]
+        super().__init__(config, feature_width, layers, {*tensors, "lm_head.weight"})
         self.rotary = Rotary(config.decoder)
         count, eps = len(config.feature_layers), config.decoder.rms_norm_eps
         self.input_norm = nn.RMSNorm(feature_width, eps) if config.norm_before_fc else None
@@ -154,10 +153,9 @@ class Eagle3Network(FeatureNetwork):
             store: K/V of this forward and earlier ones.
         """
         rotation = self.rotary(positions, embedded.dtype)
-        h = cast(_Layer, self.layers[0])(embedded, states, rotation, mask, store)
-        for layer in self.layers[1:]:
-            h = cast(_FurtherLayer, layer)(h, rotation, mask, store)
-        return h
+        for layer in self.layers:
+            states = layer(embedded, states, rotation, mask, store)
+        return states
 
     def fed_back(self, h: Tensor) -> Tensor:
         """The state that replaces r in the next pair, `[..., H]`."""
@@ -170,34 +168,25 @@ class Eagle3Network(FeatureNetwork):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: Eagle3Config) -> None:
+    """A decoder layer. The first one reads an embedding and a state side by side."""
+
+    def __init__(self, config: Eagle3Config, index: int) -> None:
         super().__init__()
-        decoder = config.decoder
+        decoder, is_first = config.decoder, index == 0
         hidden, eps = decoder.hidden_size, decoder.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = nn.RMSNorm(hidden, eps)
-        self.hidden_norm = nn.RMSNorm(hidden, eps)
-        self.self_attn = Attention(decoder, 2 * hidden, 0, has_norms=decoder.model_type == "qwen3")
+        self.hidden_norm = nn.RMSNorm(hidden, eps) if is_first else None
+        self.self_attn = Attention(decoder, (1 + is_first) * hidden, index, has_norms=decoder.model_type == "qwen3")
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
         self.mlp = LlamaMLP(decoder)
 
-    def forward(self, embedded: Tensor, states: Tensor, rotation: Rotation, mask: Tensor, store: Store) -> Tensor:
-        normed = self.hidden_norm(states)  # [B, q, H]
-        pairs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)  # [B, q, 2H]
-        residual = normed if self.norm_before_residual else states
-        h = residual + self.self_attn(pairs, rotation, mask, store)  # [B, q, H]
-        return h + self.mlp(self.post_attention_layernorm(h))
-
-
-class _FurtherLayer(nn.Module):
-    def __init__(self, decoder: PreTrainedConfig, index: int) -> None:
-        super().__init__()
-        hidden, eps = decoder.hidden_size, decoder.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(hidden, eps)
-        self.self_attn = Attention(decoder, hidden, index, has_norms=decoder.model_type == "qwen3")
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
-        self.mlp = LlamaMLP(decoder)
-
-    def forward(self, h: Tensor, rotation: Rotation, mask: Tensor, store: Store) -> Tensor:
-        h = h + self.self_attn(self.input_layernorm(h), rotation, mask, store)  # [B, q, H]
+    def forward(self, embedded: Tensor, h: Tensor, rotation: Rotation, mask: Tensor, store: Store) -> Tensor:
+        if self.hidden_norm is None:
+            x = self.input_layernorm(h)  # [B, q, H]
+        else:
+            normed = self.hidden_norm(h)  # [B, q, H]
+            x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)  # [B, q, 2H]
+            h = normed if self.norm_before_residual else h
+        h = h + self.self_attn(x, rotation, mask, store)  # [B, q, H]
         return h + self.mlp(self.post_attention_layernorm(h))

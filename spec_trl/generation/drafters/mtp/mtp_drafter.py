@@ -63,12 +63,6 @@ class MtpDrafter(Eagle3Drafter):
         self._column = self._run_once()
 
     @classmethod
-    def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "MtpDrafter":
-        if not isinstance(assistant, str | None):
-            raise cls._no_checkpoint("assistant_model", assistant)
-        return cls(assistant, model)
-
-    @classmethod
     def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...] | None:
         if assistant is None:
             return model.config.name_or_path, model.dtype, model.device

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from transformers import DynamicCache
 from transformers.modeling_layers import MtpModel
 
 from spec_trl.generation.drafters.eagle3.eagle3_drafter import CAUSAL
@@ -14,17 +14,6 @@ from tests.generation.drafters.mtp.heads import write_heads
 
 PAIRS = 7
 THEIRS = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "post_norm"}
-
-
-def appending() -> tuple[list[tuple[Tensor, Tensor]], object]:
-    """What a forward stores, and the function that it stores with, which shows nothing but this forward."""
-    stored: list[tuple[Tensor, Tensor]] = []
-
-    def store(keys: Tensor, values: Tensor, _: int) -> tuple[Tensor, Tensor]:
-        stored.append((keys, values))
-        return keys, values
-
-    return stored, store
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
@@ -62,7 +51,7 @@ def test_equals_transformers_own(family: str, tmp_path: Path) -> None:
     embedded = model.get_input_embeddings()(tokens)
     for _ in range(2):
         expected = theirs.forward_layer(0, state, positions, None, input_ids=tokens)
-        state = network.fed_back(network(embedded, state, positions, mask, appending()[1]))
+        state = network.fed_back(network(embedded, state, positions, mask, DynamicCache().update))
         assert state.equal(expected)
-        logits = network.logits(network(embedded, state, positions, mask, appending()[1]), model.lm_head)
+        logits = network.logits(network(embedded, state, positions, mask, DynamicCache().update), model.lm_head)
         assert logits.equal(model.lm_head(theirs.forward_layer(0, state, positions, None, input_ids=tokens)))
