@@ -34,7 +34,7 @@ def test_the_script_runs_the_command(
 
 def test_options_name_what_the_library_names() -> None:
     arguments, config = build_parser().parse_args(["calibrate", "model"]), SpeculativeConfig()
-    assert (arguments.quantization, arguments.kernel, arguments.lm_head) == config.packing()
+    assert (arguments.quantization, arguments.kernel) == (config.draft_quantization, config.draft_kernel)
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
