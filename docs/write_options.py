@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from spec_trl import SpeculativeConfig
-from spec_trl.declared_options import declared_in
 from spec_trl.trainers.rollout_options import RolloutOptions
+from spec_trl.value_checks import declared_in
 
 
 CONFIGS: dict[str, type] = {"SpecGRPOConfig": RolloutOptions, "SpeculativeConfig": SpeculativeConfig}

@@ -19,11 +19,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 from spec_trl import SpeculativeConfig, SpeculativeOutput
 from spec_trl.cli.arguments import DTYPES, add_option, non_negative, whole_number
 from spec_trl.cli.loading import PROMPTS, find_device, load_model, pad_left, read_prompts, token_ids
-from spec_trl.declared_options import kinds_of
 from spec_trl.generation.options import OPTIONS
 from spec_trl.generation.registry import needing_assistant, strategies, taking_assistant
 from spec_trl.papers.specactor.options import SpecActorOptions
 from spec_trl.papers.test_time_speculation.options import TTSOptions
+from spec_trl.value_checks import kinds_of
 
 
 def parse_arguments() -> argparse.Namespace:

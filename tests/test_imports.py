@@ -20,8 +20,8 @@ SOURCES = sorted((ROOT / "spec_trl").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Each imports from its own room and from those before it.
 FLOORS: list[tuple[str, ...]] = [
-    ("cuda_graphs", "hardware", "json_files", "papers", "random_state", "user_cache", "value_checks"),
-    ("declared_options", "native.native_code"),
+    ("cuda_graphs", "hardware", "json_files", "papers", "random_state", "user_cache"),
+    ("value_checks", "native.native_code"),
     ("native",),
     ("generation.planner", "quantization"),
     ("generation.registry",),

@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..declared_options import DeclaredOptions, option
 from ..generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from ..generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from ..generation.drafters.mtp.mtp_drafter import MtpDrafter
@@ -25,6 +24,7 @@ from ..generation.engine.network.shadow import decoder_layers, keep_states
 from ..generation.engine.sampling.noise import stream_keys
 from ..generation.planner.acceptance import MAX_DRAFT_LENGTH
 from ..json_files import replacing
+from ..value_checks import DeclaredOptions, option
 from .sequence_loss import TargetView, sequence_loss
 
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..declared_options import DeclaredOptions, declared_in, document, option
 from ..papers import load
-from ..value_checks import require_choice, require_value
+from ..value_checks import DeclaredOptions, declared_in, document, option, require_choice, require_value
 from .planner.acceptance import MAX_DRAFT_LENGTH
 from .registry import CHOOSING, drafting_ahead, strategies
 
@@ -116,8 +115,9 @@ class SpeculativeConfig(DeclaredOptions):
             require_choice("draft_kernel", self.draft_kernel, ["auto", *dict.fromkeys(one.name for one in KERNELS)])
         if self.efficient_rollout.profile is not None:
             self._check_profile(self.efficient_rollout.profile)
-        if self.draft_length is not None:
-            self._check_draft_lengths(list(self.draft_lengths), self.efficient_rollout.initial_draft_length)
+        first = self.efficient_rollout.initial_draft_length
+        if isinstance(self.draft_length, Sequence) or (first is not None and self.draft_length is not None):
+            self._check_draft_lengths(list(self.draft_lengths), first)
 
     @classmethod
     def remedy(cls, name: str, known: Iterable[str]) -> str:
@@ -157,21 +157,19 @@ class SpeculativeConfig(DeclaredOptions):
     @property
     def first_draft_length(self) -> int:
         """γ₀, the draft length to start with."""
-        return self.efficient_rollout.initial_draft_length or self.draft_lengths[0]
+        first = self.draft_length[0] if isinstance(self.draft_length, Sequence) else self.draft_length
+        return self.efficient_rollout.initial_draft_length or first or 5
 
     def choice_of_draft_lengths(self) -> tuple[int, ...]:
         """Each γ that a planner may choose, ascending: those given, for a single number it and twice it, and half of
         the shortest where there are several, which is cheap to try. Drafting ahead plans for one γ alone."""
         if self.specactor.decoupled_execution != "never" or self.specactor.draft_ranks:
             return (self.first_draft_length,)
-        lengths, single = self.draft_lengths, self.first_draft_length
-        if not isinstance(self.draft_length, Sequence):
+        single = self.first_draft_length
+        lengths = self.draft_length
+        if not isinstance(lengths, Sequence):
             lengths = (single, min(2 * single, MAX_DRAFT_LENGTH))
         return tuple(sorted({*lengths, max(lengths[0] // 2, 1)} if len(lengths) > 1 else lengths))
-
-    def packing(self) -> tuple[str, str, str]:
-        """Scheme, kernel and head of the quantized copy."""
-        return self.draft_quantization, self.draft_kernel, self.efficient_rollout.lm_head
 
 
 document(SpeculativeConfig, SpeculativeConfig)

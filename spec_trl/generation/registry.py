@@ -49,24 +49,26 @@ def drafting_ahead() -> tuple[str, ...]:
 
 
 _READ_BY = {
-    "ngram_size": "ngram", "history_max_tokens": "history", "tts": "tts", "specactor.drafters": "best_of_n",
-    "specactor.assistants": "best_of_n", "specactor.budget": "best_of_n", "specactor.race": "best_of_n",
+    "ngram_size": "ngram", "history_max_tokens": "history", "tts": "tts", "drafters": "best_of_n",
+    "assistants": "best_of_n", "budget": "best_of_n", "race": "best_of_n",
 }  # fmt: skip
-"""Strategy or drafter by an option's place or group. Options of all drafters, and of the quantized copy, which most
+"""Strategy or drafter by an option's name or group. Options of all drafters, and of the quantized copy, which most
 strategies use, are left out: strategies are compared under one config."""
 
 
 def check_use(strategy: str, config: Any) -> None:
     """Raises ValueError if `config`, a SpeculativeConfig, sets an option that `strategy` does not read. `"none"` may
     have any, for comparisons."""
-    if strategy == "none" or config == type(config)():
-        return
     reading = {"auto": {"history"}, "best_of_n": {"best_of_n", *config.specactor.drafters}}.get(strategy, {strategy})
-    defaults = type(config)().by_place()
-    for place, value in config.by_place().items():
-        reader = _READ_BY.get(place, _READ_BY.get(place.partition(".")[0]))
-        if reader not in {None, *reading} and value != defaults[place]:
-            raise ValueError(
-                f"{place}={value!r} has no use with assistant_strategy={strategy!r}, which does not draft by "
-                f"{reader!r}. Drop it, or set assistant_strategy={reader!r}."
-            )
+    for name, group in vars(config).items() if strategy != "none" else ():
+        default = getattr(type(config), name)
+        if group is default:
+            continue
+        nested = hasattr(group, "group")
+        for inner, value in vars(group).items() if nested else ((name, group),):
+            reader = _READ_BY.get(inner, _READ_BY.get(name))
+            if reader not in {None, *reading} and value != (vars(default)[inner] if nested else default):
+                raise ValueError(
+                    f"{name + '.' + inner if nested else name}={value!r} has no use with assistant_strategy="
+                    f"{strategy!r}, which does not draft by {reader!r}. Drop it, or set assistant_strategy={reader!r}."
+                )

@@ -385,7 +385,7 @@ def control_for(
         capacity: most rows in flight.
         length: the longest total length of a row, tokens.
     """
-    lengths, ladder, profile = config.choice_of_draft_lengths(), None, None
+    lengths, ladder, profile = config.choice_of_draft_lengths() if drafters else (), None, None
     if config.sd_toggle in ("measured", "roofline") and drafters:
         profile = find_profile(model, config, capacity, length)
         if strategy in CHOOSING:
@@ -393,7 +393,7 @@ def control_for(
     # Costs instead of assistants: a key that referenced them would keep them alive.
     members = [(drafter.strategy, drafter.cost) for drafter in drafters]
     races = strategy == "best_of_n"
-    options = config.by_place() | {"seed": None, "specactor.assistants": None}
+    options = vars(config) | {"seed": None, "specactor": vars(config.specactor) | {"assistants": None}}
     key = f"{members} on {model.device} in {model.dtype}, {options}, {races}"
     entry = session.controls.get(key)
     if (

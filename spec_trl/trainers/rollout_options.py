@@ -11,12 +11,11 @@ from accelerate import PartialState
 from torch import nn
 from transformers import GenerationConfig, Trainer
 
-from ..declared_options import document, option
 from ..drafter_training.adaptation import ADAPTABLE, AdaptationOptions
 from ..generation.options import SpeculativeConfig, check_combination, check_strategy, place_of
 from ..generation.registry import DRAFTERS, check_use, drafting_ahead, needing_assistant, taking_assistant
 from ..json_files import jsonable
-from ..value_checks import did_you_mean, require_choice, require_folder_or_id, require_value
+from ..value_checks import did_you_mean, document, option, require_choice, require_folder_or_id, require_value
 
 
 if TYPE_CHECKING:

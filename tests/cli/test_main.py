@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import spec_trl_command
-from spec_trl import SpeculativeConfig
 from spec_trl.cli.main import COMMANDS, build_parser, main
 from spec_trl.papers import load
 
@@ -30,11 +29,6 @@ def test_the_script_runs_the_command(
     monkeypatch.setattr(sys, "argv", ["spec-trl", "predict", str(tmp_path / "none.json"), "--acceptance", "0.9"])
     assert spec_trl_command.main() == 2
     assert "No such file or directory" in capsys.readouterr().err
-
-
-def test_options_name_what_the_library_names() -> None:
-    arguments, config = build_parser().parse_args(["calibrate", "model"]), SpeculativeConfig()
-    assert (arguments.quantization, arguments.kernel, arguments.lm_head) == config.packing()
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:

@@ -24,14 +24,13 @@ from spec_trl import (
 )
 from spec_trl.cli.arguments import MARGIN
 from spec_trl.cli.main import build_parser
-from spec_trl.declared_options import kinds_of
 from spec_trl.drafter_training.adaptation import AdaptationOptions
 from spec_trl.generation.options import OPTIONS
 from spec_trl.papers.efficient_rollout.draft_length import DraftLengthController
 from spec_trl.papers.specactor.options import SpecActorOptions
 from spec_trl.papers.test_time_speculation.options import TTSOptions
 from spec_trl.trainers.rollout_options import DRAFT_LENGTHS, RolloutOptions
-from spec_trl.value_checks import require_folder_or_id
+from spec_trl.value_checks import kinds_of, require_folder_or_id
 
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -55,7 +54,8 @@ def test_options_are_few_and_declared_once() -> None:
 def test_others_that_name_an_option_have_its_default() -> None:
     config = SpeculativeConfig()
     arguments = build_parser().parse_args(["calibrate", "model"])
-    assert (arguments.quantization, arguments.kernel, arguments.lm_head) == config.packing()
+    assert (arguments.quantization, arguments.kernel) == (config.draft_quantization, config.draft_kernel)
+    assert arguments.lm_head == config.efficient_rollout.lm_head
     margin = build_parser().parse_args(["predict", "p.json", "--acceptance", "1"]).margin
     assert MARGIN == config.efficient_rollout.margin == margin
     controller = inspect.signature(DraftLengthController).parameters
@@ -98,7 +98,7 @@ def test_tables_written_by_hand_have_the_defaults() -> None:
 
 
 def bounds_of(name: str) -> dict[str, Any]:
-    return dict(low=None, high=None, positive=False) | OPTIONS[name].metadata
+    return dict(low=None, high=None, positive=False) | OPTIONS[name].metadata.get("bounds", {})
 
 
 def at(place: str, value: Any) -> dict[str, Any]:

@@ -64,11 +64,11 @@ class SelfDrafter(NetworkDrafter):
 
     @classmethod
     def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "SelfDrafter":
-        return cls(model, *config.packing(), packs_later=True)
+        return cls(model, *cls.kept_for(model, None, config), packs_later=True)
 
     @classmethod
-    def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...]:
-        return config.packing()
+    def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[str, str, str]:
+        return config.draft_quantization, config.draft_kernel, config.efficient_rollout.lm_head
 
     @classmethod
     def make_student(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "SelfDrafter":
@@ -78,7 +78,7 @@ class SelfDrafter(NetworkDrafter):
                 f"assistant_model={name!r} is given, and tts.drafter='self' uses none. Drop it, or say what it is: "
                 "tts.drafter='eagle3', 'dflash' or 'model'."
             )
-        student = cls(model, *config.packing())
+        student = cls(model, *cls.kept_for(model, None, config))
         modules = (module for layer in student.quantized.layers.values() for module in layer.modules())
         names = {module.name for module in modules if isinstance(module, PackedWeight)}
         if config.tts.asynchronous and (alone := sorted(names & _ONE_STREAM)):

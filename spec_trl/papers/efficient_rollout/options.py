@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ...declared_options import DeclaredOptions, option
+from ...value_checks import DeclaredOptions, option
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...declared_options import DeclaredOptions, option
 from ...generation.registry import DRAFTERS, needing_assistant, taking_assistant
-from ...value_checks import require_folder_or_id
+from ...value_checks import DeclaredOptions, option, require_folder_or_id
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,7 @@ class SpecActorOptions(DeclaredOptions):
         None, "Most tokens of one verification of a race, all rows together. None: as many as pay.", low=1
     )
     race: bool = option(True, "Several drafters may race for a row. False: one drafts.")
-    draft_ranks: int = option(
-        0, "In trainers, number of the last ranks that only draft, each for one of the first.", low=0
-    )
+    draft_ranks: int = option(0, "In trainers, number of the last ranks that only draft, for the first ones.", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -91,7 +91,7 @@ class DistilledDrafter(Drafter):
     @classmethod
     def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...]:
         target = model.dtype, model.device, *map(id, model.parameters())
-        return config.tts, config.packing(), *target, *_identity(assistant)
+        return config.tts, SelfDrafter.kept_for(model, None, config), *target, *_identity(assistant)
 
     @classmethod
     def check_assistant(

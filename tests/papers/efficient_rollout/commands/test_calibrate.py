@@ -38,7 +38,8 @@ def test_options_reach_the_sweep_and_files_are_written(tmp_path: Path, asked: li
     model, config, options = asked[0]
     assert model.dtype == torch.float32 and not model.training
     assert torch.equal(model.lm_head.weight, tiny_llama().lm_head.weight.float())
-    assert config.packing() == ("rtn-w8", "reference", "dense")
+    assert (config.draft_quantization, config.draft_kernel) == ("rtn-w8", "reference")
+    assert config.efficient_rollout.lm_head == "dense"
     assert options == {"sizes": (8, 128), "budget_seconds": 7.0, "progress": True}
     assert Profile.load(output) == make_profile()
     assert read_sweep(sweep) == make_profile().samples
