@@ -24,7 +24,8 @@ from transformers.generation import BaseStreamer
 from ..generation.engine.network.attention import keeps_states
 from ..generation.engine.requirements import check_model, policy_in, with_wrappers
 from ..generation.engine.rows import Request, RequestQueue
-from ..generation.generate import DEFAULTS, SpeculativeOutput, setting
+from ..generation.generate import SpeculativeOutput
+from ..generation.keyword import DEFAULTS, setting
 from ..generation.options import SpeculativeConfig, check_combination, check_strategy
 from ..generation.registry import check_use
 from ..generation.session import Session

@@ -36,7 +36,7 @@ from ..generation.engine.requirements import (
     position_limit,
 )
 from ..generation.engine.sampling.neutral_settings import override
-from ..generation.generate import move_stop_strings
+from ..generation.keyword import move_stop_strings
 from ..generation.options import SpeculativeConfig
 from ..generation.strategies import check_assistants, check_device, check_states
 from ..papers import load
