@@ -13,8 +13,8 @@ from .engine.network.image_prompts import IMAGES, take_inputs
 from .engine.requirements import check_input_ids, check_not_diverted
 from .engine.sampling.neutral_settings import override
 from .generate import speculative_decoding
-from .options import SpeculativeConfig, check_strategy
-from .registry import check_use
+from .options import SpeculativeConfig
+from .refusals import check
 
 
 _SIGNATURE = inspect.signature(speculative_decoding)
@@ -42,22 +42,17 @@ def install() -> None:
     ) -> Any:
         custom = kwargs.get("custom_generate")
         is_other = custom is not None and custom is not speculative_decoding
-        if is_other and assistant_strategy is not None:
-            raise ValueError("custom_generate and assistant_strategy both name a decoding method; pass one of them.")
-        if not is_other:  # arguments precede configs
+        if is_other:
+            check({"assistant_strategy": assistant_strategy is not None, "custom_generate": True})
+        else:  # arguments precede configs
             assistant_strategy = setting("assistant_strategy", assistant_strategy, self, args, kwargs)
         is_argument = speculative_config is not None
         speculative_config = setting("speculative_config", speculative_config, self, args, kwargs)
         if assistant_strategy is None and custom is not speculative_decoding:
-            if is_argument and not is_other:
-                raise ValueError("speculative_config is given without assistant_strategy; name a strategy.")
+            check({"speculative_config": is_argument and not is_other, "no assistant_strategy": True})
             if custom is None and (default := DEFAULTS.get(self)) is not None:
                 return default(original, self, args, kwargs)
             return original(self, *args, **kwargs)
-        strategy = check_strategy("self" if assistant_strategy is None else assistant_strategy)
-        config = SpeculativeConfig.coerce(speculative_config)
-        if kwargs.get("drafter") is None:  # else a config with other options
-            check_use(strategy, config)
         if len(args) > 1:  # more than the prompts
             args, kwargs = (), dict(zip(list(inspect.signature(original).parameters)[1:], args, strict=False)) | kwargs
         _prepare_call(self, args, kwargs)
@@ -65,8 +60,8 @@ def install() -> None:
         image_inputs = {} if IMAGES.isdisjoint(kwargs) else take_inputs(kwargs)
         kwargs["custom_generate"] = custom = functools.partial(
             speculative_decoding,
-            assistant_strategy=strategy,
-            speculative_config=config,
+            assistant_strategy="self" if assistant_strategy is None else assistant_strategy,
+            speculative_config=SpeculativeConfig.coerce(speculative_config),
             # generate() gives a custom method no assistant and no streamer, and refuses an assistant together with
             # num_return_sequences. Private keywords pass them on.
             _assistant=kwargs.pop("assistant_model", None),
@@ -111,11 +106,7 @@ def _prepare_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if prompts is not None:
         check_input_ids(prompts, model.device)
     check_not_diverted(setting("token_healing", None, model, args, kwargs), kwargs)
-    if kwargs.get("synced_gpus"):
-        raise ValueError(
-            "synced_gpus=True cannot be combined with assistant_strategy: ranks take different numbers of rounds. "
-            "Gather the weights around generate instead (TRL does so for ZeRO-3), and leave synced_gpus unset."
-        )
+    check({"synced_gpus=True": bool(kwargs.get("synced_gpus")), "assistant_strategy": True})
     if stop_strings := setting("stop_strings", None, model, args, kwargs):
         move_stop_strings(stop_strings, kwargs)
 

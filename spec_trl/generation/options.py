@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from ..json_files import jsonable
 from ..value_checks import did_you_mean, require_choice, require_folder_or_id, require_value
 from .planner.acceptance import MAX_DRAFT_LENGTH
-from .registry import CHOOSING, DRAFTERS, drafting_ahead, needing_assistant, strategies, taking_assistant
+from .registry import DRAFTERS, needing_assistant, taking_assistant
 
 
 Verification = Literal["exact", "rejection"]
@@ -253,11 +253,6 @@ class SpeculativeConfig:
             self._check_best_of_n()
 
     def _check_profile(self, path: str) -> None:
-        if self.sd_toggle in ("always", "never"):
-            raise ValueError(
-                f"roofline_profile={path!r} is not read under sd_toggle={self.sd_toggle!r}; set "
-                'sd_toggle="measured" or "roofline", or drop the profile.'
-            )
         if self.sd_toggle == "measured" and not Path(path).is_file():
             raise ValueError(
                 f'roofline_profile={path!r} does not exist; correct the path, or set sd_toggle="roofline", '
@@ -332,9 +327,16 @@ class SpeculativeConfig:
         if not isinstance(value, SpeculativeConfig | Mapping | None):
             kind = type(value).__name__
             raise ValueError(f"speculative_config={value!r} is a {kind}; pass a SpeculativeConfig or a dict.")
-        return value if isinstance(value, SpeculativeConfig) else cls(**(value or {}))
+        if isinstance(value, SpeculativeConfig):
+            return value
+        try:
+            return _made(**(value or {}))
+        except TypeError:  # a dict or list among the values
+            return cls(**(value or {}))
 
 
+_made = functools.lru_cache(typed=True)(SpeculativeConfig)
+"""Configs of the last calls: to check the options takes longer than to find them."""
 document(SpeculativeConfig, SpeculativeConfig)
 OPTIONS = {field.name: field for field in fields(SpeculativeConfig)}
 """The options by name."""
@@ -357,40 +359,3 @@ class Distillation:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             check_option(OPTIONS[f"tts_{name}"], "adaptive" if name == "stride" and value is None else value)
-
-
-def check_strategy(strategy: str) -> str:
-    """Returns `strategy`, or raises ValueError naming the ones that exist."""
-    require_choice("assistant_strategy", strategy, strategies())
-    return strategy
-
-
-def check_combination(strategy: str, config: SpeculativeConfig) -> None:
-    """Raises ValueError where `strategy` can not be verified, controlled or decoupled as `config` says."""
-    if config.sd_toggle == "always" and strategy in CHOOSING:
-        raise ValueError(
-            f'sd_toggle="always" is for one drafter, and assistant_strategy={strategy!r} has several. Name one of '
-            'them, e.g. assistant_strategy="self", or set sd_toggle="measured".'
-        )
-    rejects, decoupled = config.verification == "rejection", config.decoupled_execution == "always"
-    if rejects and strategy == "best_of_n":
-        raise ValueError(
-            'verification="rejection" does not go with assistant_strategy="best_of_n", which races: taking the '
-            'longest of chains accepted by chance favours what is easy to draft. Use verification="exact".'
-        )
-    if rejects and strategy == "auto":
-        raise ValueError(
-            'verification="rejection" needs draft probabilities, which the history among the drafters of '
-            'assistant_strategy="auto" has none of. Use verification="exact", or name the drafter.'
-        )
-    if decoupled and strategy not in drafting_ahead():
-        raise ValueError(
-            f'decoupled_execution="always" does not go with assistant_strategy={strategy!r}: only the drafters of '
-            f"{list(drafting_ahead())} can draft on from their own drafts. Name one of these, or set "
-            'decoupled_execution="never".'
-        )
-    if decoupled and rejects:
-        raise ValueError(
-            'verification="rejection" does not go with decoupled_execution="always": a draft stays valid only where '
-            'it equals what the target samples. Use verification="exact", or decoupled_execution="never".'
-        )

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import GenerationConfig, Trainer
 
 from ..drafter_training.adaptation import ADAPTABLE
-from ..generation.options import OPTIONS, SpeculativeConfig, check_combination, check_option, check_strategy, option
+from ..generation.options import OPTIONS, SpeculativeConfig, check_option, option
 from ..generation.planner.acceptance import MAX_DRAFT_LENGTH
-from ..generation.registry import DRAFTERS, check_use, drafting_ahead, needing_assistant, taking_assistant
+from ..generation.refusals import ADAPTATION, EXACT_LOGPROBS, LEARNING_MODEL, Asked, check, of_drafting
+from ..generation.registry import needing_assistant, strategies, taking_assistant
 from ..json_files import jsonable
 from ..papers import load
 from ..value_checks import did_you_mean, require_choice, require_folder_or_id
@@ -182,48 +183,25 @@ class RolloutOptions(TrainerConfig):
             PartialState(cpu=True, backend=self.ddp_backend, timeout=self.ddp_timeout_delta)
         super().__post_init__()
         self._check_generation()
-        check_strategy(self.assistant_strategy)
+        require_choice("assistant_strategy", self.assistant_strategy, strategies())
         for declared in fields(self):
             if declared.name in self.own_options().keys() - OPTIONS.keys() - {"draft_lengths"}:
                 check_option(declared, vars(self)[declared.name], **_BOUNDS.get(declared.name, {}))
         require_choice("rollout_sharing", self.rollout_sharing, ("pool", "own"))
-        self._check_assistant()
         self._check_draft_lengths()
-        drafts = getattr(DRAFTERS.get(self.assistant_strategy), "has_probabilities", True)
-        if self.verification == "rejection" and not drafts:  # in generate a drafter is refused if it samples
-            raise ValueError(
-                'verification="rejection" needs draft probabilities, which '
-                f'assistant_strategy={self.assistant_strategy!r} has none of. Use verification="exact".'
-            )
-        if self.roofline_profile is not None and self.assistant_strategy == "none":
-            raise ValueError(
-                f"roofline_profile={self.roofline_profile!r} has no use with assistant_strategy='none'; drop one."
-            )
         config = self.speculative_config()  # checks the options that it has
-        check_combination(self.assistant_strategy, config)
-        check_use(self.assistant_strategy, self)
-        self._check_draft_ranks()
-        if not self.drafter_hidden_weight and not self.drafter_token_weight:
+        if not isinstance(self.assistant_model, str | nn.Module | None):
             raise ValueError(
-                "drafter_hidden_weight=0 and drafter_token_weight=0 leave the drafter nothing to learn. Raise one of "
-                "them, or set drafter_adaptation=False."
+                f"assistant_model={self.assistant_model!r} is a {type(self.assistant_model).__name__}; give the path "
+                "or hub id as text, or a model."
             )
+        require_folder_or_id("assistant_model", self.assistant_model)
+        check(self.asked(config))
         if self.assistant_strategy == "best_of_n":
             config.assistants_of_best_of_n(self.assistant_model)
-        if self.drafter_adaptation and len(learned := self.adaptable_drafters()) > 1:
-            raise ValueError(
-                f"best_of_n_drafters={self.best_of_n_drafters} has {learned}, and drafter_adaptation=True trains one "
-                "drafter. Name one of them, or set drafter_adaptation=False."
-            )
 
     def _check_generation(self) -> None:
         name = type(self).__name__
-        for other in ("use_vllm", "use_transformers_continuous_batching"):
-            if getattr(self, other, False):
-                raise ValueError(
-                    f"{other}=True contradicts assistant_strategy={self.assistant_strategy!r}: {self.trainer} "
-                    f"generates rollouts itself. Set {other}=False, or use {self.base_trainer}."
-                )
         for setting in ("assistant_strategy", "assistant_model", "speculative_config"):
             if setting in (self.generation_kwargs or {}):
                 remedy = _INSTEAD.get(setting, f"Set {{}}({setting}=...).").format(name)
@@ -233,31 +211,6 @@ class RolloutOptions(TrainerConfig):
             if setting not in known:  # a GenerationConfig takes any name
                 hint = did_you_mean(setting, known)
                 raise ValueError(f"generation_kwargs has {setting!r}, which generate does not know; drop it.{hint}")
-        if not self.ds3_gather_for_generation:
-            raise ValueError(
-                f"ds3_gather_for_generation=False contradicts {self.trainer}: ranks run different numbers of "
-                "forwards, so weights are gathered for the whole rollout. Set ds3_gather_for_generation=True."
-            )
-
-    def _check_assistant(self) -> None:
-        if not isinstance(self.assistant_model, str | nn.Module | None):
-            raise ValueError(
-                f"assistant_model={self.assistant_model!r} is a {type(self.assistant_model).__name__}; give the path "
-                "or hub id as text, or a model."
-            )
-        drafter, setting = self.assistant_strategy, f"assistant_strategy={self.assistant_strategy!r}"
-        if drafter == "tts":
-            drafter, setting = self.tts_drafter, f"{setting}, tts_drafter={self.tts_drafter!r}"
-        if self.assistant_model is None:
-            is_wrong = drafter in needing_assistant()
-        else:
-            is_wrong = drafter not in taking_assistant()
-        if is_wrong:
-            raise ValueError(
-                f"{setting} with assistant_model={jsonable(self.assistant_model)!r}: assistant_model belongs to one "
-                f"of {list(needing_assistant())}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
-            )
-        require_folder_or_id("assistant_model", self.assistant_model)
 
     def _check_draft_lengths(self) -> None:
         lengths, first = self.draft_lengths, self.initial_draft_length
@@ -279,19 +232,33 @@ class RolloutOptions(TrainerConfig):
                 "0 < draft_length_down < draft_length_up <= 1."
             )
 
-    def _check_draft_ranks(self) -> None:
-        if not self.draft_ranks:
-            return
-        needed = {
-            "assistant_strategy": drafting_ahead(), "rollout_sharing": ("pool",), "verification": ("exact",),
-            "decoupled_execution": ("never", "auto"), "sd_toggle": ("always", "measured", "roofline"),
-        }  # fmt: skip
-        for name, choices in needed.items():
-            if (value := vars(self)[name]) not in choices:
-                raise ValueError(
-                    f"draft_ranks={self.draft_ranks} does not go with {name}={value!r}; choose one of "
-                    f"{list(choices)}, or draft_ranks=0."
-                )
+    def asked(self, config: SpeculativeConfig) -> dict[str, Asked]:
+        """The features that these options, and `config` of them, ask for, for :func:`~.refusals.check`."""
+        strategy, words = self.assistant_strategy, f"assistant_strategy={self.assistant_strategy!r}"
+        drafter = self.tts_drafter if strategy == "tts" else strategy
+        words += f", tts_drafter={drafter!r}" if strategy == "tts" else ""
+        engines = (name for name in ("use_vllm", "use_transformers_continuous_batching") if getattr(self, name, False))
+        learned, ranks = self.adaptable_drafters(), self.draft_ranks > 0 and f"draft_ranks={self.draft_ranks}"
+        asked = of_drafting(strategy, config, self.assistant_model, options=self)
+        return asked | {
+            "no sd_toggle": words if strategy == "none" else asked["no sd_toggle"],
+            "assistant_model=None": self.assistant_model is None,
+            "a strategy without assistant": drafter not in taking_assistant() and words,
+            "a strategy with an assistant": drafter in needing_assistant() and words,
+            "speculative rollouts": self.trainer,
+            "another engine": f"{name}=True" if (name := next(engines, None)) else False,
+            "ds3_gather_for_generation=False": not self.ds3_gather_for_generation,
+            'rollout_sharing="own"': self.rollout_sharing == "own",
+            "draft_ranks": ranks,
+            LEARNING_MODEL: ranks,
+            "a copy that drafts ahead": asked["a copy that drafts ahead"] or (strategy == "self" and ranks),
+            "drafter_hidden_weight=0": not self.drafter_hidden_weight,
+            "drafter_token_weight=0": not self.drafter_token_weight,
+            ADAPTATION: self.drafter_adaptation and bool(learned),
+            "several learned drafters": len(learned) > 1 and f"the drafters {learned}",
+            EXACT_LOGPROBS: self.exact_logprobs,
+            "torch_compile=True": self.torch_compile,
+        }
 
     def adaptable_drafters(self) -> list[str]:
         """Strategies of the drafters that `drafter_adaptation` can train."""

@@ -11,8 +11,8 @@ from trl.models import unwrap_model_for_generation
 
 from ..distributed.link import naming_the_remedy
 from ..distributed.shared_rollouts import Sampled, Turn
-from ..drafter_training.adaptation import check_adaptation
 from ..generation.engine.requirements import policy_in
+from ..generation.refusals import NOT_ADAPTED
 from .checkpoint import find_checkpoint
 from .exact_logprobs import ExactLogprobs
 from .prompt_images import image_inputs
@@ -22,7 +22,7 @@ from .rollouts import Rollouts
 from .run_log import Mode, StepRecord
 from .saved_heads import head_of, keep_heads
 from .step_totals import StepClock
-from .trainer_checks import check_attributes, check_drawn, check_fsdp, check_methods, check_rollouts
+from .trainer_checks import asked, check_attributes, check_drawn, check_methods, check_trainer
 
 
 if TYPE_CHECKING:
@@ -65,16 +65,10 @@ class SpeculativeRollouts(TrainerOfTRL):
         check_methods(classes[at - 1], theirs, self.lacking)
         super().__init__(model, learned_from, args, *rest, **kwargs)
         check_attributes(self, theirs, self.lacking)
-        check_fsdp(self._dist.fsdp_version, config_class)
-        adapts = args.drafter_adaptation
-        try:
-            check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage, self._dist.is_fsdp)
-        except ValueError:
-            if adapts and args.adaptable_drafters():
-                raise
-            adapts = False  # of a head that "auto" drafts with
-        config, generates = args.speculative_config(), getattr(self, "rollout_func", None) is None
-        self._processors = check_rollouts(self, config) if generates else None
+        config = args.speculative_config()
+        features = asked(self, config)
+        self._processors = check_trainer(self, config, features)
+        adapts = args.drafter_adaptation and not any(features[name] for name in NOT_ADAPTED)
         self._rollouts = Rollouts(args, self.accelerator, adapts, parks=bool(getattr(self, "tools", None)))
         self._train_sampler: Any = ()
         in_place = self._dist.zero_stage != 3 and not self._dist.is_fsdp

@@ -154,7 +154,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"draft_length": None}, "^draft_length=None is a NoneType; pass an integer"),
     ({"verification": ["exact"]}, r"^verification=\['exact'\] is unknown"),
     ({"sd_margin": True}, "^sd_margin=True is out of range"),
-    ({"roofline_profile": "p.json", "sd_toggle": "always"}, "^roofline_profile='p.json' is not read under"),
     ({"roofline_profile": "no.json"}, r"^roofline_profile='no.json' does not exist; .*sd_toggle=.roofline."),
     ({"roofline_profile": "no/p.json", "sd_toggle": "roofline"}, "^roofline_profile='no/p.json' must be a file in"),
     ({"roofline_profile": ".", "sd_toggle": "roofline"}, "^roofline_profile='.' must be a file in a folder"),

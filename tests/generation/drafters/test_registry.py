@@ -53,7 +53,7 @@ def test_names() -> None:
     assert SpeculativeConfig(best_of_n_drafters=["bigram", "self"]).best_of_n_drafters == ["bigram", "self"]
     with pytest.raises(ValueError, match=r"assistant_strategy='bigramm'.*bigram"):
         SpecGRPOConfig(use_cpu=True, bf16=False, assistant_strategy="bigramm")
-    with pytest.raises(ValueError, match='verification="rejection" needs draft probabilities'):
+    with pytest.raises(ValueError, match="needs draft probabilities"):
         SpecGRPOConfig(use_cpu=True, bf16=False, assistant_strategy="bigram", verification="rejection")
     with pytest.raises(ValueError, match="assistant_model"):
         SpecGRPOConfig(use_cpu=True, bf16=False, assistant_strategy="bigram", assistant_model="x/y")
