@@ -1,7 +1,8 @@
 """Writes the tables of options into the pages next to this file: ``python -m docs.write_options``.
 
 A table stands between the marks ``<!-- options: SpecGRPOConfig -->`` and ``<!-- end of options -->``. Names after the
-class, such as ``<!-- options: SpecGRPOConfig tts_* -->``, choose some of its options. A test compares.
+class, such as ``<!-- options: SpecGRPOConfig tts_* -->``, choose some of its options. The table of refusals stands
+between ``<!-- refusals -->`` and ``<!-- end of refusals -->``. A test compares.
 """
 
 import re
@@ -10,6 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from spec_trl import SpeculativeConfig
+from spec_trl.generation.refusals import REFUSALS
 from spec_trl.trainers.rollout_options import RolloutOptions
 
 
@@ -18,7 +20,10 @@ TABLE = re.compile(r"<!-- options: (\w+)([^>]*?) -->\n(.*?)<!-- end of options -
 
 
 def with_tables(text: str) -> str:
-    """The page `text` with its tables of options as the fields say them."""
+    """The page `text` with its tables of options as the fields say them, and of refusals as the package has them."""
+    rows = "".join(f"| {' | '.join(row)} |\n" for row in REFUSALS)
+    table = f"<!-- refusals -->\n| this | does not go with | because | instead |\n|---|---|---|---|\n{rows}<!-- end of"
+    text = re.sub("<!-- refusals -->\n.*?<!-- end of(?= refusals)", lambda _: table, text, flags=re.DOTALL)
     return TABLE.sub(lambda found: write_table(found[1], found[2].split()), text)
 
 

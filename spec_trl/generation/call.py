@@ -121,7 +121,8 @@ def check_call(
     requirements.check_lengths(model, limit, lengths, new_tokens)
     snapshot.find("slow dtype", partial(warn_of_slow_dtype, model))
     return Call(
-        model, snapshot, strategy, assistant, drafters, control, config, processors, criteria, settings, input_ids, prompts,
+        model, snapshot, strategy, assistant, drafters, control, config, processors, criteria, settings, input_ids,
+        prompts=prompts,
         images=images,
         request_ids=range(batch) if request_ids is None else request_ids,
         streamer=streamer,

@@ -264,7 +264,7 @@ def test_drafters_on_threads_and_elsewhere(drafters: Make) -> None:
     thread, plain = DecoupledDrafter(DraftThread(*drafters("ngram"))), SpeculativeConfig()
     for given, options, words in (
         ([*drafters("self"), thread], plain, r"drafter=DecoupledDrafter\(DraftThread\(...\)\)"),
-        (drafters("self", "ngram"), config, 'decoupled_execution="always"'),
+        ([DecoupledDrafter(InTurn(Chance([], 1.0))), *drafters("ngram")], config, 'decoupled_execution="always"'),
     ):
         with pytest.raises(ValueError, match=f"^the model on cuda:0 does not go with {words}: "):
             check({**of_drafting("self", options, given=given), **place})

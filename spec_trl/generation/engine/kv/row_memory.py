@@ -72,7 +72,7 @@ class RowNeeds:
         columns: int = 0,
         in_pool: bool = False,
         states: int = 0,
-        target: int | None = None,
+        target: float | None = None,
     ) -> "RowNeeds":
         """The needs of `model` and its `drafters`, if `verified` tokens of a row are verified at once, and at most
         `prefilled` tokens are read, in rows of `columns` at most. `in_pool`: K/V lies in the pages of a pool.
@@ -81,10 +81,9 @@ class RowNeeds:
         autocast, config = autocast_dtype(model.device), model.config.get_text_config(decoder=True)
         dtype, copies = (model.dtype, 0) if autocast is None else (autocast, bytes_of_copies(model, autocast))
         tokens = min(prefilled, TOKENS_PER_FORWARD)
-        target = kv_bytes(model, dtype) if target is None else target
-        column, whole = target, 0.0
+        column, whole = float(kv_bytes(model, dtype) if target is None else target), 0.0
         if not reads_spans(model):  # pages are gathered, for one layer at a time
-            whole = target / config.num_hidden_layers
+            whole = column / config.num_hidden_layers
         for drafter in drafters:
             if in_pool and not drafter.uses_pool:
                 whole += drafter.column_bytes
