@@ -61,7 +61,7 @@ def make_drafting(session: Session, call: "Call", claims: ExitStack) -> tuple[li
         if entry.known is not None:
             claims.callback(entry.known.keep)
     if control.races:
-        check({**call.asked, "races": "the control of this call, which races,"})
+        check({**call.asked, "races": "the control of this call, which races"})
     return drafters, control
 
 

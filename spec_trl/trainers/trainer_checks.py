@@ -127,7 +127,7 @@ def asked(trainer: Any, config: SpeculativeConfig) -> dict[str, Asked]:
             "an assistant with states": assistant is not None and states_of("assistant_model", assistant),
             IMAGES: has_images(datasets),
             "a processing_class without images": not isinstance(reader, ProcessorMixin)
-            and f"the processing_class, a {type(reader).__name__},",
+            and f"the processing_class, a {type(reader).__name__}",
         }
     if args.exact_logprobs:
         layers = (name for name, layer in policy.named_modules() if isinstance(layer, nn.Dropout) and layer.p > 0)
@@ -152,13 +152,13 @@ def generates_by_us(trainer: Any) -> bool:
 def check_trainer(trainer: Any, config: SpeculativeConfig, features: Features) -> LogitsProcessorList | None:
     """Raises ValueError if the `features` of `trainer`, one of ours, do not go together, or if a rollout would fail
     under `config`. Returns the processors of a rollout; None: a `rollout_func` generates."""
+    if features.get(IMAGES):
+        check_images(policy_in(trainer.model), trainer.args, bool(features["tools"]))
     check(features)
     policy, args, settings, processors = policy_in(trainer.model), trainer.args, trainer.generation_config, None
     if generates_by_us(trainer):
         instead = f"use {args.base_trainer}"
         processors = check_generation(policy, settings, trainer._tokenizer, instead)
-        if features[IMAGES]:
-            check_images(policy, args, bool(features["tools"]))
         check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
         drafter = config.tts_drafter if args.assistant_strategy == "tts" else args.assistant_strategy
         if drafter == MtpDrafter.strategy and args.assistant_model is None:

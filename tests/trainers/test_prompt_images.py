@@ -112,7 +112,7 @@ WITHOUT = task((0,))
     [
         ("images of model type 'llava' are not served; .* Use trl.GRPOTrainer, or leave the images out", "llava", {}),
         ("images of model type 'llama' are not served", "", {}),
-        (r"prompts with images does not go with the processing_class, a \w+,", "gemma3", {"tokenizer": True}),
+        (r"prompts with images does not go with the processing_class, a \w+:", "gemma3", {"tokenizer": True}),
     ],
 )
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
