@@ -86,9 +86,7 @@ def speculative_decoding(
     Args:
         model: the target.
         input_ids: `[B, width]` int64, left-padded.
-        logits_processor: prepared by `generate`; acts as in `generate`.
-        stopping_criteria: prepared by `generate`; acts as in `generate`.
-        generation_config: prepared by `generate`.
+        logits_processor, stopping_criteria, generation_config: prepared by `generate`; act as in `generate`.
         assistant_strategy: who drafts, see docs/drafters.md.
         speculative_config: options, a :class:`SpeculativeConfig` or a dict of its fields.
         drafter: a drafter or several, instead of those of the strategy.
