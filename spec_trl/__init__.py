@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from .generation.engine.drafter import Drafter
 from .generation.engine.sampling.accept import Proposal
-from .generation.generate import SpeculativeOutput, install, speculative_decoding, uninstall
+from .generation.generate import SpeculativeOutput, speculative_decoding
+from .generation.keyword import install, uninstall
 from .generation.options import SpeculativeConfig
 from .generation.registry import register_drafter
 from .generation.session import release

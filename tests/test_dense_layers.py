@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from spec_trl import once
 from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.native import cpu_products
 from spec_trl.native.cpu_products import (
@@ -208,7 +209,7 @@ def test_which_modules_are_activations() -> None:
 @pytest.fixture
 def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without any of the instructions."""
-    monkeypatch.setattr(cpu_products, "warned", set())
+    monkeypatch.setattr(once, "seen", set())
     monkeypatch.setattr(cpu_products, "MIN_WEIGHTS", 1)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)

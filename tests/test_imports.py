@@ -20,11 +20,12 @@ SOURCES = sorted((ROOT / "spec_trl").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Each imports from its own room and from those before it.
 FLOORS: list[tuple[str, ...]] = [
-    ("cuda_graphs", "hardware", "json_files", "papers", "random_state", "user_cache"),
+    ("cuda_graphs", "hardware", "json_files", "once", "papers", "random_state", "user_cache"),
     ("value_checks", "native.native_code"),
     ("native",),
     ("generation.planner", "quantization"),
     ("generation.registry",),
+    ("generation.refusals",),
     ("generation.engine.network.training_marks",),
     tuple(f"papers.{room}.options" for room in ("efficient_rollout", "test_time_speculation", "specactor")),
     ("generation.session", "generation.options"),

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..generation.engine.requirements import check_lengths, check_model, position_limit
-from ..generation.generate import install
+from ..generation.keyword import install
 from ..generation.options import SpeculativeConfig
 from ..hardware import hardware_name, instruction_set
 from ..measuring.known_rounds import find_profile

@@ -36,29 +36,6 @@ STATE_FILE = "drafter_adaptation.pt"
 _REHEARSED = 8  # tokens
 
 
-def check_adaptation(torch_compile: bool, data_parallel_devices: int, zero_stage: int, is_fsdp: bool) -> None:
-    """Raises ValueError if the policy's forward does not provide whole hidden states, or the policy has no head.
-
-    Args:
-        torch_compile: whether the policy is compiled: its forwards do not run hooks.
-        data_parallel_devices: number of devices of one process.
-        zero_stage: of DeepSpeed; from 3 on weights are gathered for forwards only.
-        is_fsdp: whether FSDP shards the policy, whose weights are then gathered for forwards only.
-    """
-    reasons = {
-        "torch_compile=True": torch_compile,
-        f"torch.nn.DataParallel on {data_parallel_devices} devices": data_parallel_devices > 1,
-        "DeepSpeed ZeRO-3": zero_stage >= 3,
-        "FSDP": is_fsdp,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(
-                f"drafter_adaptation=True is not served with {reason}. Set drafter_adaptation=False, or train with "
-                "one process per device (torchrun, accelerate launch), DDP or ZeRO-2, and no torch_compile."
-            )
-
-
 @dataclass(frozen=True)
 class AdaptationOptions(DeclaredOptions):
     """How a drafter learns along with the policy."""

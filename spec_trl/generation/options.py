@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 from ..papers import load
 from ..value_checks import DeclaredOptions, declared_in, document, option, require_choice, require_value
 from .planner.acceptance import MAX_DRAFT_LENGTH
-from .registry import CHOOSING, drafting_ahead, strategies
 
 
 if TYPE_CHECKING:
@@ -126,11 +125,6 @@ class SpeculativeConfig(DeclaredOptions):
 
     def _check_profile(self, path: str) -> None:
         given = f"efficient_rollout.profile={path!r}"
-        if self.sd_toggle in ("always", "never"):
-            raise ValueError(
-                f"{given} is not read under sd_toggle={self.sd_toggle!r}; set "
-                'sd_toggle="measured" or "roofline", or drop the profile.'
-            )
         if self.sd_toggle == "measured" and not Path(path).is_file():
             how = 'correct the path, or set sd_toggle="roofline", which calibrates and writes it'
             raise ValueError(f"{given} does not exist; {how}.")
@@ -175,41 +169,3 @@ class SpeculativeConfig(DeclaredOptions):
 document(SpeculativeConfig, SpeculativeConfig)
 OPTIONS = dict(declared_in(SpeculativeConfig))
 """The options by place, such as "tts.stride"."""
-
-
-def check_strategy(strategy: str) -> str:
-    """Returns `strategy`, or raises ValueError naming the ones that exist."""
-    require_choice("assistant_strategy", strategy, strategies())
-    return strategy
-
-
-def check_combination(strategy: str, config: SpeculativeConfig) -> None:
-    """Raises ValueError where `strategy` can not be verified, controlled or decoupled as `config` says."""
-    if config.sd_toggle == "always" and strategy in CHOOSING:
-        raise ValueError(
-            f'sd_toggle="always" is for one drafter, and assistant_strategy={strategy!r} has several. Name one of '
-            'them, e.g. assistant_strategy="self", or set sd_toggle="measured".'
-        )
-    rejects, decoupled = config.verification == "rejection", config.specactor.decoupled_execution == "always"
-    if rejects and strategy == "best_of_n":
-        raise ValueError(
-            'verification="rejection" does not go with assistant_strategy="best_of_n", which races: taking the '
-            'longest of chains accepted by chance favours what is easy to draft. Use verification="exact".'
-        )
-    if rejects and strategy == "auto":
-        raise ValueError(
-            'verification="rejection" needs draft probabilities, which the history among the drafters of '
-            'assistant_strategy="auto" has none of. Use verification="exact", or name the drafter.'
-        )
-    if decoupled and strategy not in drafting_ahead():
-        raise ValueError(
-            f'specactor.decoupled_execution="always" does not go with assistant_strategy={strategy!r}: only the '
-            f"drafters of {list(drafting_ahead())} can draft on from their own drafts. Name one of these, or set "
-            'specactor.decoupled_execution="never".'
-        )
-    if decoupled and rejects:
-        raise ValueError(
-            'verification="rejection" does not go with specactor.decoupled_execution="always": a draft stays valid '
-            'only where it equals what the target samples. Use verification="exact", or '
-            'specactor.decoupled_execution="never".'
-        )

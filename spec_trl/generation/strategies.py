@@ -5,6 +5,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -25,7 +26,8 @@ from .options import SpeculativeConfig
 from .planner.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
 from .planner.ledger import CELL_ERROR, Drafts, Times
 from .planner.planner import Planner
-from .registry import CHOOSING, DRAFTERS, taking_assistant
+from .refusals import check
+from .registry import CHOOSING, DRAFTERS
 from .session import Session
 
 
@@ -33,9 +35,34 @@ if TYPE_CHECKING:
     from ..papers.efficient_rollout.profile import Profile
     from ..papers.specactor.ladder import Ladder
     from ..papers.specactor.reconfiguration import RequestPlans
+    from .call import Call
 
 
 Assistant: TypeAlias = "PreTrainedModel | str | None"
+
+
+def make_drafting(session: Session, call: "Call", claims: ExitStack) -> tuple[list[Drafter], Control]:
+    """Returns the drafters of `call`, in use until `claims` ends, and its control, which may calibrate the machine
+    first. Raises ValueError if the control does not go with the call."""
+    config, control = call.config, call.control
+    if call.drafters is not None:
+        drafters = call.drafters
+    elif config.sd_toggle == "never":
+        drafters = []
+    else:
+        drafters = make_drafters(session, call.strategy, call.model, call.assistant, config)
+        if call.images:  # other candidates of "auto" would read the images too
+            drafters = [each for each in drafters if each.looks_up or not each.reads_prompts]
+    for each in drafters:
+        claims.enter_context(each.claim())
+    if control is None:
+        entry = control_for(session, call.strategy, call.model, drafters, config, call.capacity, call.longest)
+        control = entry.control
+        if entry.known is not None:
+            claims.callback(entry.known.keep)
+    if control.races:
+        check({**call.asked, "races": "the control of this call, which races"})
+    return drafters, control
 
 
 # ---- drafters -----------------------------------------------------------------------------------------------------
@@ -46,11 +73,9 @@ def make_drafters(
 ) -> list[Drafter]:
     """Returns the drafters of `strategy` for `model`: none for `"none"`, all possible ones for `"auto"`, those of
     `specactor.drafters` for `"best_of_n"`, else one. Drafters that can serve further calls stay in the session. Raises
-    ValueError if the strategy does not take the assistant.
+    ValueError if an assistant cannot draft.
     """
     assistant = os.fspath(assistant) if isinstance(assistant, os.PathLike) else assistant
-    if assistant is not None and strategy not in taking_assistant():
-        raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
     if assistant is not None or strategy == "best_of_n":
         check_assistants(strategy, assistant, config, model)
     members: dict[str, Assistant] = {strategy: assistant}
@@ -84,58 +109,6 @@ def make_drafters(
     for copied in policy_copies(drafters):
         copied.refresh_if_changed()
     return drafters
-
-
-def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfig) -> None:
-    """Raises ValueError if `model`, whose layers keep states, cannot do what a rollout asks."""
-    copies, ahead = strategy == "self", "the copy would need states of its own for each window"
-    races = strategy == "best_of_n" and config.specactor.race
-    learns = strategy == "tts" and config.tts.drafter == "self"
-    decouples = copies and config.specactor.decoupled_execution == "always"
-    ranks = config.specactor.draft_ranks
-    for is_asked, asked, why, remedy in (
-        (races, 'assistant_strategy="best_of_n"', _NO_RACES, "specactor.race=False"),
-        (learns, 'tts.drafter="self"', "the copy cannot learn through states yet", 'assistant_strategy="self"'),
-        (decouples, 'specactor.decoupled_execution="always"', ahead, 'specactor.decoupled_execution="never"'),
-        (copies and ranks > 0, f"specactor.draft_ranks={ranks}", ahead, "specactor.draft_ranks=0"),
-    ):
-        if is_asked:
-            raise ValueError(f"{_of_states(model)}: {asked} is not served, since {why}. Use {remedy}.")
-
-
-def check_images(strategy: str, config: SpeculativeConfig, drafter: Drafter | Sequence[Drafter] | None) -> None:
-    """Raises ValueError if a call asks for what prompts with images do not allow; `drafter`: instead of the strategy's
-    drafters."""
-    names: Sequence[str] = {"none": (), "auto": (), "best_of_n": config.specactor.drafters}.get(strategy, (strategy,))
-    kinds = [DRAFTERS[name] for name in names] if drafter is None else as_drafters(drafter)
-    asked = [f"the drafter {kind.strategy!r}" for kind in kinds if not drafts_after_images(kind)]
-    if config.specactor.decoupled_execution == "always":
-        asked.append('specactor.decoupled_execution="always"')
-    if config.exact is True:
-        asked.append("exact=True")
-    if asked:
-        raise ValueError(
-            f"prompts with images are not served with {', '.join(asked)}. Use assistant_strategy \"self\", \"ngram\", "
-            '"history" or "auto", and leave such options unset.'
-        )
-
-
-def drafts_after_images(kind: Drafter | type[Drafter]) -> bool:
-    """Whether a drafter needs no forward over prompts: it looks drafts up, or shares the K/V of the target."""
-    return kind.looks_up or (kind.strategy == SelfDrafter.strategy and not isinstance(kind, DecoupledDrafter))
-
-
-def check_races(model: PreTrainedModel, races: bool) -> None:
-    """The same for the control of a call, and `races`."""
-    if races:
-        raise ValueError(f"{_of_states(model)}: the control of this call is not served, since {_NO_RACES}.")
-
-
-_NO_RACES = "races feed several chains of a row at once, and a scan takes one"
-
-
-def _of_states(model: PreTrainedModel) -> str:
-    return f"model type '{model.config.model_type}' keeps states of convolutions or scans"
 
 
 def policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
@@ -181,95 +154,33 @@ def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeCon
             DRAFTERS[member].check_assistant(argument, of_member, target, config)
 
 
-def as_drafters(given: Drafter | Sequence[Drafter]) -> list[Drafter]:
-    """Returns the drafters of `generate(drafter=...)`; raises ValueError for other objects."""
-    drafters = [given] if isinstance(given, Drafter) else given
-    if not isinstance(drafters, list | tuple) or not all(isinstance(drafter, Drafter) for drafter in drafters):
-        raise ValueError(
-            f"drafter={given!r} is neither a Drafter nor a list of them; a strategy is named by assistant_strategy."
-        )
-    return list(drafters)
-
-
-def check_probabilities(drafters: Iterable[Drafter]) -> None:
-    """Raises ValueError if rejection sampling cannot verify what one of `drafters` drafts."""
-    for drafter in drafters:
-        if not drafter.has_probabilities:
-            raise ValueError(
-                'verification="rejection" needs draft probabilities, which '
-                f'{type(drafter).__name__} has none of. Use verification="exact".'
-            )
-
-
 # ---- decoupled execution ------------------------------------------------------------------------------------------
 
 
-def decoupled(
-    drafters: list[Drafter],
-    model: PreTrainedModel,
-    config: SpeculativeConfig,
-    rejects: bool,
-    capacity: int,
-    length: int,
-) -> list[Drafter]:
-    """Returns the call's `drafters`; those that run decoupled get a thread.
-
-    Args:
-        drafters: of the call.
-        model: the target.
-        config: its `specactor.decoupled_execution` decides.
-        rejects: whether rejection sampling verifies.
-        capacity: most rows in flight.
-        length: the longest total length of a row, tokens.
-
-    Raises:
-        ValueError: a drafter must run decoupled and cannot.
-    """
+def decoupled(drafters: list[Drafter], call: "Call", rows: int) -> list[Drafter]:
+    """Returns the `drafters` of `call`, with at most `rows` rows in flight; those that run decoupled get a thread.
+    Raises ValueError if one must run decoupled and cannot."""
+    model, config = call.model, call.config
+    if call.images:
+        return drafters
     if config.specactor.decoupled_execution == "always":
-        if rejects and drafters:
-            raise ValueError(
-                'verification="rejection" does not go with specactor.decoupled_execution="always". Use '
-                'verification="exact".'
-            )
         return [
             drafter
             if isinstance(drafter, DecoupledDrafter)
-            else DecoupledDrafter(DraftThread(drafter), _plans(drafter, model, config, capacity, length))
+            else DecoupledDrafter(DraftThread(drafter), _plans(drafter, model, config, rows, call.longest))
             for drafter in drafters
         ]
     # A thread would share a GPU with the target: only idle CPU cores are a second worker.
-    is_open = config.specactor.decoupled_execution == "auto" and model.device.type == "cpu" and _drafting_share() > 0
-    if is_open and len(drafters) == 1 and drafters[0].drafts_ahead and not rejects:
-        plans = _plans(drafters[0], model, config, capacity, length)
+    is_open = model.device.type == "cpu" and _drafting_share() > 0
+    if is_open and len(drafters) == 1 and drafters[0].drafts_ahead and not call.rejects:
+        plans = _plans(drafters[0], model, config, rows, call.longest)
         if plans is not None and plans.group.mode == "decoupled":
             return [DecoupledDrafter(DraftThread(drafters[0]), plans)]
     return drafters
 
 
-def check_device(
-    config: SpeculativeConfig, device: torch.device, drafter: Drafter | Sequence[Drafter] | None = None
-) -> None:
-    """Raises ValueError if a drafter would run on a thread beside a target on `device`, which is not a CPU; `drafter`:
-    instead of the strategy's drafters."""
-    if device.type == "cpu":
-        return
-    drafters = [None] if drafter is None else as_drafters(drafter)
-    pipes = [each.pipe if isinstance(each, DecoupledDrafter) else None for each in drafters]
-    if any(isinstance(pipe, DraftThread) for pipe in pipes):
-        option = "drafter=DecoupledDrafter(DraftThread(...))"
-    elif config.specactor.decoupled_execution == "always" and None in pipes:
-        option = 'specactor.decoupled_execution="always"'
-    else:
-        return
-    raise ValueError(
-        f"{option} with the model on {device}: the drafter's thread would share that device and launch each operation "
-        "by itself, and decoding would be slower than without it. Set specactor.decoupled_execution=\"never\" or "
-        '"auto" and pass the drafter itself, or give it a rank of its own (spec_trl/papers/specactor/decoupled.md).'
-    )
-
-
 def keep_acceptance(session: Session, drafters: Sequence[Drafter], statistics: SpeculationStatistics) -> None:
-    """Stores the acceptance of first drafts, by which later calls plan."""
+    """Stores the acceptance of first drafts, by which later calls plan decoupled execution."""
     for drafter in drafters:
         acceptance = statistics.per_drafter[drafter.strategy].first_token_acceptance
         if not math.isnan(acceptance):
@@ -315,7 +226,7 @@ def make_control(
     rounds. Several drafters may draft for a row where the strategy `races` and the config allows it.
 
     Raises:
-        ValueError: two drafters have the same strategy name, or several must always draft.
+        ValueError: two drafters have the same strategy name.
     """
     if config.sd_toggle == "never" or not drafters:
         return NeverSpeculate("sd_toggle=never" if config.sd_toggle == "never" else "no drafter")
@@ -328,11 +239,6 @@ def make_control(
         for drafter in drafters
     ]
     if config.sd_toggle == "always":
-        if len(drafters) > 1:
-            raise ValueError(
-                f'sd_toggle="always" is for one drafter, and drafter has {names}. Pass one, or set '
-                'sd_toggle="measured".'
-            )
         return AlwaysSpeculate(candidates[0])
     costs: RoundSeconds
     margin = config.efficient_rollout.margin
@@ -348,8 +254,8 @@ def make_control(
         assert known is not None
         costs, times = known.seconds, known.times
     if config.sd_toggle == "roofline" and profile is not None and len(drafters) == 1:
-        room = load("papers.efficient_rollout.toggle")
-        toggle: Control = room.RooflineToggle(candidates[0], costs, margin)
+        make = load("papers.efficient_rollout.toggle").RooflineToggle
+        toggle: Control = make(candidates[0], costs, margin)
         return toggle
     drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
     race, budget = races and config.specactor.race, config.specactor.budget

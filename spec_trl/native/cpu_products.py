@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
+from ..once import first_time
 from .native_code import load, untraced
 
 
@@ -99,9 +100,7 @@ def multiply_matrix(matrix: Matrix, x: Tensor) -> Tensor:
         rows = rows.contiguous()
     y = x.new_empty(*x.shape[:-1], out)  # [..., out]
     threads, is_narrow = torch.get_num_threads(), x.dtype != torch.float32
-    library().multiply(
-        matrix, 1, rows.data_ptr(), rows.stride(0), len(rows), y.data_ptr(), out, threads, is_narrow
-    )
+    library().multiply(matrix, 1, rows.data_ptr(), rows.stride(0), len(rows), y.data_ptr(), out, threads, is_narrow)
     return y
 
 
@@ -324,21 +323,17 @@ OUTPUTS = 512  # of the layer: enough to keep a CPU busy, and few milliseconds w
 MIN_WEIGHTS = 1 << 18  # of the layer: with fewer the call itself takes the time
 MIN_GAIN = 1.2  # below it nobody should reload a model
 
-warned: set[torch.dtype] = set()
-"""The dtypes that this process has measured."""
-
 
 def warn_of_slow_dtype(model: PreTrainedModel) -> None:
     """Warns, once per dtype and process, where `model` is on a CPU without instructions for its 16-bit dtype, and
     float32 measures faster on one of its layers."""
     dtype = model.dtype
-    if model.device.type != "cpu" or dtype in warned or has_instructions(dtype):
+    if model.device.type != "cpu" or has_instructions(dtype):
         return
     layers = (module for module in model.modules() if type(module) is nn.Linear)
     weight = next((layer.weight for layer in layers if layer.weight.numel() >= MIN_WEIGHTS), None)  # [out, in]
-    if weight is None:
+    if weight is None or not first_time(f"products in {dtype}"):
         return
-    warned.add(dtype)
     gain = float32_gain(weight.detach()[:OUTPUTS])
     if gain >= MIN_GAIN:
         warnings.warn(

@@ -25,9 +25,6 @@ from ..generation.engine.rows import Request, Rows
 from ..generation.engine.sampling.noise import token_logprobs, widen
 from ..generation.options import SpeculativeConfig
 from ..generation.session import Session, snapshot_of
-from ..native.cpu_products import DTYPES
-from ..native.native_code import compiler
-from .sampler_mismatch import is_comparable
 
 
 if TYPE_CHECKING:
@@ -50,7 +47,6 @@ class ExactLogprobs:
         self, trainer: "SpeculativeRollouts", config: SpeculativeConfig, processors: Iterable[LogitsProcessor] | None
     ) -> None:
         policy = policy_in(trainer.model)
-        _check(trainer, policy, config, processors)
         with trainer.accelerator.autocast():
             exact = exactness(snapshot_of(policy), policy, replace(config, exact="auto"), policy)
         if exact is not True:
@@ -126,40 +122,6 @@ class ExactLogprobs:
         for processor in self._processors:
             scores = processor(torch.empty(len(scores), 0, dtype=torch.long), scores)
         return scores
-
-
-def _check(
-    trainer: Any, policy: PreTrainedModel, config: SpeculativeConfig, processors: Iterable[LogitsProcessor] | None
-) -> None:
-    """Raises ValueError for a training whose two forwards could differ, or whose layers cannot be run later."""
-    args, device = trainer.args, trainer.accelerator.device
-    dropout = [name for name, module in policy.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
-    reasons = {
-        f"the loss of a {type(trainer).__name__} reads no log-probabilities of tokens": (
-            "_get_per_token_logps_and_entropies" in trainer.lacking
-        ),
-        f"the policy is on {device}, not on a CPU": device.type != "cpu",
-        "there is no C++ compiler": compiler() is None,
-        f"the policy is in {policy.dtype}, not in one of {list(DTYPES)}": policy.dtype not in DTYPES,
-        "a rollout_func generates": processors is None,
-        "tools take turns, whose texts are read in pieces": bool(getattr(trainer, "tools", None)),
-        "tokens are drawn from another distribution (top_p, top_k, min_p, a penalty, ...) than the loss is of": (
-            not is_comparable(processors or (), args.temperature)
-        ),
-        f"the policy has dropout ({', '.join(dropout[:3])}, ...); set disable_dropout=True": bool(dropout),
-        "the policy's config has attention_dropout": bool(getattr(policy.config, "attention_dropout", 0)),
-        "torch_compile=True": args.torch_compile,
-        "FSDP or ZeRO-3 shards the weights": trainer._dist.is_fsdp or trainer._dist.zero_stage == 3,
-        "the routers' loss reads their logits; set router_aux_loss_coef=0": (
-            getattr(trainer, "aux_loss_enabled", False)  # distillation has no such loss
-        ),
-        "draft_quantization='awq-...' reads what layers are fed in the loss's forward": (
-            config.draft_quantization.startswith("awq")
-        ),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise _refusal(reason)
 
 
 def _refusal(reason: str) -> ValueError:

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel
 
 from ..generation.engine.network.image_prompts import TOKEN_TYPES, check_family
+from ..generation.refusals import IMAGES, check
 from .rollout_options import RolloutOptions
 
 
@@ -29,33 +30,10 @@ def has_images(dataset: object) -> bool:
     return any(row for name in names for row in some[name].to_pylist())
 
 
-def check_datasets(trainer: Any, policy: PreTrainedModel) -> None:
-    """Raises ValueError where a dataset of `trainer` has images, and its rollouts could not read them."""
-    if not has_images({name: vars(trainer)[name] for name in ("train_dataset", "eval_dataset")}):
-        return
-    check_images(policy, trainer.args, has_tools=bool(getattr(trainer, "tools", None)))
-    if not isinstance(trainer.processing_class, ProcessorMixin):
-        raise ValueError(
-            f"the dataset has images, and the processing_class is a {type(trainer.processing_class).__name__}, which "
-            f"reads no images. Pass the processor of the model, or use {trainer.args.base_trainer}."
-        )
-
-
 def check_images(policy: PreTrainedModel, options: RolloutOptions, has_tools: bool) -> None:
-    """Raises ValueError where the policy's family, or something else of the run, does not go with images."""
-    ranks = options.rollout_config().specactor.draft_ranks
+    """Raises ValueError if the policy's family, or something else of the run, does not go with images."""
     check_family(policy, f"Use {options.base_trainer}, or leave the images out of the dataset.")
-    asked = {
-        "tools": (has_tools, "leave tools unset"),
-        f"specactor.draft_ranks={ranks}": (ranks > 0, "set specactor.draft_ranks=0"),
-        "exact_logprobs=True": (options.exact_logprobs, "set exact_logprobs=False"),
-    }
-    for what, (is_asked, remedy) in asked.items():
-        if is_asked:
-            raise ValueError(
-                f"prompts with images do not go with {what} in {options.trainer}; {remedy}, or use "
-                f"{options.base_trainer}."
-            )
+    check(options.asked(options.rollout_config()) | {IMAGES: True, "tools": has_tools})
 
 
 def image_inputs(

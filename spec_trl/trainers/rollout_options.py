@@ -12,8 +12,9 @@ from torch import nn
 from transformers import GenerationConfig, Trainer
 
 from ..drafter_training.adaptation import ADAPTABLE, AdaptationOptions
-from ..generation.options import SpeculativeConfig, check_combination, check_strategy, place_of
-from ..generation.registry import DRAFTERS, check_use, drafting_ahead, needing_assistant, taking_assistant
+from ..generation.options import SpeculativeConfig, place_of
+from ..generation.refusals import ADAPTATION, EXACT_LOGPROBS, LEARNING_MODEL, RANKS, Asked, check, of_drafting
+from ..generation.registry import needing_assistant, strategies, taking_assistant
 from ..json_files import jsonable
 from ..value_checks import did_you_mean, document, option, require_choice, require_folder_or_id, require_value
 
@@ -101,40 +102,22 @@ class RolloutOptions(TrainerConfig):
             PartialState(cpu=True, backend=self.ddp_backend, timeout=self.ddp_timeout_delta)
         super().__post_init__()
         self._check_generation()
-        check_strategy(self.assistant_strategy)
+        require_choice("assistant_strategy", self.assistant_strategy, strategies())
         require_value("exact_logprobs", self.exact_logprobs, [bool])
         require_choice("rollout_sharing", self.rollout_sharing, ("pool", "own"))
-        check_use(self.assistant_strategy, SpeculativeConfig.coerce(self.speculative_config))
         config = self.rollout_config()
-        self._check_assistant(config)
-        drafts = getattr(DRAFTERS.get(self.assistant_strategy), "has_probabilities", True)
-        if config.verification == "rejection" and not drafts:  # in generate a drafter is refused if it samples
+        if not isinstance(self.assistant_model, str | nn.Module | None):
             raise ValueError(
-                'verification="rejection" needs draft probabilities, which '
-                f'assistant_strategy={self.assistant_strategy!r} has none of. Use verification="exact".'
+                f"assistant_model={self.assistant_model!r} is a {type(self.assistant_model).__name__}; give the path "
+                "or hub id as text, or a model."
             )
-        if (profile := config.efficient_rollout.profile) is not None and self.assistant_strategy == "none":
-            raise ValueError(
-                f"efficient_rollout.profile={profile!r} has no use with assistant_strategy='none'; drop one."
-            )
-        check_combination(self.assistant_strategy, config)
-        self._check_draft_ranks(config)
+        require_folder_or_id("assistant_model", self.assistant_model)
+        check(self.asked(config))
         if self.assistant_strategy == "best_of_n":
             config.specactor.assistants_with(self.assistant_model, config.tts.drafter)
-        if self.adaptation is not None and len(learned := self.adaptable_drafters()) > 1:
-            raise ValueError(
-                f"specactor.drafters={list(config.specactor.drafters)} has {learned}, and drafter_adaptation=True "
-                "trains one drafter. Name one of them, or set drafter_adaptation=False."
-            )
 
     def _check_generation(self) -> None:
         name = type(self).__name__
-        for other in ("use_vllm", "use_transformers_continuous_batching"):
-            if getattr(self, other, False):
-                raise ValueError(
-                    f"{other}=True contradicts assistant_strategy={self.assistant_strategy!r}: {self.trainer} "
-                    f"generates rollouts itself. Set {other}=False, or use {self.base_trainer}."
-                )
         for setting in ("assistant_strategy", "assistant_model", "speculative_config"):
             if setting in (self.generation_kwargs or {}):
                 raise ValueError(
@@ -145,46 +128,34 @@ class RolloutOptions(TrainerConfig):
             if setting not in known:  # a GenerationConfig takes any name
                 hint = did_you_mean(setting, known)
                 raise ValueError(f"generation_kwargs has {setting!r}, which generate does not know; drop it.{hint}")
-        if not self.ds3_gather_for_generation:
-            raise ValueError(
-                f"ds3_gather_for_generation=False contradicts {self.trainer}: ranks run different numbers of "
-                "forwards, so weights are gathered for the whole rollout. Set ds3_gather_for_generation=True."
-            )
 
-    def _check_assistant(self, config: SpeculativeConfig) -> None:
-        if not isinstance(self.assistant_model, str | nn.Module | None):
-            raise ValueError(
-                f"assistant_model={self.assistant_model!r} is a {type(self.assistant_model).__name__}; give the path "
-                "or hub id as text, or a model."
-            )
-        drafter, setting = self.assistant_strategy, f"assistant_strategy={self.assistant_strategy!r}"
-        if drafter == "tts":
-            drafter, setting = config.tts.drafter, f"{setting}, tts.drafter={config.tts.drafter!r}"
-        if self.assistant_model is None:
-            is_wrong = drafter in needing_assistant()
-        else:
-            is_wrong = drafter not in taking_assistant()
-        if is_wrong:
-            raise ValueError(
-                f"{setting} with assistant_model={jsonable(self.assistant_model)!r}: assistant_model belongs to one "
-                f"of {list(needing_assistant())}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
-            )
-        require_folder_or_id("assistant_model", self.assistant_model)
-
-    def _check_draft_ranks(self, config: SpeculativeConfig) -> None:
-        if not config.specactor.draft_ranks:
-            return
-        values = vars(self) | config.by_place()
-        needed = {
-            "assistant_strategy": drafting_ahead(), "rollout_sharing": ("pool",), "verification": ("exact",),
-            "specactor.decoupled_execution": ("never", "auto"), "sd_toggle": ("always", "measured", "roofline"),
-        }  # fmt: skip
-        for name, choices in needed.items():
-            if (value := values[name]) not in choices:
-                raise ValueError(
-                    f"specactor.draft_ranks={config.specactor.draft_ranks} does not go with {name}={value!r}; choose "
-                    f"one of {list(choices)}, or specactor.draft_ranks=0."
-                )
+    def asked(self, config: SpeculativeConfig) -> dict[str, Asked]:
+        """The features that these options, and `config` of them, ask for, for :func:`~.refusals.check`."""
+        strategy, words = self.assistant_strategy, f"assistant_strategy={self.assistant_strategy!r}"
+        drafter = config.tts.drafter if strategy == "tts" else strategy
+        words += f", tts.drafter={drafter!r}" if strategy == "tts" else ""
+        engines = (name for name in ("use_vllm", "use_transformers_continuous_batching") if getattr(self, name, False))
+        learned, count = self.adaptable_drafters(), config.specactor.draft_ranks
+        ranks = count > 0 and f"specactor.draft_ranks={count}"
+        options = SpeculativeConfig.coerce(self.speculative_config)
+        asked = of_drafting(strategy, config, self.assistant_model, options=options)
+        return asked | {
+            "no sd_toggle": words if strategy == "none" else asked["no sd_toggle"],
+            "assistant_model=None": self.assistant_model is None,
+            "a strategy without assistant": drafter not in taking_assistant() and words,
+            "a strategy with an assistant": drafter in needing_assistant() and words,
+            "speculative rollouts": self.trainer,
+            "another engine": f"{name}=True" if (name := next(engines, None)) else False,
+            "ds3_gather_for_generation=False": not self.ds3_gather_for_generation,
+            'rollout_sharing="own"': self.rollout_sharing == "own",
+            RANKS: ranks,
+            LEARNING_MODEL: ranks,
+            "a copy that drafts ahead": asked["a copy that drafts ahead"] or (strategy == "self" and ranks),
+            ADAPTATION: self.adaptation is not None and bool(learned),
+            "several learned drafters": len(learned) > 1 and f"the drafters {learned}",
+            EXACT_LOGPROBS: self.exact_logprobs,
+            "torch_compile=True": self.torch_compile,
+        }
 
     @property
     def adaptation(self) -> AdaptationOptions | None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..generation.drafters.mtp.mtp_drafter import OWN, MtpDrafter
 from ..generation.drafters.mtp.mtp_layouts import INDEX, WHOLE, find_heads, promises_heads, stored_files
 from ..generation.engine.drafter import Drafter
-from ..generation.generate import UNDONE_WITH_IT
+from ..generation.keyword import UNDONE_WITH_IT
 from ..json_files import replacing, write_atomically
 
 

@@ -20,14 +20,18 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationMixin, PreTrainedModel, Trainer
 from transformers.generation import BaseStreamer
 
+from ..generation.call import of_model
 from ..generation.engine.network.attention import keeps_states
 from ..generation.engine.requirements import check_model, policy_in, with_wrappers
 from ..generation.engine.rows import Request, RequestQueue
-from ..generation.generate import DEFAULTS, SpeculativeOutput, setting
-from ..generation.options import SpeculativeConfig, check_combination, check_strategy
-from ..generation.registry import check_use
+from ..generation.generate import SpeculativeOutput
+from ..generation.keyword import DEFAULTS, setting
+from ..generation.options import SpeculativeConfig
+from ..generation.refusals import check, of_drafting
+from ..generation.registry import strategies
 from ..generation.session import Session
-from ..generation.strategies import Assistant, check_probabilities, check_states, make_drafters, refresh
+from ..generation.strategies import Assistant, make_drafters, refresh
+from ..value_checks import require_choice
 from .rollout_memory import whole_weights
 from .run_log import Mode, read_run
 from .saved_heads import head_of, keep_heads
@@ -55,7 +59,7 @@ def speculate(
 
     Args:
         target: a trainer of transformers or TRL, or the model, which may be wrapped.
-        strategy: see :func:`~.check_strategy`.
+        strategy: who drafts, see docs/drafters.md.
         assistant_model: of strategies that take one.
         output_dir: folder of the log, `rollout_log.jsonl`; by default the trainer's. A model alone has none. The first
             rank writes it, of its rollouts and steps.
@@ -73,28 +77,26 @@ def speculate(
     config, policy = SpeculativeConfig(**options), policy_in(model)
     if not isinstance(policy, PreTrainedModel):
         raise ValueError(f"target is a {type(policy).__name__}; give the transformers model in it.")
-    check_use(check_strategy(strategy), config)
-    check_combination(strategy, config)
-    if config.seed is not None:
-        raise ValueError(f"seed={config.seed} gives the same noise to all rollouts; use torch.manual_seed instead.")
+    require_choice("assistant_strategy", strategy, strategies())
     args = None if trainer is None else trainer.args
-    for name in _OTHER_ENGINES:
-        if getattr(args, name, False):
-            raise ValueError(f"{name}=True generates without model.generate; set it to False to speculate.")
+    engines = [f"{name}=True" for name in _OTHER_ENGINES if getattr(args, name, False)]
     if hasattr(args, "vllm_server_base_url") and not hasattr(args, "use_vllm"):
-        raise ValueError(f"a {type(trainer).__name__} samples on a vLLM server, which speculate does not serve.")
+        engines = [f"a {type(trainer).__name__}, which samples on a vLLM server,"]
+    check(
+        {
+            **of_drafting(strategy, config, assistant_model),
+            **of_model(policy, config, policy.device, keeps_states(policy.config)),
+            "speculate": True,
+            "speculative rollouts": "speculate",
+            "seed": config.seed is not None and f"seed={config.seed}",
+            "another engine": "".join(engines[:1]),
+        }
+    )
     with whole_weights(model), Session.lend(policy) as session:
         check_model(policy)
-        if keeps_states(policy.config):
-            check_states(policy, strategy, config)
         drafters = make_drafters(session, strategy, policy, assistant_model, config)  # the assistant may not fit
-        if config.verification == "rejection":
-            check_probabilities(drafters)
         if (generation_config := getattr(trainer, "generation_config", None)) is not None:
-            check_generation(
-                policy, config, generation_config, getattr(trainer, "_tokenizer", None), policy.device,
-                "leave out speculate",
-            )  # fmt: skip
+            check_generation(policy, generation_config, getattr(trainer, "_tokenizer", None), "leave out speculate")
     if dist.is_initialized() and dist.get_rank():
         output_dir = None  # the first rank writes the log
     elif trainer is not None and output_dir is None:

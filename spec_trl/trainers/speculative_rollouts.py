@@ -13,8 +13,8 @@ from trl.models import unwrap_model_for_generation
 
 from ..distributed.link import naming_the_remedy
 from ..distributed.shared_rollouts import Sampled
-from ..drafter_training.adaptation import check_adaptation
 from ..generation.engine.requirements import policy_in
+from ..generation.refusals import NOT_ADAPTED
 from .checkpoint import find_checkpoint
 from .exact_logprobs import ExactLogprobs
 from .prompt_images import image_inputs
@@ -23,7 +23,7 @@ from .rollout_options import RolloutOptions
 from .run_log import Mode
 from .saved_heads import head_of, keep_heads
 from .step_totals import StepClock
-from .trainer_checks import check_attributes, check_drawn, check_fsdp, check_methods, check_rollouts
+from .trainer_checks import asked, check_attributes, check_drawn, check_methods, check_trainer
 from .trainer_speculator import TrainerSpeculator
 
 
@@ -67,16 +67,10 @@ class SpeculativeRollouts(TrainerOfTRL):
         check_methods(classes[at - 1], theirs, self.lacking)
         super().__init__(model, learned_from, args, *rest, **kwargs)
         check_attributes(self, theirs, self.lacking)
-        check_fsdp(self._dist.fsdp_version, config_class)
-        adapts = args.adaptation is not None
-        try:
-            check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage, self._dist.is_fsdp)
-        except ValueError:
-            if adapts and args.adaptable_drafters():
-                raise
-            adapts = False  # of a head that "auto" drafts with
-        config, generates = args.rollout_config(), getattr(self, "rollout_func", None) is None
-        self._processors = check_rollouts(self, config) if generates else None
+        config = args.rollout_config()
+        features = asked(self, config)
+        self._processors = check_trainer(self, config, features)
+        adapts = args.adaptation is not None and not any(features[name] for name in NOT_ADAPTED)
         parks = bool(getattr(self, "tools", None))
         self._speculator = TrainerSpeculator(args, self.accelerator, self._whole_policy, adapts, parks)
         self._drafted_step = -1  # optimizer steps at the newest rollout; -1: weights may have changed without a step

@@ -14,19 +14,20 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
     StoppingCriteriaList,
 )
 from trl.models import unwrap_model_for_generation
 
+from ..generation.call import of_model
 from ..generation.drafters.mtp.mtp_drafter import OWN, MtpDrafter, served_heads
-from ..generation.drafters.small_model import refuse_states
-from ..generation.engine.forwards.runner_choice import runner_mode
+from ..generation.drafters.small_model import states_of
 from ..generation.engine.network.attention import keeps_states
 from ..generation.engine.requirements import (
     check_generation_config,
@@ -36,11 +37,15 @@ from ..generation.engine.requirements import (
     position_limit,
 )
 from ..generation.engine.sampling.neutral_settings import override
-from ..generation.generate import move_stop_strings
+from ..generation.keyword import move_stop_strings
 from ..generation.options import SpeculativeConfig
-from ..generation.strategies import check_assistants, check_device, check_states
+from ..generation.refusals import IMAGES, SHARDED, Asked, Features, check
+from ..generation.strategies import check_assistants
+from ..native.cpu_products import DTYPES
+from ..native.native_code import compiler
 from ..papers import load
-from .prompt_images import check_datasets
+from .prompt_images import check_images, has_images
+from .sampler_mismatch import is_comparable
 
 
 KNOWN = "trl 1.16 and transformers 5.17 to 5.24"
@@ -102,53 +107,75 @@ def _unknown(ours: type, difference: str) -> ImportError:
 # ---- rollouts -------------------------------------------------------------------------------------------------------
 
 
-def check_fsdp(version: int | None, config: type) -> None:
-    """Raises ValueError for an FSDP `version` whose weights cannot be gathered; None: no FSDP. `config`: class of the
-    trainer's config."""
-    if version == 1:
-        raise ValueError(
-            "fsdp_version=1 is not served: it keeps a layer's weights in one flat tensor, and the drafter is made of "
-            'each weight by itself. Set fsdp_version: 2 in the file for accelerate (fsdp_config={"version": 2} in '
-            f"{config.__name__})."
-        )
+def asked(trainer: Any, config: SpeculativeConfig) -> dict[str, Asked]:
+    """The features that `trainer`, one of ours, asks for, for :func:`~.refusals.check`."""
+    args, device, dist, generates = trainer.args, trainer.accelerator.device, trainer._dist, generates_by_us(trainer)
+    policy = policy_in(trainer.model)
+    assistant = args.assistant_model if config.specactor.draft_ranks else None
+    found = args.asked(config) | {
+        "fsdp_version=1": dist.fsdp_version == 1,
+        "torch.nn.DataParallel": args.n_gpu > 1 and f"torch.nn.DataParallel on {args.n_gpu} devices",
+        SHARDED: (dist.zero_stage == 3 and "DeepSpeed ZeRO-3") or (dist.is_fsdp and "FSDP"),
+        "tools": bool(getattr(trainer, "tools", None)),
+        "rollout_func": not generates,
+    }
+    if generates:
+        datasets = {name: vars(trainer)[name] for name in ("train_dataset", "eval_dataset")}
+        reader = trainer.processing_class
+        found |= of_model(policy, config, device, keeps_states(policy.config)) | {
+            "an assistant with states": assistant is not None and states_of("assistant_model", assistant),
+            IMAGES: has_images(datasets),
+            "a processing_class without images": not isinstance(reader, ProcessorMixin)
+            and f"the processing_class, a {type(reader).__name__}",
+        }
+    if args.exact_logprobs:
+        layers = (name for name, layer in policy.named_modules() if isinstance(layer, nn.Dropout) and layer.p > 0)
+        found |= {
+            "a loss without log-probabilities": "_get_per_token_logps_and_entropies" in trainer.lacking,
+            "a policy outside of a CPU": device.type != "cpu" and f"a policy on {device}",
+            "no C++ compiler": compiler() is None,
+            "another dtype": policy.dtype not in DTYPES and f"a policy in {policy.dtype}",
+            "dropout": f"dropout of the policy ({name})" if (name := next(layers, "")) else False,
+            "attention_dropout": bool(getattr(policy.config, "attention_dropout", 0)),
+            "routers' loss": bool(getattr(trainer, "aux_loss_enabled", False)),  # distillation has no such loss
+            "AWQ": config.draft_quantization.startswith("awq"),
+        }
+    return found
 
 
-def check_rollouts(trainer: Any, config: SpeculativeConfig) -> LogitsProcessorList:
-    """Raises ValueError if a rollout of `trainer`, one of ours, would fail under `config`. Returns the
-    processors of a rollout."""
-    policy, args, settings = policy_in(trainer.model), trainer.args, trainer.generation_config
-    device, instead = trainer.accelerator.device, f"use {args.base_trainer}"
-    processors = check_generation(policy, config, settings, trainer._tokenizer, device, instead)
-    check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
-    drafter = config.tts.drafter if args.assistant_strategy == "tts" else args.assistant_strategy
-    if drafter == MtpDrafter.strategy and args.assistant_model is None:
-        served_heads(None, policy, OWN)
-    if keeps_states(policy.config):
-        check_states(policy, args.assistant_strategy, config)
-    if (ranks := config.specactor.draft_ranks) and args.assistant_model is not None:
-        asked = f"specactor.draft_ranks={ranks}"
-        refuse_states("assistant_model", args.assistant_model, asked, "specactor.draft_ranks=0")
-    if (profile := config.efficient_rollout.profile) is not None and Path(profile).exists():
-        load("papers.efficient_rollout.profile").Profile.load(profile)
-    check_datasets(trainer, policy)
-    for name in ("train_dataset", "eval_dataset"):
-        check_dataset(policy, settings, name, vars(trainer)[name], trainer._tokenize_prompts)
+def generates_by_us(trainer: Any) -> bool:
+    """Whether no `rollout_func` generates the rollouts."""
+    return getattr(trainer, "rollout_func", None) is None
+
+
+def check_trainer(trainer: Any, config: SpeculativeConfig, features: Features) -> LogitsProcessorList | None:
+    """Raises ValueError if the `features` of `trainer`, one of ours, do not go together, or if a rollout would fail
+    under `config`. Returns the processors of a rollout; None: a `rollout_func` generates."""
+    if features.get(IMAGES):
+        check_images(policy_in(trainer.model), trainer.args, bool(features["tools"]))
+    check(features)
+    policy, args, settings, processors = policy_in(trainer.model), trainer.args, trainer.generation_config, None
+    if generates_by_us(trainer):
+        instead = f"use {args.base_trainer}"
+        processors = check_generation(policy, settings, trainer._tokenizer, instead)
+        check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
+        drafter = config.tts.drafter if args.assistant_strategy == "tts" else args.assistant_strategy
+        if drafter == MtpDrafter.strategy and args.assistant_model is None:
+            served_heads(None, policy, OWN)
+        if (profile := config.efficient_rollout.profile) is not None and Path(profile).exists():
+            load("papers.efficient_rollout.profile").Profile.load(profile)
+        for name in ("train_dataset", "eval_dataset"):
+            check_dataset(policy, settings, name, vars(trainer)[name], trainer._tokenize_prompts)
+    check({**features, "another distribution": not is_comparable(processors or (), args.temperature)})
     return processors
 
 
 def check_generation(
-    policy: PreTrainedModel,
-    config: SpeculativeConfig,
-    generation_config: GenerationConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
-    instead: str,
+    policy: PreTrainedModel, generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, instead: str
 ) -> LogitsProcessorList:
     """Raises ValueError if the first rollout would fail, possibly after a calibration; `instead`: its last remedy.
     Returns the processors of a rollout."""
     check_model(policy)
-    runner_mode(config, device)
-    check_device(config, device)
     prompt = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
     processors = LogitsProcessorList()
     try:
@@ -187,10 +214,7 @@ def _process_once(
 ) -> Tensor:
     """Decodes nothing: runs the processors, which it adds to `seen`, and the criteria."""
     if (rows := len(input_ids)) > 1:
-        raise ValueError(
-            f"num_return_sequences={rows} contradicts num_generations, which says how many completions a prompt has. "
-            "Leave it unset."
-        )
+        check({"num_return_sequences": f"num_return_sequences={rows}", "num_generations": True})
     scores = torch.zeros(1, model.config.get_text_config(decoder=True).vocab_size, device=input_ids.device)
     seen.extend(logits_processor)
     logits_processor(input_ids, scores)

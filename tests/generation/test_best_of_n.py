@@ -6,7 +6,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from spec_trl import release
-from spec_trl.generation import generate as one_call
+from spec_trl.generation import strategies
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.planner.ledger import ForwardSeconds, ProbedRounds
 from spec_trl.measuring import known_rounds
@@ -57,8 +57,8 @@ def test_races_keep_the_tokens_and_the_budget(
 def test_a_control_serves_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A judge, who generates with the same model within the call, has one of its own."""
     model = tiny_llama()
-    find, taken = one_call.control_for, []
-    monkeypatch.setattr(one_call, "control_for", lambda *given: taken.append(find(*given)) or taken[-1])
+    find, taken = strategies.control_for, []
+    monkeypatch.setattr(strategies, "control_for", lambda *given: taken.append(find(*given)) or taken[-1])
     judge = EachRound(lambda number: number == 3 and generate(model, PROMPTS, "auto"))
     assert_same_tokens(generate(model, PROMPTS, "auto", stopping_criteria=[judge]), model)
     assert judge.round > 3
@@ -76,28 +76,11 @@ def test_assistants(
 ) -> None:  # fmt: skip
     """Which of them lack one `test_configuration.py` says."""
     made: list[Drafter] = []
-    make = one_call.make_drafters
-    monkeypatch.setattr(one_call, "make_drafters", lambda *given: made.extend(make(*given)) or made)
+    make = strategies.make_drafters
+    monkeypatch.setattr(strategies, "make_drafters", lambda *given: made.extend(make(*given)) or made)
     config = {"specactor": {"drafters": ("eagle3", "model", "dflash")}}
     given: dict[str, Any] = {"eagle3": checkpoints["eagle3"], "model": tiny_assistant}
     more = merged(config, {"specactor": {"assistants": given}})
     generate(tiny, PROMPTS, "best_of_n", more, max_new_tokens=4, assistant_model=checkpoints["dflash"])
     assert [type(drafter).__name__ for drafter in made] == ["Eagle3Drafter", "SmallModelDrafter", "DFlashDrafter"]
     release(tiny)
-
-
-@pytest.mark.parametrize("strategy", ["best_of_n", "auto"])
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        ({"verification": "rejection"}, 'verification="rejection" (does not go with|needs draft probabilities)'),
-        ({"sd_toggle": "always"}, 'sd_toggle="always" is for one drafter, and assistant_strategy='),
-    ],
-)
-def test_what_several_drafters_cannot_do_is_refused_before_any_work(
-    strategy: str, config: dict[str, Any], match: str, tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(one_call, "make_drafters", lambda *_: pytest.fail("drafters were made"))
-    for do_sample in (True, False):
-        with pytest.raises(ValueError, match=match):
-            generate(tiny, PROMPTS, strategy, config, do_sample=do_sample)

@@ -115,8 +115,6 @@ def test_controls_by_configuration(four: list[Drafter]) -> None:
     assert [planner.candidates[which].name for which in planner.compared_lookups] == ["history", "ngram"]
     with pytest.raises(ValueError, match=r"drafter has the strategies \['ngram', 'ngram'\]"):
         controlled([four[3], NgramDrafter(3)])
-    with pytest.raises(ValueError, match='sd_toggle="always" is for one drafter, and drafter has'):
-        controlled(four, SpeculativeConfig(sd_toggle="always"))
 
 
 def test_a_small_model_is_predicted_by_its_own_size(four: list[Drafter]) -> None:

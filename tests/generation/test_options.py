@@ -149,7 +149,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"efficient_rollout": {"draft_length_up": 1.5}}, "draft_length_up=1.5 must be shares, the first the smaller one"),
     ({"efficient_rollout": {"draft_length_down": 0.94}}, "^efficient_rollout.draft_length_down=0.94 and"),
     ({"efficient_rollout": {"draft_length_down": 0.0}}, "^efficient_rollout.draft_length_down=0.0 and"),
-    ({"efficient_rollout": {"profile": "p.json"}, "sd_toggle": "always"}, "profile='p.json' is not read under"),
     ({"efficient_rollout": {"profile": "no.json"}}, r"profile='no.json' does not exist; .*sd_toggle=.roofline."),
     ({"efficient_rollout": {"profile": "no/p.json"}, "sd_toggle": "roofline"}, "profile='no/p.json' must be a file"),
     ({"efficient_rollout": {"profile": "."}, "sd_toggle": "roofline"}, "profile='.' must be a file in a folder"),

@@ -1,9 +1,9 @@
 """The option specactor.decoupled_execution: "auto" takes what is predicted to be fastest, and training is the same."""
 
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +11,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from spec_trl import release
-from spec_trl.generation import generate as one_call
 from spec_trl.generation import strategies
 from spec_trl.generation.options import SpeculativeConfig
 from spec_trl.papers.efficient_rollout.profile import Profile
 from spec_trl.papers.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
-from spec_trl.trainers import trainer_checks
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs
 from tests.generation.races import PROMPTS
@@ -102,45 +100,9 @@ def test_auto_shares_no_gpu(made, monkeypatch) -> None:
     generate(model, PROMPTS, drafter=drafter, config=config)  # its acceptance is known from here on
     for device in ("cuda", "cpu"):
         monkeypatch.setattr(LlamaForCausalLM, "device", torch.device(device))
-        strategies.decoupled([drafter], model, SpeculativeConfig(**config), rejects=False, capacity=4, length=99)
+        call = SimpleNamespace(model=model, config=SpeculativeConfig(**config), images=None, rejects=False, longest=99)
+        strategies.decoupled([drafter], call, 4)
         assert len(made) == (device == "cpu")
-
-
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked where drafters would run hears of a GPU."""
-    for module in (one_call, trainer_checks):
-        pretended = lambda config, device, *given: strategies.check_device(config, GPU, *given)  # noqa: E731
-        monkeypatch.setattr(module, "check_device", pretended)
-
-
-GPU = torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize("given", ["strategy", "drafter", "thread"])
-def test_no_thread_shares_a_gpu(given: str, on_gpu, drafters, monkeypatch) -> None:
-    """Refused before any work, by whatever way it is asked for."""
-    monkeypatch.setattr(one_call, "make_drafters", None)
-    what = 'specactor.decoupled_execution="always"'
-    config, options = {"specactor": {"decoupled_execution": "always"}}, {}
-    if given != "strategy":
-        options["drafter"] = drafters("self", "ngram")
-    if given == "thread":
-        config, what = {}, "drafter=DecoupledDrafter(DraftThread(...))"
-        options["drafter"][1] = DecoupledDrafter(strategies.DraftThread(options["drafter"][1]))
-    with pytest.raises(ValueError, match=f"^{re.escape(what)} with the model on cuda:0.*decoupled_execution=.never."):
-        generate(tiny_llama(), PROMPTS, "self", config, **options)
-
-
-def test_a_drafter_elsewhere_shares_no_gpu(on_gpu) -> None:
-    model, config = tiny_llama(), {"specactor": {"decoupled_execution": "always"}}
-    drafter = DecoupledDrafter(InTurn(Chance(outputs(generate(model, PROMPTS)), 1.0)))
-    assert generate(model, PROMPTS, drafter=drafter, config=config).statistics.total.accepted > 0
-
-
-def test_training_refuses_a_thread_beside_a_gpu(tmp_path: Path, on_gpu) -> None:
-    with pytest.raises(ValueError, match='^specactor.decoupled_execution="always" with the model on cuda:0'):
-        train(tmp_path, "self", specactor=dict(decoupled_execution="always"))
 
 
 def test_training_is_the_same(tmp_path: Path) -> None:

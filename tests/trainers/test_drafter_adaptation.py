@@ -14,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from spec_trl.drafter_training import adaptation
-from spec_trl.drafter_training.adaptation import STATE_FILE, DrafterAdaptation, check_adaptation, target_view
+from spec_trl.drafter_training.adaptation import STATE_FILE, DrafterAdaptation, target_view
 from spec_trl.drafter_training.sequence_loss import SequenceLoss, TargetView, sequence_loss
 from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
 from tests.generation.drafters.watching import make_checkpoint
-from tests.trainers.harness import assert_same_training, make_run, tiny_policy, train, train_plainly
+from tests.trainers.harness import assert_same_training, tiny_policy, train, train_plainly
 
 
 VOCABULARY = 48  # of the tiny policy
@@ -324,21 +324,3 @@ def test_widths_that_cannot_be_compared(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="drafter_adaptation=True with this.*drafter_hidden_weight=0"):
         adapt(drafter, policy)
     assert "loss" in learn(adapt(drafter, policy, hidden_weight=0.0), policy)[0]
-
-
-@pytest.mark.parametrize("case, named", [
-    (dict(torch_compile=True), "torch_compile=True"),
-    (dict(data_parallel_devices=2), "torch.nn.DataParallel on 2 devices"),
-    (dict(zero_stage=3), "DeepSpeed ZeRO-3"),
-    (dict(is_fsdp=True), "FSDP"),
-])  # fmt: skip
-def test_what_is_not_served(case: dict[str, Any], named: str, checkpoints: dict[str, str], tmp_path: Path) -> None:
-    served = dict(torch_compile=False, data_parallel_devices=1, zero_stage=2, is_fsdp=False)
-    check_adaptation(**served)
-    with pytest.raises(ValueError, match=f"drafter_adaptation=True is not served with {named}.*drafter_adaptation=F"):
-        check_adaptation(**served | case)
-    options = dict(assistant_model=checkpoints["eagle3"], torch_compile=True)
-    if case.get("torch_compile"):  # refused at once
-        with pytest.raises(ValueError, match="not served with torch_compile=True"):
-            make_run(tmp_path, "eagle3", **options)
-        make_run(tmp_path, "eagle3", **options, drafter_adaptation=False)

@@ -94,8 +94,7 @@ def test_speculate(family: str, tmp_path: Path) -> None:
         ("carry images, and the processor gives no pixel_values.*or use trl.GRPOTrainer", {}, {}),
         ("carry mm_token_type_ids, and", {"mm_token_type_ids": [[0, 1]]}, {"images": None}),
         ("carry input_features, and", {"input_features": [[0.0]]}, {"images": None}),
-        ("tools in SpecGRPOTrainer; leave tools unset", {"pixel_values": [1.0]}, {"has_tools": True}),
-        ("exact_logprobs=True", {"pixel_values": [1.0]}, {"config": {"exact_logprobs": True}}),
+        ("does not go with tools", {"pixel_values": [1.0]}, {"has_tools": True}),
     ],
 )
 def test_refusals(message: str, fields: dict[str, Any], given: dict[str, Any], tmp_path: Path) -> None:
@@ -113,11 +112,7 @@ WITHOUT = task((0,))
     [
         ("images of model type 'llava' are not served; .* Use trl.GRPOTrainer, or leave the images out", "llava", {}),
         ("images of model type 'llama' are not served", "", {}),
-        (r"the processing_class is a \w+, which reads no images", "gemma3", {"tokenizer": True}),
-        (
-            "do not go with specactor.draft_ranks=1 in SpecGRPOTrainer; set specactor.draft_ranks=0", "gemma3",
-            {"specactor": {"draft_ranks": 1}},
-        ),
+        (r"prompts with images does not go with the processing_class, a \w+:", "gemma3", {"tokenizer": True}),
     ],
 )
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])

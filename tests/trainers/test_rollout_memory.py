@@ -138,8 +138,8 @@ def kinds(policy: nn.Module) -> set[type]:
 
 
 @pytest.mark.parametrize("version, strategy, message", [
-    (1, "none", "fsdp_version=1 is not served: .* Set fsdp_version: 2"),
-    (2, "eagle3", "drafter_adaptation=True is not served with FSDP"),
+    (1, "none", "fsdp_version=1 does not go with SpecGRPOTrainer: .* Set fsdp_version: 2"),
+    (2, "eagle3", "drafter_adaptation=True does not go with FSDP"),
 ])  # fmt: skip
 def test_what_is_refused(
     version: int, strategy: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -97,7 +97,7 @@ def test_distillation_with_tools(tmp_path: Path) -> None:
 
 def test_what_a_loss_cannot_serve_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match="exact_logprobs=True is not served: the loss of a Distillation reads no log-probabilities"
+        ValueError, match="exact_logprobs=True does not go with a loss without log-probabilities"
     ):
         make_run(tmp_path, exact_logprobs=True, **OTHERS["distillation"])
 

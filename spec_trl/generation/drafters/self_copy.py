@@ -42,6 +42,7 @@ class SelfDrafter(NetworkDrafter):
     """
 
     strategy = "self"
+    reads_prompts = False  # it drafts after the target's K/V
 
     def __init__(
         self, policy: PreTrainedModel, quantization: str = "auto", kernel: str = "auto", lm_head: str = "auto",

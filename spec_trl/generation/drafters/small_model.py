@@ -134,15 +134,11 @@ def as_assistant(argument: str, assistant: object) -> PreTrainedModel:
     return model
 
 
-def refuse_states(argument: str, assistant: "PreTrainedModel | str", asked: str, remedy: str) -> None:
-    """Raises ValueError if `assistant` keeps states, with which `asked` is not served."""
+def states_of(argument: str, assistant: "PreTrainedModel | str") -> str:
+    """Words for the `argument` if the `assistant` keeps states, for :func:`~.refusals.check`; else ""."""
     is_name = isinstance(assistant, str)
     config = read_assistant_config(assistant) if is_name else as_assistant(argument, assistant).config
-    if keeps_states(config):
-        raise ValueError(
-            f"{argument} of model type '{config.model_type}' keeps states of convolutions or scans, which {asked} "
-            f"does not serve. Name one whose layers only attend, or use {remedy}."
-        )
+    return f"{argument} of type '{config.model_type}', which keeps states," if keeps_states(config) else ""
 
 
 def load_assistant(assistant: "PreTrainedModel | str | None", target: PreTrainedModel) -> PreTrainedModel:

@@ -134,6 +134,10 @@ class Drafter(CandidateGenerator):
     of the target, or stores committed tokens."""
     looks_up: bool = False
     """Whether it looks drafts up in texts, without a forward."""
+    reads_prompts: bool = True
+    """Whether it reads prompts by forwards of its own, which know no images. Lookups have no forwards."""
+    beside: Literal["thread", "elsewhere"] | None = None
+    """Where it drafts while the target verifies; None: it drafts between verifications."""
     outlives_changes: bool = False
     """Whether it serves further calls after modules, hooks or plain attributes of the target have changed."""
     learns: bool = False

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ...cuda_graphs import CAPTURING
 from ...generation.drafters.checkpoints import state_of
 from ...generation.drafters.self_copy import SelfDrafter
-from ...generation.drafters.small_model import SmallModelDrafter, as_assistant, refuse_states
+from ...generation.drafters.small_model import SmallModelDrafter, as_assistant, states_of
 from ...generation.drafters.trainable_drafter import Canvas, TrainableDrafter
 from ...generation.engine.drafter import DraftCost, Drafter, DraftSession
 from ...generation.engine.kv.cache import RowStates
@@ -28,6 +28,7 @@ from ...generation.engine.sampling.accept import Integers, Proposal
 from ...generation.engine.sampling.noise import RoundNoise
 from ...generation.engine.statistics import LearningStatistics
 from ...generation.options import SpeculativeConfig
+from ...generation.refusals import LEARNING_MODEL, check
 from ...generation.registry import DRAFTERS, register_drafter
 from ...generation.session import WeightState, structure
 from .distillation import distillation_loss, expected_tokens
@@ -100,7 +101,7 @@ class DistilledDrafter(Drafter):
         student = DRAFTERS[config.tts.drafter]
         student.check_assistant(argument, assistant, target, config)
         if student is SmallModelDrafter and assistant is not None:
-            refuse_states(argument, assistant, 'tts.drafter="model"', 'assistant_strategy="model"')
+            check({"an assistant with states": states_of(argument, assistant), LEARNING_MODEL: 'tts.drafter="model"'})
 
     @property
     def cost(self) -> DraftCost | None:  # type: ignore[override]

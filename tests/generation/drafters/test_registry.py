@@ -53,7 +53,7 @@ def test_names() -> None:
     assert SpeculativeConfig(specactor=dict(drafters=["bigram", "self"])).specactor.drafters == ("bigram", "self")
     with pytest.raises(ValueError, match=r"assistant_strategy='bigramm'.*bigram"):
         SpecGRPOConfig(use_cpu=True, bf16=False, assistant_strategy="bigramm")
-    with pytest.raises(ValueError, match='verification="rejection" needs draft probabilities'):
+    with pytest.raises(ValueError, match="needs draft probabilities"):
         rejection = {"verification": "rejection"}
         SpecGRPOConfig(use_cpu=True, bf16=False, assistant_strategy="bigram", speculative_config=rejection)
     with pytest.raises(ValueError, match="assistant_model"):

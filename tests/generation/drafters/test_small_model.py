@@ -191,15 +191,6 @@ def test_states_of_rows_that_leave_and_come_back(monkeypatch: pytest.MonkeyPatch
     assert outputs(result) == outputs(generate(target, prompts))
 
 
-@with_states
-@pytest.mark.parametrize("strategy", ["tts", "model"])
-def test_what_a_drafter_with_states_does_not_serve_is_refused(strategy: str, tiny: PreTrainedModel) -> None:
-    config = {"tts": {"drafter": "model"}} if strategy == "tts" else {"specactor": {"decoupled_execution": "always"}}
-    words = {"tts": "'qwen3_5_text' keeps states.*assistant_strategy=\"model\"", "model": "cannot go back"}[strategy]
-    with pytest.raises(ValueError, match=words):
-        generate(tiny, pad_left(random_rows([5])), strategy, config, assistant_model=make("qwen3_5_text"))
-
-
 def test_nothing_of_a_generation_outlives_it(tiny: PreTrainedModel) -> None:
     drafter = SmallModelDrafter(tiny_llama(seed=1), tiny)
     caches: list[weakref.ref] = []

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_trl.generation import generate as one_call
 from spec_trl.generation.engine.forwards import runner_choice
 from spec_trl.generation.engine.kv import cache, pages, row_memory
 from spec_trl.generation.engine.kv.pages import PagedCache
@@ -18,9 +17,9 @@ from spec_trl.generation.engine.kv.row_memory import RowNeeds
 def install_pool(monkeypatch: pytest.MonkeyPatch, columns: int = 4, most: int | None = None) -> list[PagedCache]:
     """Generations from now on keep K/V in pages of so many columns, `most` of them; returns their caches."""
     caches: list[PagedCache] = []
-    for module in (cache, pages, row_memory, one_call):
+    for module in (cache, pages, row_memory):
         monkeypatch.setattr(module, "PAGE_COLUMNS", columns)
-    for module in (runner_choice, one_call):
+    for module in (runner_choice, row_memory):
         monkeypatch.setattr(module, "takes_pool", lambda *_: True)
     if most is not None:
         monkeypatch.setattr(RowNeeds, "pages_that_fit", lambda self, rows, free: most)

@@ -7,7 +7,6 @@ from inspect import Parameter, Signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import accelerate
 import psutil
@@ -76,9 +75,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         dict(inputs_embeds=torch.zeros(2, 6, 64), input_ids=None, attention_mask=None)),
     (r"assistant_strategy='off' is unknown", dict(strategy="off", custom_generate=speculative_decoding)),
     *((r"^drafter=.* is neither a Drafter.*assistant_strategy", dict(drafter=given)) for given in ("self", ["self"])),
-    (r"both name", dict(custom_generate=lambda *_, **__: None)),
-    (r"synced_gpus=True cannot be combined with assistant_strategy", dict(synced_gpus=True)),
-    (r"streamer is given with 2 rows", dict(streamer=Mock())),
     (r"request_ids has 3 entries for 2 rows", dict(request_ids=[1, 2, 3])),
     # assistants
     (r'assistant_strategy="model" needs assistant_model', dict(strategy="model")),
@@ -87,9 +83,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"assistant_model='no/such' is no causal LM that can be", dict(strategy="model", assistant_model="no/such")),
     (r"specactor.assistants\['model'\]='no/such' is no causal LM", dict(strategy="best_of_n", config={
         "specactor": {"drafters": ["model"], "assistants": {"model": "no/such"}}})),
-    (r"assistant_strategy='self' uses none", dict(strategy="self", assistant_model="any")),
-    (r"verification=.rejection. needs draft probabilities, which NgramDrafter",
-        dict(strategy="ngram", config={"verification": "rejection"})),
     # prompts
     (r"prompt 1 is not left-padded.*padding_side='left'", masked([1, 1, 1, 1, 1], [1, 1, 1, 0, 0])),
     (r"prompt 1 is empty: its attention_mask has no 1", masked([0, 0, 1, 1, 1], [0, 0, 0, 0, 0])),
@@ -112,16 +105,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"input_ids is on meta and the model on cpu; move it", dict(input_ids=IDS.to("meta"))),
     (r"input_ids holds the token 64, and the model's vocabulary is 0 to 63", dict(input_ids=torch.full((2, 6), 64))),
     (r"input_ids holds the token -1, and", dict(input_ids=torch.full((2, 6), -1))),
-    # options of other strategies
-    *(
-        (rf"{name}={value!r} has no use with assistant_strategy='{strategy}'.*or set assistant_strategy='{way}'",
-            dict(strategy=strategy, config=config))
-        for name, value, config, strategy, way in (
-            ("tts.rank", 16, {"tts": {"rank": 16}}, "self", "tts"),
-            ("ngram_size", 2, {"ngram_size": 2}, "history", "ngram"),
-            ("specactor.race", False, {"specactor": {"race": False}}, "auto", "best_of_n"),
-        )
-    ),
     (r"assistant_tokenizer='object' cannot be .*the target's own tokenizer", dict(assistant_tokenizer=object())),
     # other modes of generate
     (r"num_beams=2 cannot be combined with assistant_strategy", dict(num_beams=2)),
@@ -137,8 +120,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         (f"{name}=.*cannot be combined", dict(generation_config=GenerationConfig(**{name: value}), tokenizer=object()))
         for name, value in (("token_healing", True), ("cache_implementation", "quantized"), ("num_beams", 3))
     ),
-    # captured forwards
-    (r'runner="graph" captures CUDA graphs, and the model is on cpu', dict(config={"runner": "graph"})),
     # inputs that would be dropped
     (r"images of model type 'llama' are not served", dict(pixel_values=torch.zeros(2, 3))),
     (r"token_type_ids", dict(token_type_ids=torch.zeros(2, 3))),
@@ -150,11 +131,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("message", "call"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_refused(message: str, call: dict[str, Any], refuses: Callable[..., None]) -> None:
     refuses(message, **call)
-
-
-def test_a_config_without_the_keyword(tiny: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="speculative_config is given without assistant_strategy"):
-        tiny.generate(**PROMPTS, speculative_config={"draft_length": 3})
 
 
 # ---- What depends on a model -------------------------------------------------------------------------------------

@@ -1,25 +1,36 @@
-"""Memory of rows: bytes that they need, how many rows fit, and which rows leave when memory ends (preemption)."""
+"""Memory of rows: bytes that they need, the plan of a call, and which rows leave when memory ends (preemption)."""
 
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ....once import first_time
+from ...session import Session
+from ..cuda.graph_capture import SMALLEST_COLUMNS
 from ..cuda.kernels import WORK_SPACE
 from ..drafter import Drafter
 from ..forwards.model_costs import attention_shape, kv_bytes
 from ..forwards.runner import QUERIES_PER_FORWARD, TOKENS_PER_FORWARD
+from ..forwards.runner_choice import captures, free_for_cache, takes_pool
 from ..network.attention import MaskPlan, calls_attention, reads_spans
 from ..network.linear_layers import bytes_of_copies
 from ..parked_rows import ParkedRows
 from ..rows import Request, Rows
 from ..sampling.accept import Integers
-from .cache import PAGE_COLUMNS, autocast_dtype, pages_of
-from .memory import free_memory
+from .cache import PAGE_COLUMNS, RaggedCache, autocast_dtype, pages_of
+from .memory import check_memory, free_memory, takes_memory_late
 from .pages import PagedCache
+from .states import state_bytes
+
+
+if TYPE_CHECKING:
+    from ...call import Call
 
 
 _LOGITS = 3  # float32 tensors of the size of the logits that verification keeps: logits, processed scores, noise
@@ -27,6 +38,9 @@ LEAST_GRAPH_MEMORY = 2**28
 """Bytes that captured forwards may take even if little is free: shared logits of 64 rows x 6 tokens of a vocabulary of
 152 k take 111 MiB in 16 bits, and activations of the widest forward as much again."""
 _GRAPHS_SHARE = 8  # an eighth of free memory goes to captured forwards first: an eighth fewer rows are little slower
+_LIMIT_OVER_LENGTH = 4
+"""Share of the length limit per row for which a pool has pages: lengths have a long tail, and with a mean of an eighth
+of the limit rows took at most 0.16 of rows x limit (`kv_memory`, benchmarks/RESULTS.md)."""
 _ACTIVATIONS = 16  # widest activations of a prefilled token over the hidden size: an MLP keeps 3 of about 5 times it
 
 
@@ -39,7 +53,7 @@ class RowNeeds:
         row: a row's activations in a verification, its states and, where K/V lies in the pages of a pool, the K/V
             that does not.
         fixed: activations of a prefill, on CUDA what its attention takes beside them, copies of weights for autocast,
-            and captured forwards (:meth:`with_graphs`).
+            and captured forwards.
         states: part of `row` that a row takes when it enters, and does not free when it leaves.
     """
 
@@ -58,23 +72,24 @@ class RowNeeds:
         columns: int = 0,
         in_pool: bool = False,
         states: int = 0,
+        target: float | None = None,
     ) -> "RowNeeds":
         """The needs of `model` and its `drafters`, if `verified` tokens of a row are verified at once, and at most
         `prefilled` tokens are read, in rows of `columns` at most. `in_pool`: K/V lies in the pages of a pool.
-        `states`: bytes of a row's states of `model` (what a verification holds of its inputs is a tenth)."""
+        `states`: bytes of a row's states of `model` (what a verification holds of its inputs is a tenth). `target`:
+        result of :func:`~.kv_bytes`, if it is known."""
         autocast, config = autocast_dtype(model.device), model.config.get_text_config(decoder=True)
         dtype, copies = (model.dtype, 0) if autocast is None else (autocast, bytes_of_copies(model, autocast))
         tokens = min(prefilled, TOKENS_PER_FORWARD)
-        target = kv_bytes(model, dtype)
-        column, whole = target, 0.0
+        column, whole = float(kv_bytes(model, dtype) if target is None else target), 0.0
         if not reads_spans(model):  # pages are gathered, for one layer at a time
-            whole = target / config.num_hidden_layers
+            whole = column / config.num_hidden_layers
         for drafter in drafters:
             if in_pool and not drafter.uses_pool:
                 whole += drafter.column_bytes
             else:
                 column += drafter.column_bytes
-        states += sum(drafter.row_bytes for drafter in drafters)
+            states += drafter.row_bytes
         logits = _LOGITS * verified * config.vocab_size * torch.float32.itemsize
         fixed = _ACTIVATIONS * tokens * config.hidden_size * dtype.itemsize + copies
         if reads_spans(model):
@@ -88,10 +103,6 @@ class RowNeeds:
         beside them."""
         left = free - self.fixed - rows * (columns * self.column + self.row)
         return min(most, max(left, free / _GRAPHS_SHARE, LEAST_GRAPH_MEMORY))
-
-    def with_graphs(self, graphs: float) -> "RowNeeds":
-        """The needs if captured forwards may take `graphs` bytes."""
-        return replace(self, fixed=self.fixed + graphs)
 
     def rows_that_fit(self, columns: int, free: int) -> int:
         """Number of rows of `columns` that fit into `free` bytes; at least one, whose cache may raise."""
@@ -113,23 +124,79 @@ def mask_bytes(model: PreTrainedModel, dtype: torch.dtype, tokens: int, columns:
     return squares * (1 + (types + in_layer) * dtype.itemsize)  # 1: what is masked
 
 
-warned_of: set[torch.device] = set()
-"""Devices on which this process has warned of little memory."""
+@dataclass(frozen=True)
+class Capacity:
+    """Memory of a call.
+
+    Attributes:
+        rows: most in flight.
+        columns: of a row, for tokens and drafts. "none" has the same: attention over another width differs in the last
+            bits.
+        pages: of a pool; None: there is no pool.
+        graphs: bytes that captured forwards may take.
+        needs: of the rows.
+    """
+
+    rows: int
+    columns: int
+    pages: int | None
+    graphs: float
+    needs: RowNeeds
 
 
-def warn_of_little_memory(device: torch.device, free: int, graphs: float, most: float, rows: int, asked: int) -> None:
-    """Warns, once per device and process, that `free` bytes leave captured forwards `graphs` bytes, less than `most`,
-    and only `rows` of the `asked` rows are in flight."""
-    if device in warned_of:
-        return
-    warned_of.add(device)
-    few = f", and {rows} of {asked} rows are in flight" if rows < asked else ""
-    warnings.warn(
-        f"{free / 2**30:.2f} GiB are free on {device}, which is little for {asked} rows: captured forwards may take "
-        f"{graphs / 2**30:.2f} GiB instead of max_graph_memory={most / 2**30:g}{few}. Tokens are the same, but may "
-        "come slower. Lower max_graph_memory, max_batch_size or max_new_tokens, or free memory.",
-        stacklevel=2,
-    )
+def plan_memory(session: Session, call: "Call", drafters: Sequence[Drafter], drafted: int) -> Capacity:
+    """Plans the memory of `call` with its `drafters`, which draft at most `drafted` tokens of a row. Warns, once per
+    device, if captured forwards have less memory than the config allows them.
+
+    Raises:
+        ValueError: the least number of rows does not fit.
+    """
+    config, device, rows, columns = call.config, call.model.device, call.capacity, call.longest + drafted
+    in_pool, late = takes_pool(config, device, call.family.has_states), takes_memory_late(device)
+    # One row is alone in memory, so nothing is divided.
+    free = free_for_cache(session, device) if in_pool or rows > 1 else 0
+    fact, dtype = call.snapshot.find, autocast_dtype(device) or call.model.dtype
+    states = fact("states", partial(state_bytes, call.model)) if call.family.has_states else 0
+    column = fact(f"K/V in {dtype}", partial(kv_bytes, call.model, dtype))
+    needs = RowNeeds.of(call.model, drafters, drafted + 1, rows * call.longest, columns, in_pool, states, column)
+    expected = columns if not states else -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
+    if in_pool and not call.in_step:
+        longest_prompt = call.longest - call.new_tokens
+        expected = min(max(columns // _LIMIT_OVER_LENGTH, longest_prompt + PAGE_COLUMNS), columns)
+    graphs, most = 0.0, config.max_graph_memory * 2**30 if captures(config, device) else 0.0
+    if most:  # little memory means fewer captured forwards before fewer rows
+        graphs = needs.graph_memory(rows, expected, free, most)
+        needs = replace(needs, fixed=needs.fixed + graphs)
+    if call.in_step:  # all rows stay to the end
+        check_memory(f"K/V of {rows} rows x {columns} columns", int(rows * columns * needs.column), device)
+    elif config.max_batch_size is None and (in_pool or not late):
+        rows = min(rows, needs.rows_that_fit(expected, free))
+    if needs.states:
+        at_once = 1 if late and not call.in_step else rows
+        check_memory(f"the states of {at_once} of {rows} rows", int(at_once * needs.states), device)
+    if graphs < most and first_time(f"little memory on {device}"):
+        few = f", and {rows} of {call.capacity} rows are in flight" if rows < call.capacity else ""
+        warnings.warn(
+            f"{free / 2**30:.2f} GiB are free on {device}, which is little for {call.capacity} rows: captured "
+            f"forwards may take {graphs / 2**30:.2f} GiB instead of max_graph_memory={most / 2**30:g}{few}. Tokens "
+            "are the same, but may come slower. Lower max_graph_memory, max_batch_size or max_new_tokens, or free "
+            "memory.",
+            stacklevel=2,
+        )
+    pages = needs.pages_that_fit(rows, free) if in_pool and not call.in_step else None
+    return Capacity(rows, columns, pages, graphs, needs)
+
+
+def watch_memory(call: "Call", capacity: Capacity, rows: Rows, cache: RaggedCache, copied: int) -> "RowMemory | None":
+    """Watches the memory of `rows` and their `cache`; None: they need no watching. `copied`: bytes of copied weights,
+    which exist already."""
+    if call.in_step:
+        return None
+    if isinstance(cache, PagedCache):
+        return PagedRowMemory(rows, cache, capacity.columns - call.longest)
+    if takes_memory_late(call.model.device) and capacity.rows > 1:
+        return RowMemory(rows, replace(capacity.needs, fixed=capacity.needs.fixed - copied))
+    return None
 
 
 class RowMemory:

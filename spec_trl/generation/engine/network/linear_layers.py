@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ....native.cpu_products import DenseConv1D, DenseLinear, is_plain, multiply
+from ....once import first_time
 from ....quantization.linear import PackedLayer
 from ..kv.cache import autocast_dtype
 from .attention import takes_spans
@@ -61,10 +62,6 @@ def multiply_exactly(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
     from ..cuda.kernels.dense_product import dense_product  # imports Triton
 
     return dense_product(x.to(dtype), weight, bias)
-
-
-warned: set[type] = set()
-"""Classes of models for which this process has warned that most of their weights have no copies."""
 
 
 class Copies(NamedTuple):
@@ -248,8 +245,7 @@ def _warn_of_others(shadow: PreTrainedModel, dtype: torch.dtype) -> None:
         if weight.dim() > 1 and _is_cast(weight, dtype) and id(weight) not in tables - copied
     }
     others = sum(count for key, count in cast.items() if key not in copied)
-    if others > sum(cast.values()) / 2 and type(shadow) not in warned:
-        warned.add(type(shadow))
+    if others > sum(cast.values()) / 2 and first_time(f"weights of {type(shadow)} without copies"):
         name = str(dtype).removeprefix("torch.")
         warnings.warn(
             f"most weights of {type(shadow).__name__} are not {name} and belong to no linear layer, as stacked "

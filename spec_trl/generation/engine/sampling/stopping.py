@@ -78,19 +78,7 @@ class Stopping:
         return np.where(stopped.any(1), start + stopped.argmax(1) + 1, keep + 1)
 
 
-def must_run_in_step(parts: Iterable[LogitsProcessor | StoppingCriteria], batch: int, capacity: int) -> bool:
-    """Whether some of these processors and criteria need a
-    :class:`~.RolloutInStep`.
-
-    Raises:
-        ValueError: they do, and there are fewer rows (`capacity`) than requests (`batch`).
-    """
+def needing_rows(parts: Iterable[LogitsProcessor | StoppingCriteria]) -> str:
+    """Names of those of these processors and criteria that need a :class:`~.RolloutInStep`; empty: none does."""
     names = [getattr(part, "__qualname__", type(part).__qualname__) for part in parts if needs_batch(part)]
-    if names and capacity < batch:
-        raise ValueError(
-            f"{', '.join(dict.fromkeys(names))} may look at other rows or keep state, and so has to be shown all rows "
-            f"at each step, but max_batch_size={capacity} is less than the {batch} rows of the batch: raise it to "
-            f"{batch}, or set prefix_only = True on it if its result for a row depends on that row's tokens and "
-            "scores alone."
-        )
-    return bool(names)
+    return ", ".join(dict.fromkeys(names))

@@ -13,7 +13,7 @@ from ....generation.engine.rows import Admission
 from ....generation.engine.sampling.accept import Integers, Proposal
 from ....generation.engine.sampling.noise import RoundNoise
 from ....generation.planner.acceptance import MAX_DRAFT_LENGTH
-from .pipe import DraftPipe
+from .pipe import DraftPipe, DraftThread
 from .worker import Kind
 
 
@@ -52,6 +52,7 @@ class DecoupledDrafter(Drafter):
     def __init__(self, pipe: DraftPipe, plans: "RequestPlans[int] | None" = None) -> None:
         self.pipe = pipe
         self.strategy, self.max_rows, self.cost = pipe.strategy, pipe.max_rows, pipe.cost
+        self.beside = "thread" if isinstance(pipe, DraftThread) else "elsewhere"
         self._plans = plans
 
     @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor
 from ....generation.engine.drafter import DraftCost, Drafter, DraftSession
 from ....generation.engine.kv.cache import autocast_dtype
 from ....generation.engine.rows import Rows
+from ....generation.refusals import DECOUPLED, NOT_AHEAD, check
 from .worker import DraftWorker, Kind, work
 
 
@@ -65,12 +66,7 @@ class DraftThread(DraftPipe):
     """
 
     def __init__(self, drafter: Drafter, timeout: float = DRAFT_TIMEOUT) -> None:
-        if not drafter.drafts_ahead:
-            raise ValueError(
-                f"{type(drafter).__name__} cannot be decoupled: it drafts from what the target has verified, hidden "
-                "states or completions, and not from its own drafts, or its layers keep states, which cannot go back. "
-                'Use the strategies "self", "model" or "ngram", or specactor.decoupled_execution="never".'
-            )
+        check({DECOUPLED: True, NOT_AHEAD: not drafter.drafts_ahead and type(drafter).__name__})
         self.strategy, self.max_rows, self.cost = drafter.strategy, drafter.max_rows, drafter.cost
         self.drafter: Drafter = drafter
         self._timeout = timeout

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import LogitsProcessorList
 
-from spec_trl.generation import generate as one_call
+from spec_trl import once
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.cuda import graph_runner
@@ -249,8 +249,8 @@ def test_little_memory_makes_captured_forwards_fewer_before_rows(
     plain = generate(model, SIXTY_FOUR, "none", {"runner": "eager"}, **LENGTHS)
     monkeypatch.setattr(tape, "bytes", lambda: tape.recorded << 22)  # four captures take 16 MiB
     monkeypatch.setattr(row_memory, "LEAST_GRAPH_MEMORY", 0)
-    monkeypatch.setattr(row_memory, "warned_of", set())
-    monkeypatch.setattr(one_call, "free_for_cache", lambda *_: NEEDED + left)
+    monkeypatch.setattr(once, "seen", set())
+    monkeypatch.setattr(row_memory, "free_for_cache", lambda *_: NEEDED + left)
     with pytest.warns(UserWarning) as seen:
         found = [generate(model, SIXTY_FOUR, "self", config, **LENGTHS) for _ in range(2)]
     little, reached = (str(each.message) for each in seen)  # once each

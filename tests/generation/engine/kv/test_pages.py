@@ -17,7 +17,7 @@ from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.forwards.runner import EagerRunner
-from spec_trl.generation.engine.kv import pages
+from spec_trl.generation.engine.kv import pages, row_memory
 from spec_trl.generation.engine.kv.cache import RaggedCache
 from spec_trl.generation.engine.kv.pages import Change, PagedCache, Pages
 from spec_trl.generation.engine.kv.row_memory import PagedRowMemory, RowNeeds
@@ -312,7 +312,7 @@ def test_without_a_number_rows_are_as_many_as_a_pool_holds_at_a_quarter_of_their
     caches.clear()
     two = fixed * 2 // 8 + 2 * row + 50 * 4 * column
     for config, free in (({}, fixed + 3 * (columns // 4 * column + row)), ({"max_batch_size": 2}, two)):
-        monkeypatch.setattr(one_call, "free_for_cache", lambda *_, free=free: free)
+        monkeypatch.setattr(row_memory, "free_for_cache", lambda *_, free=free: free)
         found = generate(tiny, PROMPTS, config={"draft_length": 5, "runner": "eager"} | config, **ENDS)
         assert outputs(found) == plain
     assert capacities == [3, 2], "who names a number gets it"

@@ -201,9 +201,9 @@ def test_where_memory_is_taken_at_once_fewer_rows_are_in_flight(
         return Rows(capacity, *options, **more)
 
     plain = outputs(generate(tiny, PROMPTS))
-    monkeypatch.setattr(one_call, "takes_memory_late", lambda device: False)
+    monkeypatch.setattr(row_memory, "takes_memory_late", lambda device: False)
     monkeypatch.setattr(one_call, "Rows", watched)
-    monkeypatch.setattr(one_call, "free_for_cache", lambda *_: fixed + 3 * ((9 + 24 + 5) * column + row))
+    monkeypatch.setattr(row_memory, "free_for_cache", lambda *_: fixed + 3 * ((9 + 24 + 5) * column + row))
     for config in ({}, {"max_batch_size": 5}):
         assert outputs(generate(tiny, PROMPTS, config={"draft_length": 5} | config)) == plain
     assert capacities == [3, 5], "who names a number gets it"

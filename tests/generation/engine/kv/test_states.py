@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spec_trl import release
-from spec_trl.generation import generate as one_call
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.forwards.model_costs import kv_bytes
 from spec_trl.generation.engine.forwards.runner import EagerRunner
-from spec_trl.generation.engine.kv import memory
+from spec_trl.generation.engine.kv import memory, row_memory
 from spec_trl.generation.engine.kv.row_memory import RowMemory, RowNeeds
 from spec_trl.generation.engine.kv.states import States, cache_for, state_bytes
 from spec_trl.generation.engine.network import cpu_states, scans
@@ -24,7 +23,6 @@ from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.generation.engine.requirements import check_model
 from spec_trl.generation.planner.control import Chain
 from spec_trl.native.native_code import compiler
-from spec_trl.papers.specactor.decoupled.pipe import DraftThread
 from spec_trl.trainers import exact_logprobs
 from spec_trl.trainers.exact_logprobs import read_completions
 from tests.conftest import TRANSFORMERS, tiny_llama
@@ -325,7 +323,7 @@ def test_states_that_do_not_fit_are_refused(model: PreTrainedModel, monkeypatch:
     with pytest.raises(ValueError, match="states of 1 of 7 rows would not fit.*max_batch_size"):
         generate(model, PROMPTS)
     monkeypatch.setattr(memory, "free_memory", lambda _: 3 * state_bytes(model) - 1)
-    monkeypatch.setattr(one_call, "takes_memory_late", lambda _: False)
+    monkeypatch.setattr(row_memory, "takes_memory_late", lambda _: False)
     with pytest.raises(ValueError, match="states of 3 of 3 rows would not fit"):
         generate(model, PROMPTS, config={"max_batch_size": 3})
 
@@ -354,28 +352,6 @@ def test_nothing_of_a_call_outlives_it() -> None:
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "strategy, config, words",
-    [
-        ("best_of_n", {}, "several chains of a row.*specactor.race=False"),
-        ("tts", {}, "cannot learn through states"),
-        ("self", {"specactor": {"decoupled_execution": "always"}}, 'decoupled_execution="never"'),
-    ],
-)
-def test_what_states_do_not_serve_is_refused_by_name(
-    strategy: str, config: dict[str, Any], words: str, model: PreTrainedModel
-) -> None:
-    with pytest.raises(ValueError, match=f"'qwen3_5_text' keeps states.*{words}"):
-        generate(model, PROMPTS, strategy, config)
-
-
-def test_drafters_and_controls_that_states_do_not_serve_are_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="'qwen3_5_text' keeps states.*races"):
-        generate(model, PROMPTS, drafter=Knowing([], 0), control=Plans(1, [[Chain(0, 2)]]))
-    with pytest.raises(ValueError, match="SelfDrafter cannot be decoupled.*states, which cannot go back"):
-        DraftThread(SelfDrafter(model, kernel="reference"))
 
 
 def test_attention_without_positions_has_no_last_one() -> None:

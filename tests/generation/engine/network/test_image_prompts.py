@@ -246,18 +246,3 @@ def test_inputs_that_are_refused(
         module.register_forward_pre_hook(lambda *_: pytest.fail("a module of the policy ran"))
     with pytest.raises(ValueError, match=message):
         greedy(model, change(inputs), "none")
-
-
-@pytest.mark.parametrize(
-    ("message", "strategy", "config"),
-    [
-        ("the drafter 'model'", "model", {}),
-        ("the drafter 'mtp'", "best_of_n", {"specactor": {"drafters": ("self", "mtp")}}),
-        ('decoupled_execution="always"', "self", {"specactor": {"decoupled_execution": "always"}}),
-        ("exact=True", "ngram", {"exact": True}),
-    ],
-)
-def test_options_that_are_refused(message: str, strategy: str, config: dict[str, Any]) -> None:
-    model = make("gemma3")
-    with pytest.raises(ValueError, match=f"prompts with images are not served with {message}"):
-        greedy(model, batch(model, [1]), strategy, config=config)

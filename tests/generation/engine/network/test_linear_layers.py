@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize, prune
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import spec_trl
+from spec_trl import once
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import load_assistant
 from spec_trl.generation.engine.drafter import DraftSession
@@ -353,7 +354,7 @@ def test_room_for_rows_counts_them(tape) -> None:
 
 @pytest.fixture
 def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_layers, "warned", set())
+    monkeypatch.setattr(once, "seen", set())
 
 
 def test_stacked_experts_are_said_to_be_cast(no_warnings_yet: None) -> None:

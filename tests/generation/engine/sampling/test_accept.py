@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.sampling.accept import Proposal, judge, verify_rejection
 from spec_trl.generation.engine.sampling.noise import Draw, RoundNoise, draw
@@ -224,13 +223,6 @@ def test_the_longest_accepted_chain_wins(tiny) -> None:
             done[request] += 1 + max(found.values(), default=0)
     assert list(map(Counter, statistics.racing.winners)) == wins
     assert all(statistics.racing.wins[name] > 0 < statistics.racing.losses[name] for name in statistics.per_drafter)
-
-
-def test_rejection_verification_is_not_raced(tiny, drafters, monkeypatch) -> None:
-    monkeypatch.setattr(SelfDrafter, "begin", lambda *_: pytest.fail("work was begun"))
-    options = dict(config={"verification": "rejection"}, drafter=drafters("self", "model"), control=random_plans(2))
-    with pytest.raises(ValueError, match='verification="rejection" cannot be raced'):
-        generate(tiny, PROMPTS, **options)
 
 
 def test_rejection_verification_of_rows_with_different_drafters(tiny, drafters) -> None:

@@ -184,27 +184,3 @@ def test_always(strategy: str, fresh, tiny_assistant, texts) -> None:
     assert drafting_threads() == 0
     assert (Session.of(fresh).drafters.get("self") is not None) == (strategy == "self")
     release(fresh)
-
-
-@pytest.mark.parametrize("strategy", ["none", "history", "eagle3", "dflash", "tts", "auto", "best_of_n"])
-def test_strategies_that_cannot(strategy: str, tiny) -> None:
-    with pytest.raises(ValueError, match=f"decoupled_execution=.always. does not go with .*{strategy}.*Name one of"):
-        generate(tiny, PROMPTS, strategy, {"specactor": {"decoupled_execution": "always"}})
-
-
-def test_drafters_that_cannot(tiny, drafters) -> None:
-    for name in ("eagle3", "dflash", "history", "tts model rollout"):
-        (drafter,) = drafters(name)
-        with pytest.raises(ValueError, match=f"{type(drafter).__name__} cannot be decoupled"):
-            generate(tiny, PROMPTS, drafter=drafter, config={"specactor": {"decoupled_execution": "always"}})
-    with pytest.raises(ValueError, match="DecoupledDrafter cannot be decoupled"):
-        DraftThread(DecoupledDrafter(DraftThread(*drafters("ngram"))))
-    with pytest.raises(ValueError, match="DecoupledDrafter drafts while the target verifies"):
-        DecoupledDrafter(DraftThread(*drafters("ngram"))).prepare_assisted_decoding(3, 9, True, [])
-
-
-def test_rejection_is_refused(tiny, drafters) -> None:
-    config = {"specactor": {"decoupled_execution": "always"}, "verification": "rejection"}
-    for options in (dict(strategy="self"), dict(drafter=drafters("self"))):
-        with pytest.raises(ValueError, match='"rejection" does not go with specactor.decoupled_execution'):
-            generate(tiny, PROMPTS, config=config, **options)

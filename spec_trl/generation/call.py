@@ -1,0 +1,161 @@
+"""One call of `generate`, checked: what it asks for, before drafters are made."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from ..native.cpu_products import warn_of_slow_dtype
+from ..value_checks import require_choice
+from .engine import requirements
+from .engine.drafter import Drafter
+from .engine.forwards.runner_choice import captures
+from .engine.network.attention import keeps_states
+from .engine.network.image_prompts import ImagePrompt, have_offsets, image_prompts
+from .engine.sampling.stopping import needing_rows
+from .options import SpeculativeConfig
+from .planner.control import Control
+from .refusals import ALWAYS, IMAGES, REJECTION, STATES, Asked, Features, check, of_drafting
+from .registry import CHOOSING, DRAFTERS, strategies
+from .session import Snapshot
+
+
+class Family(NamedTuple):
+    """What the engine must know of a kind of model and of its prompts."""
+
+    has_states: bool
+    """Whether layers keep states of convolutions or scans."""
+    has_offsets: bool
+    """Whether positions after some prompts are not columns (M-RoPE after images)."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call of `generate` asks for."""
+
+    model: PreTrainedModel
+    snapshot: Snapshot  # of the model
+    strategy: str  # says who drafts, unless `drafters` do
+    assistant: Any  # the `assistant_model`
+    drafters: list[Drafter] | None  # instead of those of the strategy
+    control: Control | None  # instead of the one that the config asks for
+    config: SpeculativeConfig
+    processors: LogitsProcessorList  # these three as `generate` prepared them
+    criteria: StoppingCriteriaList
+    settings: GenerationConfig
+    input_ids: Tensor  # [B, width] int64 as passed, left-padded
+    prompts: list[Tensor]  # B of [length] int64, without padding, on the host
+    images: list[ImagePrompt | None] | None  # of each prompt; None: no prompt has any
+    request_ids: Sequence[int]  # B, which key the noise with the seed
+    streamer: BaseStreamer | None  # gets tokens as they are decoded
+    new_tokens: int  # most generated tokens of a row
+    longest: int  # most tokens of a row, its prompt included
+    capacity: int  # most rows in flight, if memory holds them
+    do_sample: bool  # False: greedy decoding
+    rejects: bool  # rejection sampling verifies
+    padding: int  # the token after the end of a row
+    in_step: bool  # processors or criteria must see all rows at each step
+    family: Family
+    asked: Features = field(repr=False)
+
+
+def check_call(
+    snapshot: Snapshot,
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    settings: GenerationConfig,
+    strategy: str,
+    config: SpeculativeConfig,
+    drafter: Drafter | Sequence[Drafter] | None,
+    control: Control | None,
+    request_ids: Sequence[int] | None,
+    inputs: Mapping[str, Any],
+) -> Call:
+    """Checks the arguments of a call; `snapshot`: of the model; `inputs`: those that `generate` prepares, and what the
+    keyword hands over by names with an underscore. Raises ValueError, before any work, for what cannot be served."""
+    inputs = dict(inputs)
+    assistant, streamer, shown = (
+        inputs.pop("_assistant", None),
+        inputs.pop("_streamer", None),
+        inputs.pop("_images", ()),
+    )
+    batch, width = input_ids.shape
+    capacity, do_sample = min(batch, config.max_batch_size or batch), bool(settings.do_sample)
+    new_tokens = min([each.max_length for each in criteria if type(each) is MaxLengthCriteria]) - width
+    if strategy not in DRAFTERS and strategy not in ("none", *CHOOSING):
+        require_choice("assistant_strategy", strategy, strategies())
+    drafters = None if drafter is None else as_drafters(drafter)
+    needing = needing_rows([*processors, *criteria])
+    rejects = do_sample and not needing and config.verification == "rejection"
+    has_states = snapshot.find("has states", partial(keeps_states, model.config))
+    asked = {
+        **of_drafting(strategy, config, assistant, drafters),
+        **of_model(model, config, model.device, has_states),
+        ALWAYS: config.sd_toggle == "always" and control is None,
+        REJECTION: rejects,
+        IMAGES: bool(shown),
+        "streamer": streamer is not None,
+        "several rows": batch > 1 and f"{batch} rows",
+        "a processor or criterion that may look at other rows": needing,
+        "a smaller max_batch_size": capacity < batch and f"max_batch_size={capacity} for {batch} rows",
+    }
+    requirements.check_model(model, snapshot)
+    check(asked)
+    requirements.check_generation_config(settings)
+    requirements.check_keywords(model, inputs)
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    prompts = requirements.read_prompts(model, input_ids.long(), mask, positions)
+    images = image_prompts(model, shown, prompts, settings.num_return_sequences or 1) if shown else None
+    if request_ids is not None and len(request_ids) != batch:
+        raise ValueError(f"request_ids has {len(request_ids)} entries for {batch} rows; give one int per row.")
+    lengths = list(map(len, prompts))
+    limit = snapshot.find("position limit", partial(requirements.position_limit, model))
+    requirements.check_lengths(model, limit, lengths, new_tokens)
+    snapshot.find("slow dtype", partial(warn_of_slow_dtype, model))
+    return Call(
+        model, snapshot, strategy, assistant, drafters, control, config, processors, criteria, settings, input_ids,
+        prompts=prompts,
+        images=images,
+        request_ids=range(batch) if request_ids is None else request_ids,
+        streamer=streamer,
+        new_tokens=new_tokens,
+        longest=max(lengths) + new_tokens,
+        capacity=capacity,
+        do_sample=do_sample,
+        rejects=rejects,
+        padding=0 if settings._pad_token_tensor is None else int(settings._pad_token_tensor),
+        in_step=bool(needing),
+        family=Family(has_states, images is not None and have_offsets(images)),
+        asked=asked,
+    )  # fmt: skip
+
+
+def of_model(
+    model: PreTrainedModel, config: SpeculativeConfig, device: torch.device, has_states: bool
+) -> dict[str, Asked]:
+    """Features of `model` on `device`; `has_states`: whether it keeps states."""
+    place = f"the model on {device}"
+    return {
+        STATES: has_states and f"a model of type '{model.config.model_type}', which keeps states,",
+        "a model on a GPU": device.type != "cpu" and place,
+        'runner="graph"': config.runner == "graph",
+        "a model outside of CUDA": lambda: not captures(config, device) and place,
+    }
+
+
+def as_drafters(given: Drafter | Sequence[Drafter]) -> list[Drafter]:
+    """Returns the drafters of `generate(drafter=...)`; raises ValueError for other objects."""
+    drafters = [given] if isinstance(given, Drafter) else given
+    if not isinstance(drafters, list | tuple) or not all(isinstance(drafter, Drafter) for drafter in drafters):
+        raise ValueError(
+            f"drafter={given!r} is neither a Drafter nor a list of them; a strategy is named by assistant_strategy."
+        )
+    return list(drafters)

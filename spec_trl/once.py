@@ -1,0 +1,11 @@
+"""What a process says or measures once."""
+
+seen: set[str] = set()
+"""The subjects so far."""
+
+
+def first_time(subject: str) -> bool:
+    """Whether `subject` is new in this process; from then on it is not."""
+    is_new = subject not in seen
+    seen.add(subject)
+    return is_new
