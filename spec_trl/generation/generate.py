@@ -191,8 +191,8 @@ def speculative_decoding(
         if control is None:  # may calibrate the machine first
             entry = control_for(session, assistant_strategy, model, drafters, config, capacity, longest)
             control = entry.control
-            if entry.known is not None:
-                claims.callback(entry.known.keep)
+            if entry.clock is not None:
+                claims.callback(entry.clock.keep)
         if rejects and control.races:
             raise ValueError(
                 'verification="rejection" cannot be raced: chains that are accepted by chance disagree, and taking '

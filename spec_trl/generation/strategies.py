@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
 from ..papers import load
 from ..papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
 from ..papers.specactor.decoupled.pipe import DraftThread, idle_cores
@@ -21,9 +20,11 @@ from .drafters.mtp.mtp_drafter import MtpDrafter, has_head
 from .drafters.self_copy import SelfDrafter
 from .engine.drafter import Drafter
 from .engine.statistics import SpeculationStatistics
+from .measuring import find_clock, find_ladder, find_profile
 from .options import SpeculativeConfig
-from .planner.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
-from .planner.ledger import CELL_ERROR, Drafts, Times
+from .planner.acceptance import Drafts
+from .planner.clock import Clock, RoundSeconds
+from .planner.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate
 from .planner.planner import Planner
 from .registry import CHOOSING, DRAFTERS, taking_assistant
 from .session import Session
@@ -305,11 +306,11 @@ def make_control(
     draft_lengths: Sequence[int],
     profile: "Profile | None" = None,
     ladder: "Ladder | None" = None,
-    known: KnownRounds | None = None,
+    clock: Clock | None = None,
 ) -> Control:
     """Makes the control of `config.sd_toggle` over `drafters`, in their order. A planner chooses among
-    `draft_lengths`; it predicts rounds by a calibrated `profile` or `ladder` of these drafters, else by `known`
-    rounds.
+    `draft_lengths`; it predicts rounds by a calibrated `profile` or `ladder` of these drafters, else by a probed
+    `clock`.
 
     Raises:
         ValueError: two drafters have the same strategy name, or several must always draft.
@@ -331,8 +332,7 @@ def make_control(
                 'sd_toggle="measured".'
             )
         return AlwaysSpeculate(candidates[0])
-    costs: RoundSeconds
-    times = Times(CELL_ERROR)
+    costs: RoundSeconds | None = None
     if ladder is not None:
         costs = load("papers.specactor.ladder").LadderRounds(ladder, None if profile is None else profile.roofline)
         draft_lengths = [
@@ -340,23 +340,22 @@ def make_control(
         ]
     elif profile is not None:
         costs = load("papers.efficient_rollout.profile").roofline_rounds(drafters, profile)
-    else:
-        assert known is not None
-        costs, times = known.seconds, known.times
     if config.sd_toggle == "roofline" and profile is not None and len(drafters) == 1:
         toggle: Control = load("papers.efficient_rollout.toggle").RooflineToggle(candidates[0], costs, config.sd_margin)
         return toggle
+    clock = clock if costs is None else Clock(costs)
+    assert clock is not None
     drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
     race, budget = config.best_of_n_race, config.best_of_n_budget
-    return Planner(candidates, draft_lengths, costs, times, drafts, config.sd_margin, race, budget)
+    return Planner(candidates, draft_lengths, clock, drafts, config.sd_margin, race, budget)
 
 
 class CachedControl(NamedTuple):
-    """A control, made from the `sources` profile and ladder, or from `known` rounds."""
+    """A control, made from the `sources` profile and ladder, or from a probed `clock`."""
 
     sources: "tuple[Profile | None, Ladder | None]"
     control: Control
-    known: KnownRounds | None
+    clock: Clock | None
 
 
 def control_for(
@@ -397,8 +396,8 @@ def control_for(
         # A first draft may lower it in both.
         or any(a.max_rows != b.max_rows for a, b in zip(entry.control.candidates, drafters, strict=False))
     ):
-        known = None if profile or ladder else find_known_rounds(model, drafters, config)
+        clock = None if profile or ladder else find_clock(model, drafters, config)
         config = config if races else replace(config, best_of_n_race=False)
-        control = make_control(drafters, config, lengths, profile, ladder, known)
-        session.controls[key] = entry = CachedControl((profile, ladder), control, known)
+        control = make_control(drafters, config, lengths, profile, ladder, clock)
+        session.controls[key] = entry = CachedControl((profile, ladder), control, clock)
     return entry

@@ -15,13 +15,13 @@ from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
 from ..drafter_training.adaptation import Adaptable, DrafterAdaptation
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.engine.drafter import Drafter
+from ..generation.measuring import find_clock, find_ladder, find_profile, profile_key
+from ..generation.planner.clock import Clock
 from ..generation.planner.control import Control
 from ..generation.planner.planner import Planner
 from ..generation.registry import CHOOSING
 from ..generation.session import Session, structure
 from ..generation.strategies import copy_again, make_control, make_drafters, policy_copies
-from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
-from ..measuring.machine import profile_key
 from ..papers import load
 from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
 from ..quantization.awq import ActivationStatistics
@@ -60,7 +60,7 @@ class RunDrafting:
         self.activations: ActivationStatistics | None = None  # for AWQ
         self.profile: Profile | None = None
         self.calibration_seconds = 0.0  # of a profile, a ladder or a probe; not yet logged
-        self._known: KnownRounds | None = None
+        self._clock: Clock | None = None
         self._draft_lengths: dict[str, DraftLengthController] = {}  # by strategy
         self._copied: tuple[object, ...] = ()  # structure of the policy that copies were made of; (): no copy was made
         self._drafted_step = -1
@@ -155,12 +155,12 @@ class RunDrafting:
             if args.assistant_strategy in CHOOSING:
                 ladder = self._on_one_rank(lambda: self._find_ladder(policy, rows, lengths))
         if not self.profile and not ladder:
-            self._known = find_known_rounds(policy, self.drafters, config, args.draft_ranks)
-        control = make_control(self.drafters, config, lengths, self.profile, ladder, self._known)
+            self._clock = find_clock(policy, self.drafters, config, args.draft_ranks)
+        control = make_control(self.drafters, config, lengths, self.profile, ladder, self._clock)
         if isinstance(control, Planner) and self._saved.ledger is not None:
             control.load_state_dict(self._saved.ledger)
-            if self._known is not None:  # a checkpoint may come from another machine
-                self._known.saved = self._known.times.rounds
+            if self._clock is not None:  # a checkpoint may come from another machine
+                self._clock.saved = self._clock.rounds
         self.calibration_seconds += time.perf_counter() - started
         return control
 
@@ -199,8 +199,8 @@ class RunDrafting:
 
     def keep_rounds(self) -> None:
         """Stores this machine's times of rounds for later runs."""
-        if self._known is not None:
-            self._known.keep()
+        if self._clock is not None:
+            self._clock.keep()
 
     def observe(self, block_efficiencies: Mapping[str, float | None]) -> None:
         """Updates γ and τ_prev by strategy after a training rollout (ER Algorithm 1, lines 14-20)."""
