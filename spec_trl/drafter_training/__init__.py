@@ -1,0 +1,1 @@
+"""Trains learned drafters along with the policy."""

@@ -1,0 +1,1 @@
+"""One call of `generate`: its options, strategies, drafters, planner and engine."""

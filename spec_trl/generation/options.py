@@ -109,7 +109,7 @@ class SpeculativeConfig:
     sd_toggle: Toggle = option(
         "measured",
         'When to speculate. "measured": where the rounds so far say that it ends the rollout sooner; trials are paid '
-        'from a budget (docs/control.md), and nothing is calibrated. "roofline": where the roofline predicts a '
+        'from a budget, and nothing is calibrated. "roofline": where the roofline predicts a '
         "speedup, to the letter of ER §3.2; a machine without a profile is calibrated before the first token "
         '(minutes, once). "auto" and "best_of_n" are then decided as under "measured", from calibrated times. '
         '"always": in every round that the kernels of the one drafter can serve. "never": decode autoregressively.',

@@ -263,7 +263,7 @@ def check_device(
     raise ValueError(
         f"{option} with the model on {device}: the drafter's thread would share that device and launch each operation "
         'by itself, and decoding would be slower than without it. Set decoupled_execution="never" or "auto" and pass '
-        "the drafter itself, or give it a rank of its own (docs/decoupled.md)."
+        "the drafter itself, or give it a rank of its own (spec_trl/papers/specactor/decoupled.md)."
     )
 
 
@@ -341,7 +341,8 @@ def make_control(
     elif profile is not None:
         costs = load("papers.efficient_rollout.profile").roofline_rounds(drafters, profile)
     if config.sd_toggle == "roofline" and profile is not None and len(drafters) == 1:
-        toggle: Control = load("papers.efficient_rollout.toggle").RooflineToggle(candidates[0], costs, config.sd_margin)
+        room = load("papers.efficient_rollout.toggle")
+        toggle: Control = room.RooflineToggle(candidates[0], costs, config.sd_margin)
         return toggle
     clock = clock if costs is None else Clock(costs)
     assert clock is not None

@@ -1,0 +1,1 @@
+"""Our C++ for CPUs, and how it is compiled on the machine where it runs."""

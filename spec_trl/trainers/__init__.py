@@ -1,0 +1,1 @@
+"""TRL's trainers with speculative rollouts, and `speculate` for any other loop."""

@@ -24,7 +24,7 @@ from spec_trl import SpecGRPOConfig
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {field.name for field in dataclasses.fields(SpecGRPOConfig)} | {"rollout_func", "rollout_log"}
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "spec_trl").rglob("*.md"))]
 
 
 def test_the_page_is_made_of_the_files(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +51,7 @@ def test_tables_about_a_chat_model_are_made_of_the_files(page: Path) -> None:
     assert with_table(text, TABLES[page](results_page.read_results())) == text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_docs_name_what_exists(page: Path) -> None:
     """Links, modules, result files and commands."""
     text = page.read_text(encoding="utf-8")

@@ -32,6 +32,7 @@ from spec_trl.value_checks import require_folder_or_id
 
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [*DOCS.glob("*.md"), *(DOCS.parent / "spec_trl").rglob("*.md")]
 TRAINER_ONLY = {
     "assistant_strategy", "assistant_model", "draft_lengths", "initial_draft_length", "draft_length_up",
     "draft_length_down", "draft_length_patience", "rollout_batch_size", "rollout_sharing", "draft_ranks",
@@ -99,14 +100,14 @@ def test_docstrings_and_docs_list_every_option() -> None:
             assert f"        {name} (defaults to " in (config.__doc__ or "")
     page = (DOCS / "options.md").read_text()
     assert all(f"| `{name}` |" in page for name in {*OPTIONS, *trained_with})
-    for path in DOCS.glob("*.md"):
+    for path in PAGES:
         assert path.read_text() == with_tables(path.read_text()), f"{path.name}: run python -m docs.write_options"
 
 
 def test_tables_written_by_hand_have_the_defaults() -> None:
     """Rows of other pages' tables that have a column "default" and begin with an option's name."""
     trainer = {option.name: default_of(option) for option in fields(SpecGRPOConfig)}
-    for path in (path for path in DOCS.glob("*.md") if path.name != "options.md"):
+    for path in (path for path in PAGES if path.name != "options.md"):
         for rows in re.findall(r"^\| [^|]*\| default \|.*\n\|[-|]+\n((?:\|.*\n)+)", path.read_text(), re.MULTILINE):
             for name, shown in re.findall(r"^\| `(\w+)` \| ([^|]+) \|", rows, re.MULTILINE):
                 allowed = [trainer[name]] if name in trainer else []

@@ -1,0 +1,1 @@
+"""The decoding loop of rows of different lengths, and the objects that it drives."""

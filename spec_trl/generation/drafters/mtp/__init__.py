@@ -1,0 +1,1 @@
+"""The multi-token-prediction head that a checkpoint brings along."""

@@ -1,0 +1,1 @@
+"""Captured forwards and draft loops, and Triton kernels."""

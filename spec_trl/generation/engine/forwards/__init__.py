@@ -1,0 +1,1 @@
+"""Target forwards: prefill, verification, their costs and their exactness."""

@@ -1,0 +1,1 @@
+"""From logits to committed tokens: processors, noise, acceptance, stopping."""

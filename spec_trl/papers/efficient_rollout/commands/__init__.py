@@ -1,0 +1,1 @@
+"""The commands of `spec-trl` about a roofline profile."""

@@ -1,0 +1,1 @@
+"""The commands of `spec-trl` about a cluster and a ladder."""
