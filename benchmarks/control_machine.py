@@ -3,7 +3,8 @@
 A cell is a model, a batch and a kind of prompts: stories, or prompts whose completion repeats them. In each repeat
 each way starts with all released that is kept for the model, and generates several times in a row, for other prompts
 each time. Ways: `"none"`, `"auto"` with its defaults (the planner, without a profile), single methods that draft
-always, so that no control costs them time, and on demand `"auto"` under a rule of thirty lines (`control_rule`). Ways take turns; ratios are medians over repeats of the ratio within one.
+always, so that no control costs them time, and with `--rule` `"auto"` under a rule of thirty lines (`control_rule`).
+Ways take turns; ratios are medians over repeats of the ratio within one.
 
     python -m benchmarks.control_machine --prompts ../shared/data/tinystories/tinystories_1000.json
     python -m benchmarks.control_machine --models shape:qwen2.5-0.5b,float32 --tokens 48 --repeats 5 --calls 2 \\

@@ -24,12 +24,12 @@ Bools = NDArray[np.bool_]
 RoundSeconds: TypeAlias = Callable[[Mapping[str, int], int, int, float], float]
 """Predicted seconds of a round: by γ of each drafter, most draft tokens of a row, rows, and their mean length."""
 
-# Standard deviations (sd) and terms are in log seconds. docs/control.md says what breaks when each is doubled.
+# Standard deviations (sd) and terms are in log seconds. README.md says what breaks when each is doubled.
 DRIFT = 0.02  # sd by which the speed of the machine moves in a round, and of autoregressive rounds of one size
 CELL_ERROR = 0.1  # sd of a plan at one size beyond its drafters' terms, and of a calibrated drafter
 PROBE_ERROR = 0.3  # sd of a probed drafter: a probe leaves out long texts, and work between forwards
 NOISE = 0.02, 0.05  # least and first sd of a round: no formula is truer than 2 %
-OUTLIER = 3.0  # sds; a longer round is an outlier or a jump of the machine. Usual noise is that long once in 400 rounds
+OUTLIER = 3.0  # sds; a longer round is an outlier or a jump of the machine: of usual noise, one round in 400
 OUTLIER_ROUNDS = 20  # rounds of a plan and size among which one may be ignored as an outlier
 UNTRIED = math.log(6)  # sd of a drafter before its first round: a probe may be wrong by a factor of six
 LEAST_SHARE = 0.3  # of a drafted round, that its drafters' terms scale at least: predictions leave out Python
@@ -55,7 +55,7 @@ class Rounds(NamedTuple):
 class Clock:
     """Expects a round of a plan to take its prediction, corrected: log(measured / predicted) is
 
-        the machine's level  +  log(1 + Σ share (exp(a term of each drafter) - 1))  +  a term of plan and size  +  noise
+        the machine's level + log(1 + Σ share (exp(a term of each drafter) - 1)) + a term of plan and size + noise
 
     in one Kalman filter. A drafter's share is the part of the predicted round that it adds to an autoregressive one: a
     wrong draft time is wrong by one factor at every γ. The level drifts and jumps, other terms hardly move. So effects
@@ -364,6 +364,49 @@ class ProbedRounds:
         """As :data:`RoundSeconds`."""
         drafts = sum(count * self.drafters[name](batch) for name, count in lengths.items() if name in self.drafters)
         return self.target(batch * (1 + width)) + drafts
+
+
+@dataclass(frozen=True)
+class AffineSeconds:
+    """Seconds of a forward as SA §4.1 models them: b · `per_request` + `fixed`.
+
+    Raises:
+        ValueError: a number is negative, or both are 0.
+    """
+
+    per_request: float  # D' or V', seconds per request of the batch
+    fixed: float  # α or β, seconds
+
+    def __post_init__(self) -> None:
+        for name in ("per_request", "fixed"):
+            if not vars(self)[name] >= 0:
+                raise ValueError(f"{name}={vars(self)[name]} is out of range; it must be at least 0.")
+        if not self.per_request + self.fixed > 0:
+            raise ValueError("per_request=0 and fixed=0 would take no time at all; one of them must be positive.")
+
+    def __call__(self, batch: int) -> float:
+        """Seconds of a forward over `batch` requests."""
+        return batch * self.per_request + self.fixed
+
+
+def fit_affine(times: Sequence[tuple[int, float, float]]) -> AffineSeconds:
+    """The line through `times`, of (batch, seconds, weight), by least squares; its parts are never negative.
+
+    Raises:
+        ValueError: there is no time.
+    """
+    if not times:
+        raise ValueError("times is empty; a line needs the seconds of one batch at least.")
+    total = sum(weight for _, _, weight in times)
+    mean_batch = sum(weight * batch for batch, _, weight in times) / total
+    mean = sum(weight * seconds for _, seconds, weight in times) / total
+    spread = sum(weight * (batch - mean_batch) ** 2 for batch, _, weight in times)
+    joint = sum(weight * (batch - mean_batch) * (seconds - mean) for batch, seconds, weight in times)
+    slope = max(joint / spread, 0.0) if spread else 0.0
+    if mean < slope * mean_batch:  # would be negative: the best line through 0
+        through_zero = sum(w * batch * seconds for batch, seconds, w in times) / sum(w * b * b for b, _, w in times)
+        return AffineSeconds(through_zero, 0.0)
+    return AffineSeconds(slope, mean - slope * mean_batch)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ plans are tried, and paid for from an exploration budget, so a rollout is never 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from .control import FAILED, NO_METHOD, Candidate, Chain, Control, Explanation, 
 from .plan import PLAIN, CurrentPlan, Plan
 
 
-# docs/control.md says what breaks when each is doubled.
+# README.md says what breaks when each is doubled.
 ROUND_BUDGET = 0.015  # autoregressive rounds that a round adds to the exploration budget: trials may cost 1.5 %
 MAX_BUDGET = 8.0  # autoregressive rounds; bound of the budget either way: old gains and losses do not count
 CARRIED_BUDGET = 1.0  # autoregressive rounds of it that the next rollout inherits at most: it may be short
@@ -46,11 +45,11 @@ class Planner(Control):
 
     * **Expected**: a plan's τ by row (`Drafts`) and its seconds (`Clock`) give the time until the last row ends; while
       requests wait for a row, tokens per second count instead.
-    * **Rule**: the plan of largest log gain over autoregressive decoding plus its standard deviation, among those whose
-      worst case the budget covers. So plans that might be better are tried, and plans known to be worse are not.
-    * **First trial**: an unmeasured prediction may be off by a factor of six, either way. A drafter that would then pay
-      is tried once, at the shortest γ, when the budget holds the predicted cost, or `MAX_BUDGET`: at most `MAX_BUDGET`
-      / `ROUND_BUDGET` rounds after the first round.
+    * **Rule**: the plan of largest log gain over autoregressive decoding plus its standard deviation, among those
+      whose worst case the budget covers. So plans that might be better are tried, and plans known to be worse are not.
+    * **First trial**: an unmeasured prediction may be off by a factor of six, either way. A drafter that would then
+      pay is tried once, at the shortest γ, when the budget holds the predicted cost, or `MAX_BUDGET`: at most
+      `MAX_BUDGET` / `ROUND_BUDGET` rounds after the first round.
     * **Budget**, in autoregressive rounds: `ROUND_BUDGET` per round, plus measured gains and losses of speculation.
     * **Planning takes time**: a plan lasts until planning is at most `SHARE` of the time, if its rows stay and it does
       not lose. The clock gets its rounds when the next plan is made.
@@ -247,12 +246,13 @@ class Planner(Control):
         best = gains.reshape(len(self.candidates), -1).argmax(1) + np.arange(len(self.candidates)) * len(self._lengths)
         for network, lookup in self._couples:
             one, other = best[network], best[lookup]
-            names, lengths = map(tuple, map(chain.from_iterable, zip(*(self._singles[at][:2] for at in (one, other)), strict=True)))
+            (first, length, _), (second, other_length, _) = self._singles[one], self._singles[other]
+            shares = Plan(first + second, length + other_length)
             if self._batch > 1:
-                pairs[Plan(names, lengths)] = np.maximum(taus[one], taus[other])
-            race = Plan(names, lengths, races=True)
+                pairs[shares] = np.maximum(taus[one], taus[other])
+            race = shares._replace(races=True)
             if self._may_race and not waiting and self._batch * (1 + race.width) <= self._race_budget:
-                both = min(lengths)  # of two chains the longer one counts
+                both = min(race.draft_lengths)  # of two chains the longer one counts
                 shared = (survivals[:, network, :both] * survivals[:, lookup, :both]).sum(1)  # [B]
                 pairs[race] = taus[one] + taus[other] - 1 - shared
         return pairs
@@ -284,16 +284,14 @@ class Planner(Control):
 
     def _chains(self, plan: Plan, efficiencies: Floats) -> tuple[Chain, ...]:
         """Returns the chains of a plan; if two drafters share the rows, a row gets the one of larger τ."""
-        which = [self._index[name] for name in plan.drafters]
-        if len(which) < 2 or plan.races:
-            return tuple(map(Chain, which, plan.draft_lengths))
-        taus = np.array(
-            [efficiencies[own, self._lengths == length][0] for own, length in zip(which, plan.draft_lengths, strict=True)]
-        )  # [2, B]
+        drafts = [(self._index[name], length) for name, length in plan.by_drafter.items()]
+        if len(drafts) < 2 or plan.races:
+            return tuple(Chain(*draft) for draft in drafts)
+        better = np.array([efficiencies[which, self._lengths == length][0] for which, length in drafts]).argmax(0)
         chains = []
-        for place, (own, length) in enumerate(zip(which, plan.draft_lengths, strict=True)):
-            if rows := tuple(np.flatnonzero(taus.argmax(0) == place).tolist()):
-                chains.append(Chain(own, length, None if len(rows) == self._batch else rows))
+        for place, draft in enumerate(drafts):
+            if rows := tuple(np.flatnonzero(better == place).tolist()):
+                chains.append(Chain(*draft, None if len(rows) == self._batch else rows))
         return tuple(chains)
 
     def record_rows(

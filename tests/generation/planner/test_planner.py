@@ -205,7 +205,7 @@ def test_seconds_of_plain_decoding_follow_the_level() -> None:
     assert control.plain_seconds([PlainRounds(10, 1, 100.0)]) == pytest.approx(30.0, rel=0.05)
 
 
-# ---- what rounds took ------------------------------------------------------------------------------------------------
+# ---- what rounds took -----------------------------------------------------------------------------------------------
 
 
 def one_row() -> Clock:
