@@ -49,7 +49,7 @@ class Rounds(NamedTuple):
     weights: Floats  # [A, terms] of the terms that add up: plans
     drafters: Integers  # [A, M], places of the drafters' terms
     shares: Floats  # [A, M] of the predicted round that each drafter adds to an autoregressive one; 0: none
-    untried: Floats  # [A], variance of log seconds beyond the clock's while a plan's first drafter never drafted
+    untried: Floats  # [A], extra uncertainty, a variance of log seconds, of plans whose first drafter has not run yet
 
 
 class Clock:

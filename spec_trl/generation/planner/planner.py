@@ -24,7 +24,7 @@ ROUND_BUDGET = 0.015  # autoregressive rounds that a round adds to the explorati
 MAX_BUDGET = 8.0  # autoregressive rounds; bound of the budget either way: old gains and losses do not count
 CARRIED_BUDGET = 1.0  # autoregressive rounds of it that the next rollout inherits at most: it may be short
 SHARE = 0.005  # largest share of the time for planning, and for evaluating a lookup drafter
-CERTAIN = 0.05  # variance of log(drafted / autoregressive seconds) above which gains are discounted
+CERTAIN = 0.05  # variance of log(drafted / autoregressive seconds); above it measured gains are discounted
 YARDSTICK = 5  # tokens; γ at which requests are compared
 CAUTION = 1.5  # sds between the expected and the worst case of a plan
 
@@ -59,7 +59,7 @@ class Planner(Control):
     Args:
         candidates: drafters of different names, at least one.
         clock, drafts: seconds of rounds, and acceptance of the candidates' drafts.
-        margin: ε of ER Eq. 3: log gain, about, from which drafting begins.
+        margin: ε of ER Eq. 3: drafting begins at a log gain of about this.
         race: whether rows may get chains of two drafters.
         race_budget: most tokens of a race's verification, all rows together; None: as many as pay.
         now: seconds; limits planning time. A constant plans every round.
@@ -82,9 +82,9 @@ class Planner(Control):
         self.clock, self.drafts, self._now = clock, drafts, now
         self._index = {candidate.name: index for index, candidate in enumerate(candidates)}
         self._singles = [Plan((name,), (length,)) for name in self._index for length in self._lengths.tolist()]
-        self.compared_lookups = [which for which, candidate in enumerate(candidates) if not candidate.is_network]
+        self.compared_lookups = [index for index, candidate in enumerate(candidates) if not candidate.is_network]
         self.compared_length = int(self._lengths[-1])
-        networks = [which for which, candidate in enumerate(candidates) if candidate.is_network]
+        networks = [index for index, candidate in enumerate(candidates) if candidate.is_network]
         self._couples = [(network, lookup) for network in networks for lookup in self.compared_lookups]
         self.races = race and bool(self._couples)
         self.budget = self._trial_cost = 0.0
@@ -106,7 +106,7 @@ class Planner(Control):
 
     def drop(self, index: int) -> None:
         self._max_rows[index] = 0
-        self._current.failed, self._current.lasts = True, 0.0  # possibly within a round, which then has no verdicts
+        self._current.failed, self._current.lasts = True, 0.0  # a round in progress has no verdicts
 
     def limit(self, index: int, max_rows: int) -> None:
         super().limit(index, max_rows)
@@ -117,7 +117,7 @@ class Planner(Control):
         self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
     ) -> tuple[str, list[int]] | None:
         """Runs SA Algorithm 3 for the requests of this rank; methods are ordered by their gain for one row."""
-        may = {name: self._may_race and self._batch <= self._max_rows[which] for name, which in self._index.items()}
+        may = {name: self._may_race and self._batch <= self._max_rows[index] for name, index in self._index.items()}
         plans = [plan for plan in self._singles if may[plan.drafters[0]]]
         if not plans or not len(requests):
             return None
@@ -287,7 +287,7 @@ class Planner(Control):
         drafts = [(self._index[name], length) for name, length in plan.by_drafter.items()]
         if len(drafts) < 2 or plan.races:
             return tuple(Chain(*draft) for draft in drafts)
-        better = np.array([efficiencies[which, self._lengths == length][0] for which, length in drafts]).argmax(0)
+        better = np.array([efficiencies[index, self._lengths == length][0] for index, length in drafts]).argmax(0)
         chains = []
         for place, draft in enumerate(drafts):
             if rows := tuple(np.flatnonzero(better == place).tolist()):
@@ -334,8 +334,8 @@ class Planner(Control):
                     )  # fmt: skip
             self.budget = min(max(self.budget + ROUND_BUDGET * rounds + gained, -MAX_BUDGET), MAX_BUDGET)
             current.measured = []
-        for which, candidate in enumerate(self.candidates):
-            verdicts = [(right[which], tried[which]) for right, tried in current.verdicts if which in right]
+        for index, candidate in enumerate(self.candidates):
+            verdicts = [(right[index], tried[index]) for right, tried in current.verdicts if index in right]
             if not verdicts:
                 continue
             going = np.array(current.requests) >= 0  # [B]
@@ -344,7 +344,7 @@ class Planner(Control):
                 tried = np.full_like(tried, plan.by_drafter.get(candidate.name, 0))
             if self.in_step:  # no draft is judged after the first that some row rejects
                 tried = np.minimum(tried, right.min(1, keepdims=True) + 1)
-            self.drafts.record(which, np.array(current.requests)[going], right, np.minimum(right + 1, tried))
+            self.drafts.record(index, np.array(current.requests)[going], right, np.minimum(right + 1, tried))
         current.verdicts.clear()
 
     def spend(self, seconds: float) -> bool:
