@@ -81,7 +81,7 @@ def times(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Times:
     monkeypatch.setattr(Rollout, "admit", noted)
     # Drafts of the copy are predicted to pay: the planner tries them when the budget covers that.
     monkeypatch.setattr(measuring, "probe", lambda *_: ProbedRounds(target, {"self": target.scaled(0.05)}))
-    monkeypatch.setattr(Planner, "__init__", partialmethod(Planner.__init__, clock=lambda: 0.0))  # it plans each round
+    monkeypatch.setattr(Planner, "__init__", partialmethod(Planner.__init__, now=lambda: 0.0))  # it plans each round
     for name, value in dict(
         tables={}, failed_kernels=set(), hardware_name=lambda device: "GPU", measure=times.measure
     ).items():
