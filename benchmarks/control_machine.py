@@ -2,8 +2,9 @@
 
 A cell is a model, a batch and a kind of prompts: stories, or prompts whose completion repeats them. In each repeat
 each way starts with all released that is kept for the model, and generates several times in a row, for other prompts
-each time. Ways: `"none"`, `"auto"` with its defaults (the planner, without a profile), and single methods that draft
-always, so that no control costs them time. Ways take turns; ratios are medians over repeats of the ratio within one.
+each time. Ways: `"none"`, `"auto"` with its defaults (the planner, without a profile), single methods that draft
+always, so that no control costs them time, and with `--rule` `"auto"` under a rule of thirty lines (`control_rule`).
+Ways take turns; ratios are medians over repeats of the ratio within one.
 
     python -m benchmarks.control_machine --prompts ../shared/data/tinystories/tinystories_1000.json
     python -m benchmarks.control_machine --models shape:qwen2.5-0.5b,float32 --tokens 48 --repeats 5 --calls 2 \\
@@ -24,14 +25,16 @@ from tqdm import tqdm
 from transformers import LogitsProcessorList
 
 from spec_trl import SpeculativeConfig
+from spec_trl.generation.planner.control import Candidate
 
 from .calls import Call, Way, forget, identical_rows, ratios, rotated, way
+from .control_rule import FastestControl
 from .measure import Finding, Options, begin, fresh_cache, shown, spread, write_result
 from .models import LoadedModel, check_targets, load_target, model_line, weights_line
 from .workload import STORY_MODEL, Copying, Workload, copy_heavy, end_tokens, prompt_source
 
 
-NONE, AUTO = "none", "auto"
+NONE, AUTO, RULE = "none", "auto", "rule"
 SINGLE = ("self", "history", "ngram")
 STORY, COPY = "story", "copy-heavy"
 PASSAGE = 32  # tokens of a prompt; in copy-heavy ones they come over and over
@@ -81,7 +84,7 @@ def summarise(kind: str, work: Workload, starts: dict[str, list[Start]]) -> Cell
     if not any(parts["later"][NONE]):
         del parts["later"]
     seconds = {name: statistics.median(each) for name, each in parts["all"].items()}
-    better = min((name for name in starts if name != AUTO), key=seconds.__getitem__)
+    better = min((name for name in starts if name not in (AUTO, RULE)), key=seconds.__getitem__)
     calls = {name: [call for start in own for call in start.calls] for name, own in starts.items()}
     control = [(call, call.statistics.phase_seconds["control"]) for call in calls[AUTO]]
     same = [identical_rows(made, calls[NONE]) for name, made in calls.items() if name != NONE]
@@ -117,6 +120,14 @@ def measure_cell(loaded: LoadedModel, kind: str, batch: int, options: argparse.N
         name: way(model, name, SpeculativeConfig() if name == AUTO else always, logits_processor=processors)
         for name in (NONE, AUTO, *options.single)
     }
+
+    def ruled() -> Way:
+        candidates = [Candidate("self", 10, 1.0, 1 << 30), Candidate("history", 10, 1.0, 1 << 30, is_network=False)]
+        rule = FastestControl(candidates, SpeculativeConfig().choice_of_draft_lengths())
+        return way(model, AUTO, SpeculativeConfig(), logits_processor=processors, control=rule)
+
+    if options.rule:
+        ways[RULE] = ruled()
     for each in ways.values():  # what the process prepares once
         each(replace(works[0], max_new_tokens=4), options.seed)
     starts: dict[str, list[Start]] = {name: [] for name in ways}
@@ -124,6 +135,8 @@ def measure_cell(loaded: LoadedModel, kind: str, batch: int, options: argparse.N
         first = repeat * options.calls
         for name in rotated(list(ways), repeat):
             forget(model)
+            if name == RULE:  # it keeps its measurements for the calls of a start
+                ways[name] = ruled()
             starts[name].append(start(ways[name], works[first : first + options.calls], options.seed + first))
     forget(model)
     return summarise(kind, works[0], starts)
@@ -160,6 +173,8 @@ def findings(result: dict[str, Any]) -> list[Finding]:
                 Finding(f"{what}: CPU time", own["cpu"], "×", NONE),
                 Finding(what, cell["to_better"], "×", f"the better one: {cell['better']}"),
             ]
+            if RULE in cell["to_none"]:
+                found.append(Finding(f"{what}: the rule", cell["to_none"][RULE]["all"], "×", NONE))
     return found
 
 
@@ -186,7 +201,7 @@ def setup(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    tiny = "--models shape:tiny,float64 --batches 2 --kinds copy-heavy --single history --repeats 1 --calls 2"
+    tiny = "--models shape:tiny,float64 --batches 2 --kinds copy-heavy --single history --repeats 1 --calls 2 --rule"
     parser = Options(__doc__, "control_machine", f"{tiny} --tokens 4")
     add = parser.add_argument
     add("--models", nargs="+", default=[f"{STORY_MODEL},float32"], metavar="MODEL,DTYPE", help="folder or shape:NAME")
@@ -194,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--batches", type=int, nargs="+", default=[1, 4, 16], help="rows")
     add("--kinds", nargs="+", choices=[STORY, COPY], default=[STORY, COPY], help="of prompts")
     add("--single", nargs="*", choices=SINGLE, default=SINGLE, help="methods to compare with")
+    add("--rule", action="store_true", help="measures the rule of thirty lines too")
     add("--tokens", type=int, default=192, help="new ones per row and call")
     add("--calls", type=int, default=3, help="in a row from a fresh start")
     add("--repeats", type=int, default=10, help="of each cell")

@@ -1,4 +1,5 @@
-"""How far a control stays behind an oracle, and whether it is ever slower than no drafts: on simulated worlds.
+"""How far the planner, and a rule of thirty lines (`control_rule`), stay behind an oracle, and whether they are ever
+slower than no drafts: on simulated worlds.
 
 15 cells (1, 4, 16, 64 rows, and 16 with refill; drafting pays, hardly pays, or hurts), each with eight rollouts in a
 row from a fresh start, under six kinds of noise. No clock is read: the table is the same on each machine.
@@ -11,14 +12,16 @@ Where the planner is told wrongly (`--probes`), rollouts follow until plain deco
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spec_trl.generation.planner.control import Candidate
-from spec_trl.generation.planner.ledger import Drafts, Times
+from spec_trl.generation.planner import clock as clocks
+from spec_trl.generation.planner.acceptance import Drafts
+from spec_trl.generation.planner.control import Candidate, Control
 from spec_trl.generation.planner.planner import Planner
 
+from .control_rule import FastestControl
 from .control_worlds import CELLS, NOISES, PROBES, Bounds, Cell, Clock, Decoder, World, decode, noise_named
 from .measure import Finding, Options, begin, findings_table, shown, write_result
 from .recorded_world import RecordedWorld
@@ -26,10 +29,19 @@ from .recorded_world import RecordedWorld
 
 def planner(world: World, clock: Clock, methods: Sequence[str] = ()) -> Planner:
     """A control that knows nothing of its world but what a calibration believes. Without `methods`: of all."""
-    names, lengths = methods or world.methods, world.draft_lengths
-    candidates = [Candidate(name, lengths[-1], 1.0, 10**9, is_network=name in world.networks) for name in names]
+    names = methods or world.methods
     drafts = Drafts(names, [name not in world.networks for name in names])
-    return Planner(candidates, lengths, world.predict, Times(0.2), drafts, clock=clock)
+    candidates, seconds = _candidates(world, names), clocks.Clock(world.predict, 0.2)
+    return Planner(candidates, world.draft_lengths, seconds, drafts, now=clock)
+
+
+def rule(world: World, clock: Clock, methods: Sequence[str] = ()) -> FastestControl:
+    """The rule, which believes nothing."""
+    return FastestControl(_candidates(world, methods or world.methods), world.draft_lengths)
+
+
+def _candidates(world: World, names: Sequence[str]) -> list[Candidate]:
+    return [Candidate(each, world.draft_lengths[-1], 1.0, 10**9, each in world.networks) for each in names]
 
 
 @dataclass(frozen=True)
@@ -64,12 +76,13 @@ def long_world(cell: Cell, seed: int, wrong: str) -> World:
 
 
 def run(
-    world: World, noise: str, planning: float = 0.0, methods: Sequence[str] = (), bounds: Bounds | None = None
-) -> Outcome:
-    """All rollouts of `world` one after the other under one planner, which sees a plan take `planning` seconds. What a
+    world: World, noise: str, planning: float = 0.0, methods: Sequence[str] = (), bounds: Bounds | None = None,
+    make: Callable[[World, Clock, Sequence[str]], Control] = planner,
+) -> Outcome:  # fmt: skip
+    """All rollouts of `world` one after the other under one control, which sees a plan take `planning` seconds. What a
     planner is told does not move `bounds`."""
     clock, bounds, off = Clock(planning), bounds or Bounds(world), noise_named(noise, world.seed)
-    control = planner(world, clock, methods)
+    control = make(world, clock, methods)
     taken = [decode(control, world, number, off, clock).seconds for number in range(len(world.rollouts))]
     return Outcome(world.cell, taken, bounds.plain, bounds.fixed, bounds.oracle)
 
@@ -148,6 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             alone = options.log is None and 1 in options.batches
             named = noise if options.probes == ["right"] else f"{noise}, probe {probe}"
             found += findings(named, Summary.of(outcomes), alone)
+        if not wrong:
+            outcomes = [run(world, noise, bounds=own, make=rule) for world, own in zip(worlds, bounds, strict=True)]
+            found += findings(f"{noise}, the thirty-line rule", Summary.of(outcomes), alone)
     if options.log is not None:
         print(f"{worlds[0].cell.batch} rows, {', '.join(worlds[0].methods)}\n{findings_table(found)}")
         return

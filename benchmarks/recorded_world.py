@@ -19,7 +19,7 @@ from spec_trl import SpeculativeConfig
 from spec_trl.generation.engine.record import LENGTH_BIN
 from spec_trl.generation.engine.statistics import RoundPoint
 from spec_trl.generation.planner.acceptance import Acceptance
-from spec_trl.generation.planner.ledger import Floats
+from spec_trl.generation.planner.clock import Floats
 from spec_trl.trainers.run_log import RolloutRecord, read_run
 
 from .control_worlds import Cell, Rollout, World

@@ -32,7 +32,6 @@ FLOORS: list[tuple[str, ...]] = [
     ("generation.engine",),
     ("generation.drafters",),
     ("papers.test_time_speculation", "papers.specactor.decoupled"),
-    ("measuring",),
     ("generation",),
     ("papers.efficient_rollout",),
     ("papers.specactor",),

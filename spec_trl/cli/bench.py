@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..generation.engine.requirements import check_lengths, check_model, position_limit
 from ..generation.keyword import install
+from ..generation.measuring import find_profile
 from ..generation.options import SpeculativeConfig
 from ..hardware import hardware_name, instruction_set
-from ..measuring.known_rounds import find_profile
 from .arguments import MARGIN, table
 from .gains import ENOUGH_TOKENS, ENOUGH_VISITS, GENERATE, Gain, Way, Work, make_ways, summarise
 from .loading import (

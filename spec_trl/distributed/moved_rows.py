@@ -10,8 +10,8 @@ import torch
 
 from ..generation.engine.kv.cache import RowStates
 from ..generation.engine.rows import Request
-from ..generation.planner.shared_work import measured_send_seconds
 from .link import Link
+from .shared_work import measured_send_seconds
 
 
 class Sending:

@@ -8,9 +8,9 @@ import numpy as np
 
 from ..generation.engine.rollout import Rollout
 from ..generation.engine.rows import Request, RequestQueue
-from ..generation.planner.shared_work import MoveCosts, dealt, rows_to_give, step_seconds
 from .link import IDLE, Link
 from .moved_rows import MovedRows, Sending
+from .shared_work import MoveCosts, dealt, rows_to_give, step_seconds
 
 
 POLL_SHARE = 0.01

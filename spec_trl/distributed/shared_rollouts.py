@@ -13,9 +13,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..generation.engine.parked_rows import ParkedRows
 from ..generation.engine.rows import Request, RequestQueue, prompt_key
-from ..generation.planner.shared_work import ExpectedLengths, dealt_to_holders, longest_first
 from .link import Link, naming_the_remedy
 from .pool import SharedPool
+from .shared_work import ExpectedLengths, dealt_to_holders, longest_first
 
 
 T = TypeVar("T")

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
 from ..papers import load
 from ..papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
 from ..papers.specactor.decoupled.pipe import DraftThread, idle_cores
@@ -22,9 +21,11 @@ from .drafters.mtp.mtp_drafter import MtpDrafter, has_head
 from .drafters.self_copy import SelfDrafter
 from .engine.drafter import Drafter
 from .engine.statistics import SpeculationStatistics
+from .measuring import find_clock, find_ladder, find_profile
 from .options import SpeculativeConfig
-from .planner.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
-from .planner.ledger import CELL_ERROR, Drafts, Times
+from .planner.acceptance import Drafts
+from .planner.clock import Clock, RoundSeconds
+from .planner.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate
 from .planner.planner import Planner
 from .refusals import check
 from .registry import CHOOSING, DRAFTERS
@@ -58,8 +59,8 @@ def make_drafting(session: Session, call: "Call", claims: ExitStack) -> tuple[li
     if control is None:
         entry = control_for(session, call.strategy, call.model, drafters, config, call.capacity, call.longest)
         control = entry.control
-        if entry.known is not None:
-            claims.callback(entry.known.keep)
+        if entry.clock is not None:
+            claims.callback(entry.clock.keep)
     if control.races:
         check({**call.asked, "races": "the control of this call, which races"})
     return drafters, control
@@ -218,12 +219,12 @@ def make_control(
     draft_lengths: Sequence[int],
     profile: "Profile | None" = None,
     ladder: "Ladder | None" = None,
-    known: KnownRounds | None = None,
+    clock: Clock | None = None,
     races: bool = True,
 ) -> Control:
     """Makes the control of `config.sd_toggle` over `drafters`, in their order. A planner chooses among
-    `draft_lengths`; it predicts rounds by a calibrated `profile` or `ladder` of these drafters, else by `known`
-    rounds. Several drafters may draft for a row where the strategy `races` and the config allows it.
+    `draft_lengths`; it predicts rounds by a calibrated `profile` or `ladder` of these drafters, else by a probed
+    `clock`. Several drafters may draft for a row where the strategy `races` and the config allows it.
 
     Raises:
         ValueError: two drafters have the same strategy name.
@@ -240,9 +241,8 @@ def make_control(
     ]
     if config.sd_toggle == "always":
         return AlwaysSpeculate(candidates[0])
-    costs: RoundSeconds
+    costs: RoundSeconds | None = None
     margin = config.efficient_rollout.margin
-    times = Times(CELL_ERROR)
     if ladder is not None:
         costs = load("papers.specactor.ladder").LadderRounds(ladder, None if profile is None else profile.roofline)
         draft_lengths = [
@@ -250,24 +250,23 @@ def make_control(
         ]
     elif profile is not None:
         costs = load("papers.efficient_rollout.profile").roofline_rounds(drafters, profile)
-    else:
-        assert known is not None
-        costs, times = known.seconds, known.times
     if config.sd_toggle == "roofline" and profile is not None and len(drafters) == 1:
         make = load("papers.efficient_rollout.toggle").RooflineToggle
         toggle: Control = make(candidates[0], costs, margin)
         return toggle
+    clock = clock if costs is None else Clock(costs)
+    assert clock is not None
     drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
     race, budget = races and config.specactor.race, config.specactor.budget
-    return Planner(candidates, draft_lengths, costs, times, drafts, margin, race, budget)
+    return Planner(candidates, draft_lengths, clock, drafts, margin, race, budget)
 
 
 class CachedControl(NamedTuple):
-    """A control, made from the `sources` profile and ladder, or from `known` rounds."""
+    """A control, made from the `sources` profile and ladder, or from a probed `clock`."""
 
     sources: "tuple[Profile | None, Ladder | None]"
     control: Control
-    known: KnownRounds | None
+    clock: Clock | None
 
 
 def control_for(
@@ -308,7 +307,7 @@ def control_for(
         # A first draft may lower it in both.
         or any(a.max_rows != b.max_rows for a, b in zip(entry.control.candidates, drafters, strict=False))
     ):
-        known = None if profile or ladder else find_known_rounds(model, drafters, config)
-        control = make_control(drafters, config, lengths, profile, ladder, known, races)
-        session.controls[key] = entry = CachedControl((profile, ladder), control, known)
+        clock = None if profile or ladder else find_clock(model, drafters, config)
+        control = make_control(drafters, config, lengths, profile, ladder, clock, races)
+        session.controls[key] = entry = CachedControl((profile, ladder), control, clock)
     return entry

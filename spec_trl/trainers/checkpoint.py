@@ -13,7 +13,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..generation.drafters.history import HistoryDrafter, damage_of
-from ..generation.planner.ledger import CELL_ERROR, Drafts, Times
+from ..generation.planner.acceptance import Drafts
+from ..generation.planner.clock import Clock
 from ..json_files import read_json, replacing, write_json
 from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
 
@@ -152,6 +153,6 @@ class RankState:
                 saved = json.loads(path.read_text())
                 Drafts([*saved["methods"]], [False] * len(saved["methods"])).load_state_dict(saved)
                 if "times" in saved:  # older releases did not write it
-                    Times(CELL_ERROR).load_state_dict(saved["times"])
+                    Clock(lambda *_: 0.0).load_state_dict(saved["times"])
                 ledger = saved
         return cls(memories, ledger)

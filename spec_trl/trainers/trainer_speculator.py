@@ -21,15 +21,15 @@ from ..drafter_training.adaptation import Adaptable, AdaptationOptions, DrafterA
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.parked_rows import ParkedRows
+from ..generation.measuring import find_clock, find_ladder, find_profile, profile_key
 from ..generation.options import SpeculativeConfig
+from ..generation.planner.clock import Clock
 from ..generation.planner.control import Control
 from ..generation.planner.planner import Planner
 from ..generation.registry import CHOOSING
 from ..generation.session import Session, structure
 from ..generation.strategies import copy_again, make_control, make_drafters, policy_copies
 from ..hardware import hardware_name
-from ..measuring.known_rounds import KnownRounds, find_known_rounds, find_ladder, find_profile
-from ..measuring.machine import profile_key
 from ..papers import load
 from ..papers.specactor.draft_ranks import DraftRanks
 from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
@@ -111,7 +111,7 @@ class TrainerSpeculator(Speculator):
         self._control: Control | None = None
         self._profile: Profile | None = None
         self._calibration_seconds = 0.0  # of a profile, a ladder or a probe; not yet logged
-        self._known: KnownRounds | None = None
+        self._clock: Clock | None = None
         self._draft_lengths: dict[str, DraftLengthController] = {}  # by strategy
         self._copied: tuple[object, ...] = ()  # structure of the policy that copies were made of; (): no copy was made
         self._is_stale = False  # the weights have changed since the last turn
@@ -239,8 +239,8 @@ class TrainerSpeculator(Speculator):
         candidates = self._control.candidates if self._control is not None else ()
         draft_lengths = {candidate.name: candidate.draft_length for candidate in candidates}
         record, logged = self._finish(model, self.drafters, draft_lengths)
-        if self._known is not None and self._accelerator.is_main_process:
-            self._known.keep()
+        if self._clock is not None and self._accelerator.is_main_process:
+            self._clock.keep()
         if self._mode == "train":
             self._alarm.add(record)
             if not isinstance(self._control, Planner):
@@ -334,13 +334,13 @@ class TrainerSpeculator(Speculator):
             if args.assistant_strategy in CHOOSING:
                 ladder = self._on_one_rank(lambda: self._find_ladder(policy, rows, lengths))
         if not self._profile and not ladder:
-            self._known = find_known_rounds(policy, self.drafters, config)
+            self._clock = find_clock(policy, self.drafters, config)
         races = args.assistant_strategy == "best_of_n"
-        control = make_control(self.drafters, config, lengths, self._profile, ladder, self._known, races)
+        control = make_control(self.drafters, config, lengths, self._profile, ladder, self._clock, races)
         if isinstance(control, Planner) and self._saved.ledger is not None:
             control.load_state_dict(self._saved.ledger)
-            if self._known is not None:  # a checkpoint may come from another machine
-                self._known.saved = self._known.times.rounds
+            if self._clock is not None:  # a checkpoint may come from another machine
+                self._clock.saved = self._clock.rounds
         self._calibration_seconds += time.perf_counter() - started
         return control
 

@@ -25,7 +25,7 @@ from spec_trl.cli.main import main
 from spec_trl.cli.visits import NotEnoughTime, measure
 from spec_trl.generation.engine.forwards import runner_choice
 from spec_trl.generation.engine.statistics import SpeculationStatistics
-from spec_trl.measuring.machine import profile_key
+from spec_trl.generation.measuring import profile_key
 from spec_trl.user_cache import cache_directory
 from tests.cli.sample_run import make_profile
 

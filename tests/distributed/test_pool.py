@@ -14,12 +14,12 @@ from spec_trl import SpeculativeOutput
 from spec_trl.distributed import pool as pool_module
 from spec_trl.distributed.moved_rows import Sending
 from spec_trl.distributed.pool import SharedPool
+from spec_trl.distributed.shared_work import MoveCosts, longest_first
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.generation.engine.rows import Request, RequestQueue
-from spec_trl.generation.planner.shared_work import MoveCosts, longest_first
 from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.papers.specactor.decoupled.pipe import DraftThread
 from tests.conftest import TRANSFORMERS, WIDE, add_noise

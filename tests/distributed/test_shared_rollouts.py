@@ -7,7 +7,7 @@ import pytest
 
 from spec_trl.distributed import shared_rollouts
 from spec_trl.distributed.shared_rollouts import Sampled, SharedRollouts
-from spec_trl.generation.planner.shared_work import ExpectedLengths
+from spec_trl.distributed.shared_work import ExpectedLengths
 
 
 T = TypeVar("T")

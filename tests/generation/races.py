@@ -11,8 +11,9 @@ import torch
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.sampling.accept import Proposal
 from spec_trl.generation.engine.sampling.noise import RoundNoise
+from spec_trl.generation.planner.acceptance import Drafts
+from spec_trl.generation.planner.clock import Clock
 from spec_trl.generation.planner.control import Candidate, Chain, Control, Tally
-from spec_trl.generation.planner.ledger import Drafts, Times
 from spec_trl.generation.planner.planner import Planner
 from tests.generation.calls import pad_left, random_rows
 
@@ -86,8 +87,8 @@ class Planned(Plans):
         names = [candidate.name for candidate in self.candidates]
         for candidate, drafter in zip(self.candidates, drafters, strict=True):
             candidate.is_network = drafter.has_probabilities
-        ledger = Times(0.5), Drafts(names, [not candidate.is_network for candidate in self.candidates])
-        self.planner = Planner(self.candidates, (2, 5), self._predict, *ledger, clock=lambda: 0.0)
+        drafts = Drafts(names, [not candidate.is_network for candidate in self.candidates])
+        self.planner = Planner(self.candidates, (2, 5), Clock(self._predict, 0.5), drafts, now=lambda: 0.0)
 
     def _predict(self, lengths: Mapping[str, int], *_: float) -> float:
         return self._chance.uniform(0.5, 2.0) / max(len(lengths), 1)  # rounds of two drafters are not rare

@@ -6,10 +6,9 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from spec_trl import release
-from spec_trl.generation import strategies
+from spec_trl.generation import measuring, strategies
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.planner.ledger import ForwardSeconds, ProbedRounds
-from spec_trl.measuring import known_rounds
+from spec_trl.generation.planner.clock import ForwardSeconds, ProbedRounds
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, generate, outputs
 from tests.generation.conftest import Make
@@ -39,7 +38,7 @@ def test_races_keep_the_tokens_and_the_budget(
 ) -> None:  # fmt: skip
     """Where every round takes as long. Rounds in which several drafted verify no more than the budget."""
     level = ForwardSeconds([1, 64], [1.0, 1.0])
-    monkeypatch.setattr(known_rounds, "probe", lambda *_: ProbedRounds(level, {}))
+    monkeypatch.setattr(measuring, "probe", lambda *_: ProbedRounds(level, {}))
     release(tiny)
     config = merged({"specactor": {"budget": 400}, "draft_length": 2}, config)
     options = {"max_new_tokens": 60} | options

@@ -3,7 +3,6 @@ default one learns."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +15,13 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.forwards.model_costs import model_constants
 from spec_trl.generation.planner.admission import PlainRounds
+from spec_trl.generation.planner.clock import Clock as RoundsClock
+from spec_trl.generation.planner.clock import ForwardSeconds, ProbedRounds
 from spec_trl.generation.planner.control import AlwaysSpeculate, Chain, Control, NeverSpeculate
-from spec_trl.generation.planner.ledger import ForwardSeconds, ProbedRounds, Times
 from spec_trl.generation.planner.model_constants import ModelConstants, ProfileKey
 from spec_trl.generation.planner.planner import Planner
 from spec_trl.generation.session import Session
 from spec_trl.generation.strategies import control_for, make_control
-from spec_trl.measuring.known_rounds import KnownRounds
 from spec_trl.papers.efficient_rollout import profile_cache
 from spec_trl.papers.efficient_rollout.profile import Profile, roofline_of
 from spec_trl.papers.efficient_rollout.roofline import Coefficients, Roofline
@@ -93,8 +92,8 @@ LENGTHS = (2, 4)
 def controlled(drafters: list[Drafter], config: SpeculativeConfig | None = None, **sources: Any) -> Control:
     """The control of `drafters`; rounds that are only probed take a second."""
     probed = ProbedRounds(ForwardSeconds([1, 64], [1.0, 1.0]), {drafter.strategy: FREE for drafter in drafters})
-    known = KnownRounds(Path("nowhere"), probed, Times(0.5), 0)
-    return make_control(drafters, config or SpeculativeConfig(), LENGTHS, known=known, **sources)
+    clock = RoundsClock(probed, 0.5)
+    return make_control(drafters, config or SpeculativeConfig(), LENGTHS, clock=clock, **sources)
 
 
 def test_controls_by_configuration(four: list[Drafter]) -> None:
@@ -253,7 +252,7 @@ def test_a_planner_keeps_what_it_learned(
     taken.clear()  # of "none"
     for _ in range(3):
         assert outputs(generate(model, TWO, strategy, config, max_new_tokens=60)) == expected
-        rounds.append(taken[-1].times.rounds)
+        rounds.append(taken[-1].clock.rounds)
     (planner,) = taken
     assert rounds == sorted(set(rounds))
     assert isinstance(planner, Planner)

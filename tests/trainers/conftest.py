@@ -13,9 +13,9 @@ import pytest
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import rollout
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.measuring import profile_key
 from spec_trl.generation.options import SpeculativeConfig
 from spec_trl.generation.planner.model_constants import ModelConstants
-from spec_trl.measuring.machine import profile_key
 from spec_trl.papers.efficient_rollout import profile_cache as profiles_module
 from spec_trl.papers.efficient_rollout.profile import Profile
 from spec_trl.papers.efficient_rollout.roofline import Coefficients, Roofline

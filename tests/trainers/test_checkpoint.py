@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from spec_trl.generation.drafters.history import HistoryDrafter
-from spec_trl.generation.planner.ledger import CELL_ERROR, VERSION, Drafts, Times
+from spec_trl.generation.planner.acceptance import Drafts
+from spec_trl.generation.planner.clock import VERSION, Clock
 from spec_trl.trainers.checkpoint import STATE_FILE, DraftLengthState, RankState, RolloutState, find_checkpoint
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.harness import Run, tiny_dataset, train
 
 
 STATE = RolloutState({"train": 3, "eval": 1}, {"self": DraftLengthState(7, 5.5, [5.25, 5.5])})
-LEDGER = json.loads(json.dumps({"times": Times(CELL_ERROR).state_dict(), **Drafts(["self"], [False]).state_dict()}))
+TIMES = Clock(lambda *_: 1.0).state_dict()
+LEDGER = json.loads(json.dumps({"times": TIMES, **Drafts(["self"], [False]).state_dict()}))
 
 
 def history() -> dict[str, Any]:

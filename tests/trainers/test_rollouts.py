@@ -96,7 +96,7 @@ def test_options_of_adaptation_and_races(tmp_path: Path, monkeypatch: pytest.Mon
     make = Planner.__init__
 
     def watch(planner: Planner, *args: Any) -> None:
-        given.append((args[1], *args[5:]))
+        given.append((args[1], *args[4:]))
         make(planner, *args)
 
     monkeypatch.setattr(Planner, "__init__", watch)

@@ -250,7 +250,7 @@ def test_a_resumed_planner_knows_the_rounds_and_the_acceptance_of_before(tmp_pat
     saved["times"]["covariance"][0][0] += 1.0  # it may be another machine, whose level is unknown
     assert resumed == saved
     ours = rest.calls[0].control
-    assert isinstance(ours, Planner) and ours.times.rounds > saved["times"]["rounds"] > 0
+    assert isinstance(ours, Planner) and ours.clock.rounds > saved["times"]["rounds"] > 0
     (heard,) = (ours.drafts.methods[which] for which in ours.compared_lookups)
     assert any(ours.drafts.state_dict()["methods"][heard])
     assert whole.completions[1:] == rest.completions

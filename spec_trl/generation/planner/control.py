@@ -5,17 +5,14 @@ toggle of `papers/efficient_rollout` predicts by a roofline.
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from ...papers import load
 from .admission import PlainRounds
 
 
 NO_METHOD = "none"  # plain decoding, where methods are named
-RoundSeconds: TypeAlias = Callable[[Mapping[str, int], int, int, float], float]
-"""Predicted seconds of a round: by γ of each drafter, most draft tokens of a row, rows, and their mean length."""
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,10 @@ from ...generation.engine.sampling.accept import Proposal
 from ...generation.engine.sampling.noise import RoundNoise
 from ...generation.engine.sampling.processors import LogitsPipeline
 from ...generation.engine.sampling.stopping import Stopping
+from ...generation.measuring import NO_KERNEL, effective_dtype, profile_key
 from ...generation.options import SpeculativeConfig
 from ...generation.planner.control import Chain, NeverSpeculate
 from ...generation.session import Session
-from ...measuring.machine import NO_KERNEL, effective_dtype, profile_key
 from ...quantization.source_weight import SourceSpec, inspect_projection, is_projection
 from .fit import GemmMeasurement, effective_flops, fit
 from .profile import Profile

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from ...generation.measuring import NO_KERNEL, profile_key
 from ...generation.options import SpeculativeConfig
 from ...generation.planner.model_constants import ProfileKey
-from ...measuring.machine import NO_KERNEL, profile_key
 from ...user_cache import cache_directory, read_cached, save_cached
 from .calibration import calibrate
 from .profile import Profile, ProfileMismatch

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from ...generation.planner.admission import PlainRounds
+from ...generation.planner.clock import RoundSeconds
 from ...generation.planner.control import (
     FAILED,
     Candidate,
     Chain,
     Control,
     Explanation,
-    RoundSeconds,
     Tally,
     decision,
     promise,

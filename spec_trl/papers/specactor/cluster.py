@@ -7,7 +7,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from ...generation.planner.shared_work import AffineSeconds
+from ...generation.planner.clock import AffineSeconds
 from ...value_checks import require_field
 
 

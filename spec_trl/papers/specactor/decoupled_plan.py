@@ -10,7 +10,7 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from ...generation.planner.acceptance import MAX_DRAFT_LENGTH
-from ...generation.planner.shared_work import AffineSeconds
+from ...generation.planner.clock import AffineSeconds
 from .token_speed import (
     DraftSeconds,
     VerifySeconds,

@@ -19,12 +19,11 @@ from ...generation.engine.requirements import position_limit
 from ...generation.engine.rollout import Rollout
 from ...generation.engine.sampling.accept import Proposal
 from ...generation.engine.sampling.noise import Draw, RoundNoise
+from ...generation.measuring import ladder_folder, profile_key
 from ...generation.options import SpeculativeConfig
 from ...generation.planner.control import Chain
 from ...generation.planner.model_constants import ProfileKey
 from ...generation.session import Session
-from ...measuring.known_rounds import ladder_folder
-from ...measuring.machine import profile_key
 from ...user_cache import read_cached, save_cached
 from ..efficient_rollout.calibration import RoundBench, bar_text, warm_up_rounds
 from ..test_time_speculation.distilled_drafter import DistilledDrafter

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from ...generation.planner.shared_work import AffineSeconds, fit_affine
+from ...generation.planner.clock import AffineSeconds, fit_affine
 from ..efficient_rollout.profile import Profile, roofline_of
 from ..efficient_rollout.roofline import Roofline
 from .decoupled_plan import ExecutionPlan, Mode, SpeedModel, best_window, plan_of_machine

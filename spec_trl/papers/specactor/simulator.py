@@ -15,7 +15,7 @@ from functools import partial
 from statistics import fmean
 from typing import Literal
 
-from ...generation.planner.shared_work import AffineSeconds
+from ...generation.planner.clock import AffineSeconds
 from .assignment import greedy_assignments
 from .cluster import Cluster, DrafterModel
 from .decoupled_plan import ExecutionPlan, Mode, best_window, execution_plan, group_batch

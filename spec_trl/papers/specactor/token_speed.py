@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from ...generation.planner.acceptance import expected_block_efficiency
-from ...generation.planner.shared_work import AffineSeconds
+from ...generation.planner.clock import AffineSeconds
 
 
 DraftSeconds: TypeAlias = Callable[[int], AffineSeconds]

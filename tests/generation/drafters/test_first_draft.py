@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import spec_trl
+from spec_trl.generation import measuring
 from spec_trl.generation.engine.rollout import Rollout
-from spec_trl.generation.planner.ledger import ForwardSeconds, ProbedRounds
+from spec_trl.generation.planner.clock import ForwardSeconds, ProbedRounds
 from spec_trl.generation.planner.planner import Planner
 from spec_trl.generation.session import Session
-from spec_trl.measuring import known_rounds
 from spec_trl.quantization import kernels, quantized_copy
 from spec_trl.quantization.kernels import LayerSpec, PackedWeight, kernel_times
 from spec_trl.quantization.kernels.kernel_times import ROWS, KernelTable
@@ -71,8 +71,8 @@ def times(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Times:
     monkeypatch.setattr(kernels, "FAST_KERNELS", (on_gpu("other"), on_gpu("triton")))
     monkeypatch.setattr(Rollout, "admit", noted)
     # Drafts of the copy are predicted to pay: the planner tries them when the budget covers that.
-    monkeypatch.setattr(known_rounds, "probe", lambda *_: ProbedRounds(target, {"self": target.times(0.05)}))
-    monkeypatch.setattr(Planner, "__init__", partialmethod(Planner.__init__, clock=lambda: 0.0))  # it plans each round
+    monkeypatch.setattr(measuring, "probe", lambda *_: ProbedRounds(target, {"self": target.scaled(0.05)}))
+    monkeypatch.setattr(Planner, "__init__", partialmethod(Planner.__init__, now=lambda: 0.0))  # it plans each round
     for name, value in dict(
         tables={}, failed_kernels=set(), hardware_name=lambda device: "GPU", measure=times.measure
     ).items():

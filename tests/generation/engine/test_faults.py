@@ -12,8 +12,9 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.guarded_drafters import GuardedDrafters
 from spec_trl.generation.engine.sampling.accept import Proposal
 from spec_trl.generation.engine.sampling.noise import RoundNoise
+from spec_trl.generation.planner.acceptance import Drafts
+from spec_trl.generation.planner.clock import Clock
 from spec_trl.generation.planner.control import Candidate
-from spec_trl.generation.planner.ledger import Drafts, Times
 from spec_trl.generation.planner.planner import Planner
 from spec_trl.papers.efficient_rollout.toggle import RooflineToggle
 from tests.conftest import tiny_llama
@@ -86,8 +87,8 @@ def test_a_planner_goes_on_without_who_fails(action: str, tiny, expected, monkey
     monkeypatch.setattr(drafter, action, fail)
     seconds = iter(range(10**6))  # a plan seems to take long to make
     control = Planner(
-        [Candidate("custom", 2, 2.0, 100)], [2], lambda lengths, *_: 0.5 if lengths else 1.0, Times(0.2),
-        Drafts(["custom"], [False]), clock=lambda: float(next(seconds)),
+        [Candidate("custom", 2, 2.0, 100)], [2], Clock(lambda lengths, *_: 0.5 if lengths else 1.0, 0.2),
+        Drafts(["custom"], [False]), now=lambda: float(next(seconds)),
     )  # fmt: skip
     control.budget = 1.0
     with pytest.warns(UserWarning, match="Knowing failed.*same tokens.*ZeroDivisionError"):

@@ -10,10 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spec_trl.generation.planner.acceptance import FADE, Drafts
 from spec_trl.generation.planner.admission import PlainRounds
+from spec_trl.generation.planner.clock import Clock
 from spec_trl.generation.planner.control import Candidate, Chain
-from spec_trl.generation.planner.ledger import FADE, Drafts, Kind, Times
+from spec_trl.generation.planner.plan import PLAIN, Plan
 from spec_trl.generation.planner.planner import CARRIED_BUDGET, MAX_BUDGET, ROUND_BUDGET, SHARE, Planner
+
+
+SELF = Plan(("self",), (5,))
 
 
 def flat(cycle: float) -> Callable[[Mapping[str, int], int, int, float], float]:
@@ -25,12 +30,18 @@ def planner(cycle: float, names: tuple[str, ...] = ("self",), **options: Any) ->
     networks = [name != "ngram" for name in names]
     candidates = [Candidate(name, 5, 1.0, 64, own) for name, own in zip(names, networks, strict=True)]
     drafts = Drafts(names, [not own for own in networks])
-    return Planner(candidates, [5], flat(cycle), Times(0.2), drafts, **({"clock": lambda: 0.0} | options))
+    return Planner(candidates, [5], Clock(flat(cycle), 0.2), drafts, **({"now": lambda: 0.0} | options))
+
+
+def as_predicted(control: Planner, rows: int, *plans: Plan) -> None:
+    """A round of each plan took what is predicted."""
+    for plan in plans:
+        control.clock.observe(plan, rows, control.clock.predicted(plan)[rows - 1])
 
 
 def may_try(control: Planner) -> None:
     """An autoregressive round was measured, and the account is full."""
-    control.times.observe(Kind((), (0,), 1), 0.0)
+    as_predicted(control, 1, PLAIN)
     control.budget = MAX_BUDGET
 
 
@@ -103,8 +114,7 @@ def test_with_all_known_it_is_the_papers_rule(cycle: float) -> None:
     control = planner(cycle)
     control.begin(1, ["a", "others"])
     for _ in range(200):
-        control.times.observe(Kind(("self",), (5, 0), 1), 0.0, shares=[1 - 1 / cycle])
-        control.times.observe(Kind((), (0,), 1), 0.0)
+        as_predicted(control, 1, SELF, PLAIN)
     for accepted, drafts in enumerate([300, 210, 147, 103, 72, 168]):  # each token is right with 0.7
         tried = np.array([[min(accepted + 1, 5)]])
         for _ in range(drafts):
@@ -120,8 +130,7 @@ def test_rows_that_copy_take_the_lookup_and_others_the_network() -> None:
     for _ in range(50):
         control.drafts.record(1, np.arange(4), np.array([[5, 5, 0, 0]]), np.array([[5, 5, 1, 1]]))
         control.drafts.record(0, np.arange(4), np.array([[2, 2, 2, 2]]), np.array([[3, 3, 3, 3]]))
-        for kind in (Kind(("self",), (5, 0), 3), Kind(("self", "ngram"), (5, 5, 0), 3), Kind((), (0,), 3)):
-            control.times.observe(kind, 0.0)
+        as_predicted(control, 4, SELF, Plan(("self", "ngram"), (5, 5)), PLAIN)
     assert set(control.plan(range(4), 100.0, 0)) == {Chain(0, 5, (2, 3)), Chain(1, 5, (0, 1))}
 
 
@@ -133,8 +142,8 @@ def test_races_keep_to_their_budget(budget: int | None, races: bool) -> None:
     for _ in range(50):
         for which in (0, 1):
             control.drafts.record(which, np.zeros(1, int), np.array([[2]]), np.array([[3]]))
-        for kind in (Kind(("self",), (5, 0), 1), Kind(("self", "ngram"), (5, 5, 1), 1), Kind((), (0,), 1)):
-            control.times.observe(kind, 0.0)
+        lookup, race = Plan(("ngram",), (5,)), Plan(("self", "ngram"), (5, 5), races=True)
+        as_predicted(control, 1, SELF, lookup, race, PLAIN)
     assert (len(control.plan([0], 100.0, 0)) == 2) == races  # 11 tokens of one row; more rows are of no use here
 
 
@@ -144,8 +153,7 @@ def test_in_step_rows_gain_what_all_accept(in_step: bool) -> None:
     control.in_step = in_step
     control.begin(2, ["a", "b"])
     for _ in range(200):
-        control.times.observe(Kind(("self",), (5, 0), 2), 0.0, shares=[1 - 1 / 2.2])
-        control.times.observe(Kind((), (0,), 2), 0.0)
+        as_predicted(control, 2, SELF, PLAIN)
         control.drafts.record(0, np.arange(2), np.array([[2, 2]]), np.array([[3, 3]]))
     assert bool(control.plan([0, 1], 100.0, 0)) != in_step
     if not in_step:
@@ -187,7 +195,7 @@ def test_rounds_of_no_kind_teach_nothing() -> None:
     control.begin(1, ["a"])
     control.plan([0], 100.0, 0)
     control.record(0, 50.0, 1, is_typical=False)
-    assert control.times.rounds == 0
+    assert control.clock.rounds == 0
 
 
 def test_seconds_of_plain_decoding_follow_the_level() -> None:
@@ -197,38 +205,45 @@ def test_seconds_of_plain_decoding_follow_the_level() -> None:
     assert control.plain_seconds([PlainRounds(10, 1, 100.0)]) == pytest.approx(30.0, rel=0.05)
 
 
-# ---- the ledger -----------------------------------------------------------------------------------------------------
+# ---- what rounds took -----------------------------------------------------------------------------------------------
 
 
-PLAIN, SELF, MODEL = Kind((), (0,), 1), Kind(("self",), (5, 0), 1), Kind(("model",), (5, 0), 1)
+def one_row() -> Clock:
+    """Rounds are predicted to take a second, and drafts nearly all of a round."""
+    return Clock(lambda lengths, *_: 1e9 if lengths else 1.0, 0.2)
 
 
-def offset(times: Times, kind: Kind) -> tuple[float, float]:
-    mean, variance = times.offsets(times.terms([kind], PLAIN))
+def observe(times: Clock, plan: Plan, *log_ratios: float) -> None:
+    """Rounds by log(measured / predicted)."""
+    times.observe(plan, 1, *(times.predicted(plan)[0] * math.exp(ratio) for ratio in log_ratios))
+
+
+def offset(times: Clock, plan: Plan) -> tuple[float, float]:
+    mean, variance = times.offsets(times.compare([plan], 1))
     return float(mean[0]), float(variance[0])
 
 
 def test_what_all_rounds_share_is_the_level() -> None:
-    times = Times(0.2)
+    times = one_row()
     for number in range(60):
-        times.observe((PLAIN, SELF)[number % 2], math.log(3.0) + (0.3 if number % 2 else 0.0))
+        observe(times, (PLAIN, SELF)[number % 2], math.log(3.0) + (0.3 if number % 2 else 0.0))
     assert offset(times, SELF)[0] == pytest.approx(0.3, abs=0.03)
     before = offset(times, SELF)[0]
     for _ in range(10):  # the machine becomes twice as slow while it drafts
-        times.observe(SELF, math.log(6.0) + 0.3)
+        observe(times, SELF, math.log(6.0) + 0.3)
     assert offset(times, SELF)[0] == pytest.approx(before, abs=0.05)
-    assert times.seconds(PLAIN, 1.0) == pytest.approx(6.0, rel=0.1)
+    assert times.seconds(PLAIN, 1) == pytest.approx(6.0, rel=0.1)
 
 
 def test_a_ledger_goes_on_from_a_checkpoint() -> None:
-    times, drafts = Times(0.2), Drafts(["self", "ngram"], [False, True])
+    times, drafts = one_row(), Drafts(["self", "ngram"], [False, True])
     drafts.begin(["a", "b"])
     for _ in range(20):
-        times.observe(SELF, 0.4)
-        times.observe(PLAIN, 0.1)
+        observe(times, SELF, 0.4)
+        observe(times, PLAIN, 0.1)
         drafts.record(0, np.arange(2), np.array([[3, 1]]), np.array([[4, 2]]))
     drafts.end_rollout()
-    again, others = Times(0.2), Drafts(["ngram", "self"], [True, False])
+    again, others = one_row(), Drafts(["ngram", "self"], [True, False])
     again.load_state_dict(json.loads(json.dumps(times.state_dict())))
     others.load_state_dict(json.loads(json.dumps(drafts.state_dict())))
     assert offset(again, SELF) == pytest.approx(offset(times, SELF))
@@ -270,25 +285,25 @@ def ticking(seconds: float) -> Callable[[], float]:
 
 
 def test_a_plan_is_kept_until_planning_is_a_small_share_of_the_time() -> None:
-    control = planner(40.0, clock=ticking(0.001))  # it cannot pay, were it six times as fast
+    control = planner(40.0, now=ticking(0.001))  # it cannot pay, were it six times as fast
     control.begin(2, ["a", "b"])
     made = []
     for _ in range(300):
-        before = control.times.rounds
+        before = control.clock.rounds
         assert control.plan([0, 1], 100.0, 0) == ()
-        made.append(control.times.rounds - before)  # rounds that the ledger is told of
+        made.append(control.clock.rounds - before)  # rounds that the ledger is told of
         control.record(0, 0.01, 2)
     plans = [rounds for rounds in made if rounds]
     assert len(plans) == pytest.approx(300 * 0.01 / (0.001 / SHARE), rel=0.2) and min(plans) > 5
     control.plan([0, 1], 100.0, 0)
     control.record(0, 0.01, 2)
-    told = control.times.rounds
+    told = control.clock.rounds
     control.plan([1], 100.0, 0)  # a row has ended
-    assert control.times.rounds > told
+    assert control.clock.rounds > told
 
 
 def test_a_plan_that_loses_is_thought_over_at_once() -> None:
-    control = planner(1.0, clock=ticking(1.0))
+    control = planner(1.0, now=ticking(1.0))
     control.begin(1, ["a"])
     may_try(control)
     assert control.plan([0], 100.0, 0)
@@ -296,12 +311,12 @@ def test_a_plan_that_loses_is_thought_over_at_once() -> None:
         control.record_rows([0], {0: [tokens - 1]}, {0: [5]})
         control.record(5, seconds, tokens)
         control.plan([0], 100.0, 0)
-        assert control.times.rounds == 1 + rounds
+        assert control.clock.rounds == 1 + rounds
 
 
 @pytest.mark.parametrize("in_the_round", [True, False])
 def test_a_drafter_that_fails_while_its_plan_is_kept(in_the_round: bool) -> None:
-    control = planner(0.5, clock=ticking(1.0))
+    control = planner(0.5, now=ticking(1.0))
     control.begin(2, ["a", "b"])
     may_try(control)
     for rounds in range(3):
@@ -317,7 +332,7 @@ def test_a_drafter_that_fails_while_its_plan_is_kept(in_the_round: bool) -> None
     control.record(0, 1.0, 2)
     assert control.tallies[0].rounds == 2 and control.drafts.survivals(np.array([0]), 1).item() > 0.6
     control.finish()
-    assert control.times.rounds == 1 + 3
+    assert control.clock.rounds == 1 + 3
 
 
 def test_a_debt_is_bounded() -> None:
@@ -332,26 +347,24 @@ def test_a_debt_is_bounded() -> None:
 
 
 def test_rounds_that_are_told_together_count_like_single_ones() -> None:
-    kind, other = Kind((), (0,), 1), Kind(("self",), (5, 0), 1)
-    single, together = Times(0.2), Times(0.2)
+    single, together = one_row(), one_row()
     for _ in range(2):
-        for own, values in ((kind, (0.3, 0.5, 0.4, 0.45, 0.35)), (other, (0.1, 0.2, 0.15, 0.12, 0.18))):
-            together.observe(own, *values)
+        for own, values in ((PLAIN, (0.3, 0.5, 0.4, 0.45, 0.35)), (SELF, (0.1, 0.2, 0.15, 0.12, 0.18))):
+            observe(together, own, *values)
             for value in values:
-                single.observe(own, value)
+                observe(single, own, value)
     assert single.rounds == together.rounds == 20
-    for own, true in ((kind, 0.4), (other, 0.15)):
-        assert together.seconds(own, 1.0) == pytest.approx(math.exp(true), rel=0.03)
-    (_, variance), (_, expected) = (times.offsets(times.terms([other], kind)) for times in (together, single))
+    for own, true in ((PLAIN, 0.4), (SELF, 0.15)):
+        assert together.seconds(own, 1) == pytest.approx(together.predicted(own)[0] * math.exp(true), rel=0.03)
+    (_, variance), (_, expected) = (offset(times, SELF) for times in (together, single))
     assert variance == pytest.approx(expected, rel=0.5)
 
 
 def test_noise_is_read_off_rounds_that_are_told_together() -> None:
     """Else it seems small where many rounds are averaged, and then a single one seems a jump of the machine."""
-    chance, times = random.Random(0), Times(0.2)
-    plain = Kind((), (0,), 1)
+    chance, times = random.Random(0), one_row()
     for _ in range(30):
-        times.observe(plain, *(chance.gauss(0, 0.2) for _ in range(20)))
-    before = times.seconds(plain, 1.0)
-    times.observe(plain, 0.4)
-    assert times.seconds(plain, 1.0) == pytest.approx(before, rel=0.1)
+        observe(times, PLAIN, *(chance.gauss(0, 0.2) for _ in range(20)))
+    before = times.seconds(PLAIN, 1)
+    observe(times, PLAIN, 0.4)
+    assert times.seconds(PLAIN, 1) == pytest.approx(before, rel=0.1)

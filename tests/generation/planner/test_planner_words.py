@@ -1,12 +1,15 @@
 """What the planner says of a rollout, which method it gives to a worker that helps, and rounds by a roofline."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 import pytest
 
+from spec_trl.generation.planner.acceptance import Drafts
+from spec_trl.generation.planner.clock import Clock
 from spec_trl.generation.planner.control import Candidate, Explanation, NeverSpeculate
-from spec_trl.generation.planner.ledger import Drafts, Kind, Times
+from spec_trl.generation.planner.plan import PLAIN, Plan
 from spec_trl.generation.planner.planner import Planner
 from spec_trl.papers.efficient_rollout.profile import RooflineRounds
 from tests.papers.efficient_rollout.test_toggle import A100
@@ -22,13 +25,13 @@ def seconds(lengths: Mapping[str, int], width: int, batch: int, length: float) -
 def planner(*names: str, race: bool = True, most: int = 64) -> Planner:
     candidates = [Candidate(name, 5, 1.0, most, name != "ngram") for name in names]
     drafts = Drafts(names, [name == "ngram" for name in names])
-    return Planner(candidates, [5], seconds, Times(0.2), drafts, race=race, clock=lambda: 0.0)
+    return Planner(candidates, [5], Clock(seconds, 0.2), drafts, race=race, now=lambda: 0.0)
 
 
-def known(control: Planner, *kinds: Kind) -> None:
-    """Rounds of these kinds took what is predicted."""
-    for kind in (Kind((), (0,), 1), *kinds):
-        control.times.observe(kind, 0.0, shares=[0.3] * len(kind.methods))
+def known(control: Planner, rows: int, *names: str) -> None:
+    """Rounds took what is predicted: one of a row without drafts, and of `rows` rows one of each drafter."""
+    for count, plan in ((1, PLAIN), *((rows, Plan((name,), (5,))) for name in names)):
+        control.clock.observe(plan, count, control.clock.predicted(plan)[count - 1])
 
 
 def accept(control: Planner, which: int, accepted: list[int], drafts: int = 30) -> None:
@@ -44,7 +47,7 @@ def accept(control: Planner, which: int, accepted: list[int], drafts: int = 30) 
 def test_where_nothing_was_drafted_the_best_promise_is_said() -> None:
     control = planner("model", "self")
     control.begin(2, ["a", "b"])
-    known(control, Kind(("model",), (5, 0), 2), Kind(("self",), (5, 0), 2))
+    known(control, 2, "model", "self")
     for which in (0, 1):
         accept(control, which, [0, 0])
     assert not control.plan([0, 1], 100.0, 0)
@@ -68,7 +71,7 @@ def test_what_was_never_tried_says_when_it_will_be(
     """Below the margin; the account holds too little yet; it will never hold what the trial is predicted to cost."""
     monkeypatch.setitem(DRAFTING, "self", dear)
     candidate, drafts = Candidate("self", 5, 1.0, 64), Drafts(["self"], [False])
-    control = Planner([candidate], [5], seconds, Times(0.2), drafts, margin, clock=lambda: 0.0)
+    control = Planner([candidate], [5], Clock(seconds, 0.2), drafts, margin, now=lambda: 0.0)
     control.begin(1, ["a"])
     accept(control, 0, [1], drafts=1 if dear == 10 else 30)  # two tokens in each round
     assert not control.plan([0], 100.0, 0)
@@ -79,7 +82,7 @@ def test_what_is_uncertain_waits_for_the_account() -> None:
     """A method that was measured, but not for long, at a new size of the batch: its worst case is not covered."""
     control = planner("self")
     control.begin(8, ["a"] * 8)
-    known(control, Kind(("self",), (5, 0), 1))
+    known(control, 1, "self")
     accept(control, 0, [1] * 8, drafts=1)
     control.budget = -1.0
     assert not control.plan(range(8), 100.0, 0)
@@ -95,7 +98,7 @@ def test_a_draft_of_endless_seconds_is_explained(
     monkeypatch.setitem(DRAFTING, "self", draft)
     control = planner("self")
     control.begin(1, ["a"])
-    known(control, *[Kind(("self",), (5, 0), 1)] * is_tried)
+    known(control, 1, *["self"] * is_tried)
     accept(control, 0, [5])
     with np.errstate(all="ignore"):
         assert not control.plan([0], 100.0, 0)
@@ -118,9 +121,9 @@ def test_nothing_promises_more_than_its_tokens() -> None:
     control.begin(1, ["a"])
     accept(control, 0, [5])
     for _ in range(50):
-        control.times.observe(Kind((), (0,), 1), 0.0)
+        control.clock.observe(PLAIN, 1, 1.0)
     for _ in range(50):
-        control.times.observe(Kind(("self",), (5, 0), 1), -2.0)
+        control.clock.observe(Plan(("self",), (5,)), 1, seconds({"self": 5}, 5, 1, 9.0) * math.exp(-2.0))
     control.plan([0], 100.0, 0)
     promised = control.explain().predicted_speedup
     assert promised is not None and 5.0 < promised <= 6.0
@@ -129,7 +132,7 @@ def test_nothing_promises_more_than_its_tokens() -> None:
 def test_the_newest_draft_is_said() -> None:
     control = planner("self", "ngram", race=False)
     control.begin(1, ["a"])
-    known(control, Kind(("self",), (5, 0), 1))
+    known(control, 1, "self")
     control.budget = 8.0
     accept(control, 0, [4])
     accept(control, 1, [0])
@@ -154,7 +157,7 @@ def racing() -> Planner:
     """Drafts by the copy; request 1 is its slowest. Lookups gain most of all methods, and the small LM least."""
     control = planner("model", "self", "ngram")
     control.begin(2, ["a", "b"])
-    known(control, *(Kind((name,), (5, 0), 2) for name in ("model", "self", "ngram")))
+    known(control, 2, "model", "self", "ngram")
     control.budget = 8.0
     for which in (0, 2):
         accept(control, which, [4, 4])

@@ -8,8 +8,10 @@ import pytest
 
 from benchmarks.control_regret import Summary, long_world, planner, run
 from benchmarks.control_worlds import CELLS, PROBES, REGIMES, Bounds, Cell, Clock, World, decode, noise_named
+from spec_trl.generation.planner import clock as clocks
+from spec_trl.generation.planner.acceptance import Drafts
+from spec_trl.generation.planner.clock import ForwardSeconds, ProbedRounds
 from spec_trl.generation.planner.control import Candidate
-from spec_trl.generation.planner.ledger import Drafts, ForwardSeconds, ProbedRounds, Times
 from spec_trl.generation.planner.planner import MAX_BUDGET, ROUND_BUDGET, Planner
 
 
@@ -72,7 +74,7 @@ def test_drafts_that_are_dearer_or_cheaper_than_predicted_are_found_out(batch: i
         world.wrong = PROBES[wrong]
         control = planner(world, Clock())
         played = [decode(control, world, number, noise_named("5%", 1)) for number in range(len(world.rollouts))]
-        assert control.times.tried == {method}
+        assert control.clock.tried == {method}
         plain_until = next(number for number, own in enumerate(played) if own.drafted)
         assert sum(own.rounds for own in played[:plain_until]) <= MAX_BUDGET / ROUND_BUDGET
         found.append(sum(own.seconds for own in played) / sum(bounds.oracle))
@@ -102,7 +104,7 @@ def _milliseconds(rows: int, seed: int, probed: float = 0.0, length: int = 0) ->
     flat = [ForwardSeconds((1, 64), (value, value)) for value in (7.8, probed)]
     rounds = ProbedRounds(flat[0], {"self": flat[1]})
     candidate, drafts = Candidate("self", 10, 1.0, 64), Drafts(["self"], [False])
-    control = Planner([candidate], [2, 5, 10], rounds, Times(0.3), drafts, clock=lambda: 0.0)
+    control = Planner([candidate], [2, 5, 10], clocks.Clock(rounds, 0.3), drafts, now=lambda: 0.0)
     control.begin(rows, [str(row) for row in range(rows)])
     while active := [row for row in range(rows) if done[row] < tokens]:
         plan = () if length else control.plan(active, 100.0 + max(done), 0)

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from spec_trl import SpeculativeConfig
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.rollout import Rollout
-from spec_trl.measuring.machine import profile_key
+from spec_trl.generation.measuring import profile_key
 from spec_trl.papers.efficient_rollout import calibration
 from spec_trl.papers.efficient_rollout.calibration import calibrate, sweep
 from spec_trl.papers.efficient_rollout.fit import Diagnostics, SignAccuracy, evaluate

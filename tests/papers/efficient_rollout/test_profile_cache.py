@@ -9,8 +9,8 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig
+from spec_trl.generation import measuring
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.measuring import machine
 from spec_trl.papers.efficient_rollout import profile_cache
 from spec_trl.papers.efficient_rollout.calibration import calibrate
 from spec_trl.papers.efficient_rollout.profile import Profile, ProfileMismatch
@@ -84,7 +84,7 @@ def test_calibration_that_fails_does_not_end_a_run(find: Find, monkeypatch: pyte
 def test_without_a_kernel_only_measuring_tells(
     find: Find, policy: LlamaForCausalLM, calibrations: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "find_kernel", lambda *_: "nothing for this machine")
+    monkeypatch.setattr(measuring, "find_kernel", lambda *_: "nothing for this machine")
     assert find() is None and calibrations == []
     with pytest.raises(ValueError, match="draft_kernel='auto' with .* can pack no layer"):
         calibrate(policy)
@@ -95,13 +95,13 @@ def test_a_profile_is_for_the_kernels_that_a_copy_gets(
 ) -> None:
     """On a GPU each other shape that is asked for would be measured, which takes seconds."""
     asked: set[tuple[int, ...]] = set()
-    find = machine.find_kernel
+    find = measuring.find_kernel
     monkeypatch.setattr(
-        machine,
+        measuring,
         "find_kernel",
         lambda name, layer, *more: asked.add((layer.out_features, *layer.siblings)) or find(name, layer, *more),
     )
-    machine.profile_key(policy, SpeculativeConfig())
+    measuring.profile_key(policy, SpeculativeConfig())
     copied = SelfDrafter(policy, lm_head="dense", packs_later=True).quantized.layers.values()
     packed = [weight.layer for layer in copied for weight in layer.packed_weights]
     assert asked == {(layer.out_features, *layer.siblings) for layer in packed} and any(

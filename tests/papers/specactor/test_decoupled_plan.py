@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_trl.generation.planner.acceptance import MAX_DRAFT_LENGTH
-from spec_trl.generation.planner.shared_work import AffineSeconds
+from spec_trl.generation.planner.clock import AffineSeconds
 from spec_trl.papers.specactor.decoupled_plan import best_window, execution_plan, plan_of_machine
 from spec_trl.papers.specactor.token_speed import (
     DraftSeconds,

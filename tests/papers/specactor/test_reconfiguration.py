@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from spec_trl.generation.planner.clock import AffineSeconds
 from spec_trl.generation.planner.model_constants import ModelConstants
-from spec_trl.generation.planner.shared_work import AffineSeconds
 from spec_trl.papers.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.papers.specactor.decoupled_plan import ExecutionPlan
 from spec_trl.papers.specactor.reconfiguration import RequestPlan, RequestPlans, affine_times, reconfigured

@@ -15,8 +15,8 @@ from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.generation.engine.sampling.accept import Proposal
 from spec_trl.generation.engine.sampling.noise import RoundNoise
+from spec_trl.generation.planner.clock import AffineSeconds
 from spec_trl.generation.planner.control import Chain
-from spec_trl.generation.planner.shared_work import AffineSeconds
 from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.papers.specactor.decoupled.pipe import DraftThread
 from spec_trl.papers.specactor.decoupled.worker import Kind

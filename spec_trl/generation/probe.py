@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..generation.drafters.self_copy import SelfDrafter
-from ..generation.engine.cuda.graph_capture import CudaRecorder, Outputs
-from ..generation.engine.drafter import Drafter
-from ..generation.engine.forwards import runner_choice
-from ..generation.engine.forwards.model_costs import model_constants
-from ..generation.engine.forwards.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
-from ..generation.engine.kv.cache import autocast_dtype
-from ..generation.engine.kv.states import cache_for
-from ..generation.engine.network.linear_layers import lend_copies, take_copies_back
-from ..generation.options import SpeculativeConfig
-from ..generation.planner.ledger import ForwardSeconds, ProbedRounds
-from ..generation.session import Session
 from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
 from ..quantization.awq import ActivationAware
 from ..quantization.linear import QuantizedLinear
+from .drafters.self_copy import SelfDrafter
+from .engine.cuda.graph_capture import CudaRecorder, Outputs
+from .engine.drafter import Drafter
+from .engine.forwards import runner_choice
+from .engine.forwards.model_costs import model_constants
+from .engine.forwards.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
+from .engine.kv.cache import autocast_dtype
+from .engine.kv.states import cache_for
+from .engine.network.linear_layers import lend_copies, take_copies_back
+from .options import SpeculativeConfig
+from .planner.clock import ForwardSeconds, ProbedRounds
+from .session import Session
 
 
 TOKENS = (1, 4, 16, 64)  # of the forwards that are timed
@@ -62,7 +62,7 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
                     take_copies_back(student.network)
             elif drafter.cost is not None:
                 share = drafter.cost.weight_bytes / drafter.cost.tokens / model_constants(model).weight_bytes
-                found[drafter.strategy] = target.times(share)
+                found[drafter.strategy] = target.scaled(share)
     return ProbedRounds(target, found)
 
 
@@ -85,7 +85,7 @@ def _captured(runner: EagerRunner, recorder: CudaRecorder | None) -> ForwardSeco
 def _of_products(runner: EagerRunner, model: PreTrainedModel, packs: bool = False) -> ForwardSeconds:
     """Times products, and a forward of one token beyond them. A copy that is not packed yet computes as fast."""
     products = _products(runner.network, model, packs)
-    return products.plus(max(seconds_of(_forward_of(runner, 1), model.device) - products(1), 0.0))
+    return products.scaled(plus=max(seconds_of(_forward_of(runner, 1), model.device) - products(1), 0.0))
 
 
 def _outputs(forward: Callable[[], Tensor]) -> Outputs:

@@ -6,18 +6,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from spec_trl.generation.planner.shared_work import (
-    AffineSeconds,
+from spec_trl.distributed.shared_work import (
     ExpectedLengths,
     MoveCosts,
     dealt,
     dealt_to_holders,
-    fit_affine,
     longest_first,
     measured_send_seconds,
     rows_to_give,
     step_seconds,
 )
+from spec_trl.generation.planner.clock import AffineSeconds, fit_affine
 
 
 def test_expected_lengths_are_those_of_the_newest_rollout() -> None:

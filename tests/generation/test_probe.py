@@ -14,13 +14,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from spec_trl import SpeculativeConfig
+from spec_trl.generation import probe as probing
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.cuda.graph_capture import Outputs, Recording
 from spec_trl.generation.engine.forwards import runner_choice
-from spec_trl.generation.planner.ledger import ForwardSeconds
-from spec_trl.measuring import probe as probing
-from spec_trl.measuring.probe import TOKENS, probe
+from spec_trl.generation.planner.clock import ForwardSeconds
+from spec_trl.generation.probe import TOKENS, probe
 from spec_trl.native import cpu_products
 from spec_trl.native.native_code import compiler
 from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter

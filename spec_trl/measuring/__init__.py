@@ -1,1 +1,0 @@
-"""Times rounds of a model on this machine before the first one."""
