@@ -27,6 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..native.cpu_products import warn_of_slow_dtype
 from ..native.native_code import untraced
+from ..papers import load
 from ..random_state import draw_seed, keeping_generators
 from .engine import requirements
 from .engine.cuda.graph_capture import SMALLEST_COLUMNS
@@ -56,10 +57,10 @@ from .registry import check_use
 from .session import Session
 from .strategies import (
     as_drafters,
+    check_chains,
     check_device,
     check_images,
     check_probabilities,
-    check_races,
     check_states,
     control_for,
     decoupled,
@@ -193,13 +194,13 @@ def speculative_decoding(
             control = entry.control
             if entry.known is not None:
                 claims.callback(entry.known.keep)
-        if rejects and control.races:
+        if rejects and control.several_chains:
             raise ValueError(
-                'verification="rejection" cannot be raced: chains that are accepted by chance disagree, and taking '
-                'the longest would favour what is easy to draft. Use verification="exact", or one drafter per row.'
+                'verification="rejection" does not go with several chains per row: taking the longest accepted chain '
+                'would bias samples. Use verification="exact", or one drafter per row.'
             )
         if has_states:
-            check_races(model, control.races)
+            check_chains(model, control.several_chains)
         # "none" gets the same columns: attention over another width would differ in the last bits.
         most_drafted = max(config.draft_length, control.most_drafted)
         columns = longest + most_drafted
@@ -259,6 +260,8 @@ def speculative_decoding(
         pad = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
         prefixes = PrefixView(rows, input_ids)
         make: Callable[..., Rollout] = Rollout
+        if control.several_chains:
+            make = load("papers.specactor.races").RacingRollout
         queue = make_queue(requests)
         if memory is not None:
             memory.parked = queue.parked

@@ -89,11 +89,11 @@ def make_drafters(
 def check_states(model: PreTrainedModel, strategy: str, config: SpeculativeConfig, draft_ranks: int = 0) -> None:
     """Raises ValueError if `model`, whose layers keep states, cannot do what a rollout asks."""
     copies, ahead = strategy == "self", "the copy would need states of its own for each window"
-    races = strategy == "best_of_n" and config.best_of_n_race
+    several_chains = strategy == "best_of_n" and config.best_of_n_race
     learns = strategy == "tts" and config.tts_drafter == "self"
     decouples = copies and config.decoupled_execution == "always"
     for is_asked, asked, why, remedy in (
-        (races, 'assistant_strategy="best_of_n"', _NO_RACES, "best_of_n_race=False"),
+        (several_chains, 'assistant_strategy="best_of_n"', _ONE_CHAIN, "best_of_n_race=False"),
         (learns, 'tts_drafter="self"', "the copy cannot learn through states yet", 'assistant_strategy="self"'),
         (decouples, 'decoupled_execution="always"', ahead, 'decoupled_execution="never"'),
         (copies and draft_ranks > 0, f"draft_ranks={draft_ranks}", ahead, "draft_ranks=0"),
@@ -124,13 +124,13 @@ def drafts_after_images(kind: Drafter | type[Drafter]) -> bool:
     return kind.looks_up or (kind.strategy == SelfDrafter.strategy and not isinstance(kind, DecoupledDrafter))
 
 
-def check_races(model: PreTrainedModel, races: bool) -> None:
-    """The same for the control of a call, and `races`."""
-    if races:
-        raise ValueError(f"{_of_states(model)}: the control of this call is not served, since {_NO_RACES}.")
+def check_chains(model: PreTrainedModel, several_chains: bool) -> None:
+    """The same for the control of a call, which may plan `several_chains` per row."""
+    if several_chains:
+        raise ValueError(f"{_of_states(model)}: the control of this call is not served, since {_ONE_CHAIN}.")
 
 
-_NO_RACES = "races feed several chains of a row at once, and a scan takes one"
+_ONE_CHAIN = "several chains of a row would be fed at once, and a scan takes one"
 
 
 def _of_states(model: PreTrainedModel) -> str:
@@ -348,8 +348,8 @@ def make_control(
         toggle: Control = room.RooflineToggle(candidates[0], costs, config.sd_margin)
         return toggle
     drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
-    race, budget = config.best_of_n_race, config.best_of_n_budget
-    return Planner(candidates, draft_lengths, costs, times, drafts, config.sd_margin, race, budget)
+    chains = config.best_of_n_race, config.best_of_n_budget
+    return Planner(candidates, draft_lengths, costs, times, drafts, config.sd_margin, *chains)
 
 
 class CachedControl(NamedTuple):
@@ -374,7 +374,7 @@ def control_for(
 
     Args:
         session: of the call; the control stays in it.
-        strategy: only `"best_of_n"` races.
+        strategy: only under `"best_of_n"` rows may have several chains.
         model: the target.
         drafters: of the call.
         config: options of the call.
@@ -388,9 +388,9 @@ def control_for(
             ladder = find_ladder(model, drafters, config, capacity, lengths)
     # Costs instead of assistants: a key that referenced them would keep them alive.
     members = [(drafter.strategy, drafter.cost) for drafter in drafters]
-    races = strategy == "best_of_n"
+    several_chains = strategy == "best_of_n"
     options = vars(config) | {"seed": None, "best_of_n_assistants": None}
-    key = f"{members} on {model.device} in {model.dtype}, {options}, {races}"
+    key = f"{members} on {model.device} in {model.dtype}, {options}, {several_chains}"
     entry = session.controls.get(key)
     if (
         entry is None
@@ -399,7 +399,7 @@ def control_for(
         or any(a.max_rows != b.max_rows for a, b in zip(entry.control.candidates, drafters, strict=False))
     ):
         known = None if profile or ladder else find_known_rounds(model, drafters, config)
-        config = config if races else replace(config, best_of_n_race=False)
+        config = config if several_chains else replace(config, best_of_n_race=False)
         control = make_control(drafters, config, lengths, profile, ladder, known)
         session.controls[key] = entry = CachedControl((profile, ladder), control, known)
     return entry

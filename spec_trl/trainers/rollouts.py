@@ -51,7 +51,10 @@ class Rollouts:
         self._draft_ranks = DraftRanks(args.draft_ranks, rank, ranks, args.ddp_timeout)
         shares, decoding = args.rollout_sharing == "pool", self._draft_ranks.decoding
         self._parked = ParkedRows() if parks else None
-        self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding, self._parked)
+        several_chains = args.assistant_strategy == "best_of_n"
+        self._sharing = SharedRollouts(
+            shares, rank, ranks, args.ddp_timeout, decoding, self._parked, several_chains=several_chains
+        )
         self._alarm = CollapseAlarm(by_first_token=args.sd_toggle == "measured" or args.assistant_strategy in CHOOSING)
         self.counts = {"train": 0, "eval": 0}
         self.records = RunRecords(args.output_dir if accelerator.is_main_process else None)
@@ -165,7 +168,7 @@ class Rollouts:
         if self._mode == "train":
             self._alarm.add(record)
             drafting.observe({name: tally.block_efficiency for name, tally in totals.counts.tallies.items()})
-        return metrics(record, bool(policy_copies(drafting.drafters)), races=strategy == "best_of_n")
+        return metrics(record, bool(policy_copies(drafting.drafters)), several_chains=strategy == "best_of_n")
 
     def append(self, record: Record, model: Any) -> None:
         """Adds a record of the run to its log, and to the verdict; on rank 0."""

@@ -214,8 +214,8 @@ class Speculation(AbstractContextManager["Speculation"]):
         self._counts[mode] += 1
         self._append(record, model)
         if trainer is not None:  # without one nothing logs the metrics, and they would pile up
-            races = self._strategy == "best_of_n"
-            self._reports.add(mode, metrics(record, bool(policy_copies(drafters)), races))
+            several_chains = self._strategy == "best_of_n"
+            self._reports.add(mode, metrics(record, bool(policy_copies(drafters)), several_chains))
 
     def _append(self, record: Record, policy: Any) -> None:
         self._records.append(record, partial(describe, policy, policy.device, self._strategy))

@@ -162,7 +162,7 @@ class RolloutTotals:
         if self.explanation is None:
             self.explanation = Explanation(statistics.predicted_speedup, statistics.reason)
         self.rounds += statistics.rounds
-        learning, racing = statistics.learning, statistics.racing
+        learning, best_of_n = statistics.learning, statistics.best_of_n
         updates, waited = (0, 0.0) if learning is None else (learning.updates, learning.waited)
         rounds_of: dict[str, int] = {}
         for point in statistics.points:
@@ -171,7 +171,7 @@ class RolloutTotals:
         counts = Counts(
             requests, statistics.tokens, statistics.logprob_sum, statistics.rounds, statistics.drafted_rounds,
             sum(point.rounds * point.draft_length for point in statistics.points), rounds_of, updates,
-            statistics.per_depth, statistics.tallies, {} if racing is None else racing.wins,
+            statistics.per_depth, statistics.tallies, {} if best_of_n is None else best_of_n.wins,
             0 if pool is None else pool.taken_over,
         )  # fmt: skip
         self.counts = added(self.counts, counts)
@@ -249,13 +249,13 @@ class RolloutTotals:
         )
 
 
-def metrics(record: RolloutRecord, refreshes: bool, races: bool) -> dict[str, float]:
+def metrics(record: RolloutRecord, refreshes: bool, several_chains: bool) -> dict[str, float]:
     """Returns TRL's metrics of a rollout, without the prefix `rollout/`.
 
     Args:
         record: the rollout.
         refreshes: whether a drafter is the policy's quantized copy.
-        races: whether rows may race.
+        several_chains: whether rows may have chains of several drafters.
     """
     names = ["seconds", "target_entropy", "tail_seconds", "tail_rounds"]
     logged: dict[str, float | None] = {"tokens_per_second": record.tokens / record.seconds}
@@ -273,7 +273,7 @@ def metrics(record: RolloutRecord, refreshes: bool, races: bool) -> dict[str, fl
     logged |= {name: getattr(record, name) for name in names}
     if len(record.drafted_by) > 1:
         logged |= {f"drafted_by_{name}": share for name, share in record.drafted_by.items()}
-    if races:
+    if several_chains:
         logged |= {f"race_wins_{name}": record.race_wins.get(name, 0) for name in record.drafted_by}
     # TRL averages over a logging window: one rollout without drafts must not make the average NaN.
     return {name: value for name, value in logged.items() if value is not None}

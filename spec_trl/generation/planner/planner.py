@@ -75,13 +75,13 @@ class Planner(Control):
         self.compared_length = int(self._lengths[-1])
         networks = [which for which, candidate in enumerate(candidates) if candidate.is_network]
         self._couples = [(network, lookup) for network in networks for lookup in self.compared_lookups]
-        self.races = race and bool(self._couples)
+        self.several_chains = race and bool(self._couples)
         self.budget = self._trial_cost = 0.0
         self.begin(1, [])
 
     @property
     def most_drafted(self) -> int:
-        return self.compared_length * (2 if self.races else 1)
+        return self.compared_length * (2 if self.several_chains else 1)
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         self._capacity = max(capacity, 1)
@@ -107,7 +107,9 @@ class Planner(Control):
     def further_method(
         self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
     ) -> tuple[str, list[int]] | None:
-        """Runs SA Algorithm 3 for the requests of this rank; methods are ordered by their gain for one row."""
+        """Runs SA Algorithm 3 for the `requests` of this rank: returns a method with which a free rank may race, and
+        the requests to race for; None: no race pays. Methods are ordered by their gain for one row. `helpers`: ranks
+        that race already, by request and method."""
         arms = [arm for arm in self._singles if self._may_race and self._batch <= self._max_rows[arm.chains[0][0]]]
         if not arms or not len(requests):
             return None
