@@ -36,7 +36,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("papers.efficient_rollout",),
     ("papers.specactor",),
     ("drafter_training", "distributed"),
-    ("papers.specactor.draft_ranks",),
+    ("papers.specactor.draft_ranks", "papers.specactor.rank_races"),
     ("trainers",),
     ("cli",),
     ("papers.specactor.commands",),

@@ -215,8 +215,8 @@ def _shade(name: str, share: float) -> tuple[float, ...]:
 
 def timeline(timelines: Sequence[RequestTimeline], requests: int | None = None) -> Drawing | None:
     """Timelines: which drafter drafted for which request, and when (SA Fig. 14). A lane per request, the first to end
-    on top: a colour per drafter, stripes where drafters race, grey where the request decodes autoregressively. None
-    without timelines.
+    on top: a colour per drafter, stripes where several draft at once, grey where the request decodes autoregressively.
+    None without timelines.
 
     Args:
         timelines: of `SpeculationStatistics` or `RolloutRecord`. The `TIMELINES` that ended last are drawn.
@@ -228,14 +228,14 @@ def timeline(timelines: Sequence[RequestTimeline], requests: int | None = None) 
     requests = len(timelines) if requests is None else requests
     boxes: list[tuple[str, Box]] = []
     seconds: dict[str, float] = {}
-    raced: dict[int, float] = {}  # by request: when its first race began
+    several: dict[int, float] = {}  # by request: when several drafters first drafted for it at once
     for place, lane in enumerate(lanes):
         for (start, _, names), (end, _, _) in pairwise([*lane.changes, (lane.ended, 0, [])]):
             together = "+".join(sorted(names)) or PLAIN
             seconds[together] = seconds.get(together, 0.0) + end - start
             boxes += stripes((start, end, place - _HEIGHT / 2, place + _HEIGHT / 2), names or [PLAIN])
             if len(names) > 1:
-                raced.setdefault(lane.request, start)
+                several.setdefault(lane.request, start)
     whose = f"all {requests}" if len(lanes) == requests else f"the slowest {len(lanes)} of {requests}"
     figure, (axes,) = canvas(("seconds since the rollout's start", f"{whose} requests, by when they ended"))
     legend = {name: drafter_colour(name) for name, _ in boxes}
@@ -243,13 +243,14 @@ def timeline(timelines: Sequence[RequestTimeline], requests: int | None = None) 
     ended, total = lanes[-1].ended, sum(seconds.values()) or 1.0  # 0: all requests ended with their first token
     axes.set(xlim=(0, ended or 1.0), ylim=(len(lanes) - 0.5, -0.5), yticks=[])
     shares = {together: spent / total for together, spent in seconds.items()}
-    races = f"{len(raced)} of them raced, the first after {min(raced.values()):.3g} s" if raced else "nobody raced"
-    text = f"{whose} requests, the last of which ended after {ended:.3g} s: {percent(shares)} of their time; {races}."
-    return Drawing(figure, text)
+    first = f", the first after {min(several.values()):.3g} s" if several else ""
+    together = f"{len(several)} of them had several drafters at once{first}"
+    spent = f"{percent(shares)} of their time"
+    return Drawing(figure, f"{whose} requests, the last of which ended after {ended:.3g} s: {spent}; {together}.")
 
 
 def timeline_of_run(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """The timeline of the last rollout with a race, or else of the last one with a draft."""
+    """The timeline of the last rollout with several drafters at once for a request, else of the last with a draft."""
     for least in (2, 1):
         for record in reversed(rollouts):
             if any(len(names) >= least for lane in record.timeline for _, _, names in lane.changes):

@@ -5,38 +5,39 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from ..generation.engine.kv.cache import RowStates
 from ..generation.engine.rows import Request
+from ..generation.engine.saved_row import TARGET, SavedRow, SavedStates
 from .link import Link
 from .shared_work import measured_send_seconds
 
 
 class Sending:
-    """Begins to send the rows that :meth:`Rollout.hand_over` returned to `rank`; `note` describes the tensors."""
+    """Begins to send the requests that :meth:`Rollout.save` returned to `rank`; `note` describes the tensors. `more`:
+    further entries of the note."""
 
-    def __init__(self, moved: Sequence[Request], link: Link, rank: int, note: str) -> None:
-        tokens = [request.generated for request in moved if request.generated is not None]
-        states = [request.tail() for request in moved]
+    def __init__(self, requests: Sequence[Request], link: Link, rank: int, note: str, **more: Any) -> None:
+        saved = [request.saved for request in requests if request.saved is not None]
+        tokens = [row.tokens for row in saved if row.tokens is not None]
         parts = [torch.cat(tokens)]  # [Σ tokens]
-        logprobs = [request.logprobs for request in moved if request.logprobs is not None]
-        if logprobs:
+        if logprobs := [row.logprobs for row in saved if row.logprobs is not None]:
             parts.append(torch.cat(logprobs))  # [Σ tokens]
+        kv = [row.kv[TARGET] if TARGET in row.kv else (row.first, dict) for row in saved]  # to compute all again
+        states = [copied() for _, copied in kv]
         layers = {}
-        for layer, (keys, values) in max(states, key=len).items():  # a short row may have no tail
+        for layer, (keys, values) in max(states, key=len).items():
             layers[layer] = (keys.shape[0], keys.shape[2], values.shape[2], str(keys.dtype).removeprefix("torch."))
             pairs = [row[layer] for row in states if row]
             parts.append(torch.cat([keys.flatten() for keys, _ in pairs] + [values.flatten() for _, values in pairs]))
         rows = [
-            (request.index, len(text), request.head, request.length - 1)
-            for request, text in zip(moved, tokens, strict=True)
+            (request.index, len(text), row.first, end)
+            for request, text, row, (end, _) in zip(requests, tokens, saved, kv, strict=True)
         ]
-        header = {
-            "from": link.rank, "rows": rows, "logprobs": bool(logprobs), "layers": layers,
-            "method": moved[0].method,
-        }  # fmt: skip
+        header = {"from": link.rank, "rows": rows, "logprobs": bool(logprobs), "layers": layers, **more}
         # The note first: over NCCL the first send between two ranks blocks until the other rank receives.
         link.post(note, json.dumps(header))
         self._parts = parts  # until they have been sent
@@ -58,13 +59,13 @@ class MovedRows:
         requests: all requests of the pool, by index.
 
     Attributes:
-        requests: the moved requests, with their generated tokens.
-        is_race: whether the other rank continues to decode them.
+        note: the header's entries.
+        requests: the moved requests, with their saved rows.
         send_seconds: seconds per token of K/V; None: not all of it has arrived, or none was sent.
     """
 
     def __init__(self, header: str, link: Link, requests: Sequence[Request]) -> None:
-        note = json.loads(header)
+        self.note = note = json.loads(header)
         rank, rows = note["from"], note["rows"]
         self._device = device = requests[0].device or requests[0].prompt.device
         counts = [count for _, count, _, _ in rows]
@@ -75,26 +76,21 @@ class MovedRows:
             received = torch.empty(len(tokens), dtype=torch.float32, device=device)
             link.receive(received, rank).wait()
             logprobs = received.split(counts)
-        self._tails = [columns - head for _, _, head, columns in rows]
+        self._tails = [end - first for _, _, first, end in rows]
         self._layers = {int(layer): tuple(shape) for layer, shape in note["layers"].items()}
         self._parts = [
             torch.empty(heads * (d_k + d_v) * sum(self._tails), dtype=getattr(torch, dtype), device=device)
             for heads, d_k, d_v, dtype in self._layers.values()
         ]
         self._transfers = [link.receive(part, rank) for part in self._parts]
-        self._begun = time.perf_counter()
+        self._began = time.perf_counter()
         self._states: dict[int, RowStates] = {}
         self.send_seconds: float | None = None
-        self.is_race = note["method"] is not None
-        self.requests = [
-            replace(
-                requests[index], generated=text, logprobs=scores, head=head, tail=partial(self._tail, place),
-                method=note["method"],
-            )
-            for place, ((index, _, head, _), text, scores) in enumerate(
-                zip(rows, tokens.split(counts), logprobs, strict=True)
-            )
-        ]  # fmt: skip
+        texts = zip(rows, tokens.split(counts), logprobs, strict=True)
+        self.requests = []
+        for place, ((index, _, first, end), text, scores) in enumerate(texts):
+            kv: SavedStates = {TARGET: (end, partial(self._tail, place))} if end > first else {}
+            self.requests.append(replace(requests[index], saved=SavedRow(text, scores, first, kv)))
 
     def _tail(self, place: int) -> RowStates:
         """Waits for the K/V of the row at `place` and returns it. The pool outlives the rollout, so it drops its
@@ -106,7 +102,7 @@ class MovedRows:
                 transfer.wait()
             self._synchronize()
             waited = time.perf_counter() - computed
-            self.send_seconds = measured_send_seconds(sum(self._tails), computed - self._begun, waited)
+            self.send_seconds = measured_send_seconds(sum(self._tails), computed - self._began, waited)
             self._states = {place: self._split(place) for place in range(len(self._tails))}
             self._transfers, self._parts = [], []
         return self._states.pop(place, {})

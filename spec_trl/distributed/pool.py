@@ -1,8 +1,9 @@
 """One pool of requests for all ranks: a rank with free rows takes the next request of any rank. When no request is
-left, a rank without rows gets rows of the rank that has most, or races for them with another drafter."""
+left, a rank without rows gets rows of the rank that has most."""
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -61,9 +62,6 @@ class SharedPool(RequestQueue):
         self._open_calls: list[int] = []  # calls that may be unanswered
         self._sending: list[Sending] = []
         self._arriving: MovedRows | None = None
-        self._raced: set[int] = set()  # requests that another rank decodes at the same time
-        self._copied: set[int] = set()  # those of them that came from another rank
-        self._helpers: dict[tuple[int, str], int] = {}  # call of the rank that races for a request with a method
         self._post_rows(len(self._dealt))
 
     def take(self, free: int, active: int) -> list[Request]:
@@ -82,70 +80,69 @@ class SharedPool(RequestQueue):
     def forget(self) -> None:
         """Erases the notes of this rank; no rank may use the pool afterwards."""
         numbered = [f"{note}/{number}" for note in ("asker", "helper", "work") for number in self._numbers]
-        ended = [f"ended/{index}" for index in self._raced]
         shared = ["taken", IDLE, "asked"] if self._link.rank == 0 else []
-        self._link.erase([self._link.rows_of(self._link.rank), *numbered, *ended, *shared])
+        self._link.erase([self._link.rows_of(self._link.rank), *numbered, *shared])
 
     # ---- a rank that has rows ---------------------------------------------------------------------------------------
-
-    def keeps(self, index: int) -> bool:
-        return index not in self._raced or self._link.claim(f"ended/{index}")
 
     def after_round(self, rollout: Rollout) -> None:
         self._rounds += 1
         started = time.perf_counter()
         if started < self._next_poll:
             return
-        raced = [(row, index) for row, index in enumerate(rollout.rows.indices) if index in self._raced]
-        lost = [row for row, index in raced if self._link.is_written(f"ended/{index}")]  # another rank ended it first
-        if lost:
-            rollout.drop(lost)
         calls = self._link.count("asked")
         self._open_calls += range(self._calls + 1, calls + 1)
         self._calls = calls
         if self._open_calls:  # a rank calls when no request is left to take
             self._left, self.waiting = 0, len(self._dealt)
         while True:
-            rows = sum(index not in self._copied for index in rollout.rows.indices)  # not rows that it only races for
+            rows = self._count(rollout)
             self._post_rows(rows)
             if not self._open_calls or not self._has_most(rows):
                 break
-            begun = time.perf_counter()
+            called = time.perf_counter()
             helped = self._help(rollout)
-            started += time.perf_counter() - begun  # answering a call is not polling
+            started += time.perf_counter() - called  # answering a call is not polling
             if not helped:
                 break
         now = time.perf_counter()
         self._next_poll = now + min((now - started) / POLL_SHARE, self._link.timeout / 100)
 
+    def _count(self, rollout: Rollout) -> int:
+        """Number of rows in flight for which other ranks may wait."""
+        return len(rollout.rows.indices)
+
+    def _movable(self, rollout: Rollout) -> list[int]:
+        """Rows that may move to another rank."""
+        return [*range(len(rollout.rows.indices))]
+
     def _help(self, rollout: Rollout) -> bool:
-        """Sends rows to the rank that has waited longest, or has it race for some; returns False if neither pays."""
-        free = [row for row, index in enumerate(rollout.rows.indices) if index not in self._raced]
+        """Sends rows to the rank that has waited longest; returns False if that does not pay."""
         lengths: list[int] = rollout.rows.host_lengths.tolist()
-        free.sort(key=lengths.__getitem__)
+        movable = sorted(self._movable(rollout), key=lengths.__getitem__)
         record, in_flight = rollout.record, rollout.rows
         step = step_seconds([(len(each.requests), each.tokens, each.seconds) for each in record.rounds[-NEWEST:]])
         per_prompt_token = record.phase_seconds().get("prefill", 0.0) / max(record.tokens_read, 1)
         costs = MoveCosts(min(per_prompt_token, step(1)), self.send_seconds)
         # Expects a row to generate as many tokens as it has: a good guess for long-tailed lengths.
         expected = float(np.minimum(in_flight.host_generated, in_flight.remaining).mean())
-        count = rows_to_give([lengths[row] for row in free], expected, step, costs)
-        rows, method = free[:count], None
-        if not rows:
-            assigned = rollout.control.further_method(list(rollout.rows.indices), self._helpers)
-            if assigned is None:
-                return False
-            method, requests = assigned
-            rows = [row for row, index in enumerate(rollout.rows.indices) if index in requests]
+        rows = movable[: rows_to_give([lengths[row] for row in movable], expected, step, costs)]
+        return self._send(rollout, rows, costs.head_share) if rows else self._help_otherwise(rollout, costs.head_share)
+
+    def _help_otherwise(self, rollout: Rollout, head_share: float) -> bool:
+        """The same where moving rows does not pay."""
+        return False
+
+    def _send(self, rollout: Rollout, rows: list[int], head_share: float, leaves: bool = True, **more: Any) -> bool:
+        """Answers the oldest call with `rows`, which leave or are copied; `more`: entries of the note."""
         number = self._open_calls.pop(0)
         if self._link.claim(f"helper/{number}"):
             self._link.count(IDLE, -1)
             (helper,) = self._link.read([f"asker/{number}"])
-            moved = rollout.hand_over(sorted(rows), costs.head_share, method)
-            if method is not None:
-                self._raced.update(request.index for request in moved)
-                self._helpers |= {(request.index, method): number for request in moved}
-            self._sending.append(Sending(moved, self._link, int(helper), f"work/{number}"))
+            saved = rollout.save(sorted(rows), head_share)
+            if leaves:
+                rollout.drop(sorted(rows))
+            self._sending.append(Sending(saved, self._link, int(helper), f"work/{number}", **more))
         return True
 
     def _post_rows(self, rows: int) -> None:
@@ -155,7 +152,7 @@ class SharedPool(RequestQueue):
     def _has_most(self, rows: int) -> bool:
         """Whether no other rank has more rows; among equals the first rank."""
         notes = self._link.read_rows()
-        if not all(notes):  # a rank that has not begun has all of its rows
+        if not all(notes):  # a rank without a note has all of its rows
             return False
         others = [(-int(note.split()[0]), rank) for rank, note in enumerate(notes) if rank != self._link.rank]
         return rows > 0 and (-rows, self._link.rank) < min(others)
@@ -183,9 +180,9 @@ class SharedPool(RequestQueue):
             return []
         self._post_rows(0)  # if that rank ends before its next round, other ranks wait for this one
         self._arriving = MovedRows(header, link, self.requests)
-        if self._arriving.is_race:
-            self._copied.update(request.index for request in self._arriving.requests)
-            self._raced |= self._copied
-        else:
-            self.taken_over += len(self._arriving.requests)
-        return self._arriving.requests
+        return self._received(self._arriving)
+
+    def _received(self, moved: MovedRows) -> list[Request]:
+        """Returns the requests that another rank has sent."""
+        self.taken_over += len(moved.requests)
+        return moved.requests

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..generation.engine.parked_rows import ParkedRows
 from ..generation.engine.rows import Request, RequestQueue, prompt_key
+from ..papers import load
 from .link import Link, naming_the_remedy
 from .pool import SharedPool
 from .shared_work import ExpectedLengths, dealt_to_holders, longest_first
@@ -61,6 +62,7 @@ class SharedRollouts:
         timeout: seconds of silence after which a rank that waits for others gives up.
         decoding: number of ranks that decode, the first ones; None: all. If fewer than all, `shares` must be True.
         parked: takes the K/V of rows between the turns of a tool loop; None: every turn reads whole texts.
+        several_chains: as of the control: then ranks may also decode the same rows with several drafters.
 
     Attributes:
         pool: of the newest turn; None: this rank decoded its rows alone.
@@ -74,8 +76,10 @@ class SharedRollouts:
         timeout: float,
         decoding: int | None = None,
         parked: ParkedRows | None = None,
+        several_chains: bool = False,
     ) -> None:
         self._rank, self._timeout, self._parked = rank, timeout, parked
+        self._several_chains = several_chains
         self._decoding = decoding or ranks
         self._shares = shares and ranks > 1
         self._expected = ExpectedLengths()
@@ -150,7 +154,8 @@ class SharedRollouts:
                 requests = self._parked.begin_turn([turn.rows[place] for place in turn.decoded], requests)
             queue = RequestQueue(requests)
             if turn.shares:
-                queue = self.pool = SharedPool(requests, order, rows, link, self._send_seconds)
+                kind = load("papers.specactor.rank_races").RacingPool if self._several_chains else SharedPool
+                queue = self.pool = kind(requests, order, rows, link, self._send_seconds)
             queue.parked = self._parked
             return queue
 

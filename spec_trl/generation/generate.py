@@ -24,6 +24,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from ..native.native_code import untraced
+from ..papers import load
 from ..random_state import draw_seed, keeping_generators
 from .call import Call, check_call
 from .engine.drafter import Drafter
@@ -173,6 +174,8 @@ def _rollout(
     if memory is not None:
         memory.parked = queue.parked
     make: Callable[..., Rollout] = Rollout
+    if control.several_chains:
+        make = load("papers.specactor.races").RacingRollout
     if call.in_step:
         ends = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)  # as generate asks
         make = partial(RolloutInStep, padding=call.padding if ends else None)

@@ -34,6 +34,7 @@ class Refusal(NamedTuple):
 ALWAYS, REJECTION = 'sd_toggle="always"', 'verification="rejection"'
 DECOUPLED = 'specactor.decoupled_execution="always"'
 RANKS, PROFILE = "specactor.draft_ranks", "efficient_rollout.profile"
+CHAINS = "several chains per row"
 NOT_AHEAD, LEARNING_MODEL = "drafters that cannot draft ahead", 'tts.drafter="model" or specactor.draft_ranks'
 STATES, IMAGES = "a model with states of convolutions or scans", "prompts with images"
 ADAPTATION, EXACT_LOGPROBS, SHARDED = "drafter_adaptation=True", "exact_logprobs=True", "FSDP or ZeRO-3"
@@ -53,7 +54,7 @@ REFUSALS = [
         ("assistant_model=None", "a strategy with an assistant", "it drafts with one", "Name a path or hub id"),
         (ALWAYS, "several drafters", "one must be chosen", 'Name one drafter, or set sd_toggle="measured"'),
         (PROFILE, "no sd_toggle", "nothing reads it", 'Drop it, or set sd_toggle="measured" or "roofline"'),
-        (REJECTION, "races", "the longest of chains accepted by chance would bias samples", _EXACTLY),
+        (REJECTION, CHAINS, "the longest of chains accepted by chance would bias samples", _EXACTLY),
         (REJECTION, "drafters without probabilities", "rejection sampling needs draft probabilities", _EXACTLY),
         (REJECTION, DECOUPLED, "a draft stays valid only where it equals the sampled token", _EXACTLY),
         (DECOUPLED, NOT_AHEAD, "its drafts follow hidden states, stored texts, or states that cannot go back",
@@ -61,7 +62,7 @@ REFUSALS = [
         ("a model on a GPU", "a drafter on a thread", "both would share the device, slower than in turns",
          'Set specactor.decoupled_execution="never" or "auto", or give the drafter a rank of its own'),
         # models, prompts and arguments
-        (STATES, "races", "a scan takes one chain of a row", "Set specactor.race=False"),
+        (STATES, CHAINS, "a scan takes one chain of a row", "Set specactor.race=False"),
         (STATES, 'tts.drafter="self"', "the copy cannot learn through states", 'Use assistant_strategy="self"'),
         (STATES, "a copy that drafts ahead", "each window of the copy would need states of its own",
          f"{_IN_TURNS} and specactor.draft_ranks=0"),
@@ -180,7 +181,7 @@ def of_drafting(
         REJECTION: config.verification == "rejection",
         DECOUPLED: decoupled,
         "exact=True": config.exact is True,
-        "races": own and strategy == "best_of_n" and config.specactor.race and words,
+        CHAINS: own and strategy == "best_of_n" and config.specactor.race and words,
         "a copy that drafts ahead": own and decoupled and strategy == "self" and DECOUPLED,
         'tts.drafter="self"': own and strategy == "tts" and config.tts.drafter == "self",
     }

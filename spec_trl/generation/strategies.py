@@ -27,7 +27,7 @@ from .planner.acceptance import Drafts
 from .planner.clock import Clock, RoundSeconds
 from .planner.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate
 from .planner.planner import Planner
-from .refusals import check
+from .refusals import CHAINS, check
 from .registry import CHOOSING, DRAFTERS
 from .session import Session
 
@@ -61,8 +61,8 @@ def make_drafting(session: Session, call: "Call", claims: ExitStack) -> tuple[li
         control = entry.control
         if entry.clock is not None:
             claims.callback(entry.clock.keep)
-    if control.races:
-        check({**call.asked, "races": "the control of this call, which races"})
+    if control.several_chains:
+        check({**call.asked, CHAINS: "the control of this call"})
     return drafters, control
 
 
@@ -220,11 +220,11 @@ def make_control(
     profile: "Profile | None" = None,
     ladder: "Ladder | None" = None,
     clock: Clock | None = None,
-    races: bool = True,
+    several_chains: bool = True,
 ) -> Control:
     """Makes the control of `config.sd_toggle` over `drafters`, in their order. A planner chooses among
     `draft_lengths`; it predicts rounds by a calibrated `profile` or `ladder` of these drafters, else by a probed
-    `clock`. Several drafters may draft for a row where the strategy `races` and the config allows it.
+    `clock`. A row may get `several_chains` where the config allows it.
 
     Raises:
         ValueError: two drafters have the same strategy name.
@@ -257,8 +257,8 @@ def make_control(
     clock = clock if costs is None else Clock(costs)
     assert clock is not None
     drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
-    race, budget = races and config.specactor.race, config.specactor.budget
-    return Planner(candidates, draft_lengths, clock, drafts, margin, race, budget)
+    chains = several_chains and config.specactor.race, config.specactor.budget
+    return Planner(candidates, draft_lengths, clock, drafts, margin, *chains)
 
 
 class CachedControl(NamedTuple):
@@ -283,7 +283,7 @@ def control_for(
 
     Args:
         session: of the call; the control stays in it.
-        strategy: only `"best_of_n"` races.
+        strategy: only under `"best_of_n"` rows may have several chains.
         model: the target.
         drafters: of the call.
         config: options of the call.
@@ -297,9 +297,9 @@ def control_for(
             ladder = find_ladder(model, drafters, config, capacity, lengths)
     # Costs instead of assistants: a key that referenced them would keep them alive.
     members = [(drafter.strategy, drafter.cost) for drafter in drafters]
-    races = strategy == "best_of_n"
+    several_chains = strategy == "best_of_n"
     options = vars(config) | {"seed": None, "specactor": vars(config.specactor) | {"assistants": None}}
-    key = f"{members} on {model.device} in {model.dtype}, {options}, {races}"
+    key = f"{members} on {model.device} in {model.dtype}, {options}, {several_chains}"
     entry = session.controls.get(key)
     if (
         entry is None
@@ -308,6 +308,6 @@ def control_for(
         or any(a.max_rows != b.max_rows for a, b in zip(entry.control.candidates, drafters, strict=False))
     ):
         clock = None if profile or ladder else find_clock(model, drafters, config)
-        control = make_control(drafters, config, lengths, profile, ladder, clock, races)
+        control = make_control(drafters, config, lengths, profile, ladder, clock, several_chains)
         session.controls[key] = entry = CachedControl((profile, ladder), control, clock)
     return entry

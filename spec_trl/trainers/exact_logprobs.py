@@ -312,7 +312,7 @@ def read_completions(
     rows.write(0, tokens)
     for state in states:
         state[order[admission.followers]] = state[order[admission.sources]]
-    scores = [score(logits[[*admission.begun.values()]], tokens[:, :1])]
+    scores = [score(logits[[*admission.first_token_rows.values()]], tokens[:, :1])]
     most = max(_LOGITS // (len(prompts) * logits.shape[2]), 1)
     for first in range(0, length - 1, most):
         count = min(most, length - 1 - first)

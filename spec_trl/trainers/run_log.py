@@ -78,7 +78,8 @@ class RolloutRecord:
         timeline: of the last `TIMELINES` requests to end, in the order of their ends.
         plain_seconds: estimate for plain decoding, without setup; None: unknown.
         tail_seconds, tail_rounds: after half of a call's requests had ended.
-        drafted_by, race_wins: by strategy: share of rounds in which it drafted, number of races won.
+        drafted_by, race_wins: by strategy: share of rounds in which it drafted, number of chains that won
+            over another of their row.
         rank_seconds: seconds of decoding by rank; in a pool, waiting for other ranks is left out.
         moved_rows: number of rows that moved from rank to rank.
         drafter_updates: of a drafter that learns while it drafts; None: none learns.

@@ -63,7 +63,7 @@ class Speculator:
         """Logs the rollout of `policy`, with the γ in force by strategy; returns its record and TRL's metrics."""
         record = self._sums.record(self._mode, self.counts[self._mode], self._step, self._strategy, draft_lengths)
         self._append(record, policy)
-        return record, metrics(record, bool(policy_copies(drafters)), races=self._strategy == "best_of_n")
+        return record, metrics(record, bool(policy_copies(drafters)), several_chains=self._strategy == "best_of_n")
 
     def log_step(self, policy: Any, step: int, seconds: float, phases: dict[str, float], reward: float | None) -> None:
         """Logs an optimizer step; the arguments are those of :class:`StepRecord`."""

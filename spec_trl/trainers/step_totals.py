@@ -141,7 +141,7 @@ class RolloutSums:
             "all_rounds": statistics.rounds, "drafted_rounds": statistics.drafted_rounds, "rounds_of": rounds_of,
             "draft_length_sum": sum(point.rounds * point.draft_length for point in statistics.points),
             "drafter_updates": learning.updates, "per_depth": statistics.per_depth, "tallies": statistics.tallies,
-            "race_wins": {} if statistics.racing is None else statistics.racing.wins,
+            "race_wins": {} if statistics.best_of_n is None else statistics.best_of_n.wins,
             "moved_rows": 0 if pool is None else pool.taken_over,
         }  # fmt: skip
         longest = {
@@ -220,13 +220,13 @@ class RolloutSums:
         )  # fmt: skip
 
 
-def metrics(record: RolloutRecord, refreshes: bool, races: bool) -> dict[str, float]:
+def metrics(record: RolloutRecord, refreshes: bool, several_chains: bool) -> dict[str, float]:
     """Returns TRL's metrics of a rollout, without the prefix `rollout/`.
 
     Args:
         record: the rollout.
         refreshes: whether a drafter is the policy's quantized copy.
-        races: whether rows may race.
+        several_chains: whether rows may have chains of several drafters.
     """
     names = ["seconds", "target_entropy", "tail_seconds", "tail_rounds"]
     logged: dict[str, float | None] = {"tokens_per_second": record.tokens / record.seconds}
@@ -244,7 +244,7 @@ def metrics(record: RolloutRecord, refreshes: bool, races: bool) -> dict[str, fl
     logged |= {name: getattr(record, name) for name in names}
     if len(record.drafted_by) > 1:
         logged |= {f"drafted_by_{name}": share for name, share in record.drafted_by.items()}
-    if races:
+    if several_chains:
         logged |= {f"race_wins_{name}": record.race_wins.get(name, 0) for name in record.drafted_by}
     # TRL averages over a logging window: one rollout without drafts must not make the average NaN.
     return {name: value for name, value in logged.items() if value is not None}

@@ -102,7 +102,8 @@ class TrainerSpeculator(Speculator):
         self._draft_ranks = DraftRanks(config.specactor.draft_ranks, rank, ranks, args.ddp_timeout)
         shares, decoding = args.rollout_sharing == "pool", self._draft_ranks.decoding
         self._parked = ParkedRows() if parks else None
-        self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding, self._parked)
+        several_chains = args.assistant_strategy == "best_of_n"
+        self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding, self._parked, several_chains)
         measured = config.sd_toggle == "measured"
         self._alarm = CollapseAlarm(by_first_token=measured or args.assistant_strategy in CHOOSING)
         self.drafters: list[Drafter] = []
@@ -335,8 +336,8 @@ class TrainerSpeculator(Speculator):
                 ladder = self._on_one_rank(lambda: self._find_ladder(policy, rows, lengths))
         if not self._profile and not ladder:
             self._clock = find_clock(policy, self.drafters, config)
-        races = args.assistant_strategy == "best_of_n"
-        control = make_control(self.drafters, config, lengths, self._profile, ladder, self._clock, races)
+        several_chains = args.assistant_strategy == "best_of_n"
+        control = make_control(self.drafters, config, lengths, self._profile, ladder, self._clock, several_chains)
         if isinstance(control, Planner) and self._saved.ledger is not None:
             control.load_state_dict(self._saved.ledger)
             if self._clock is not None:  # a checkpoint may come from another machine

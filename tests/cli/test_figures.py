@@ -207,9 +207,9 @@ def test_lanes_by_end_with_stripes_where_they_race() -> None:
     assert axes.get_ylim() == (2.5, -0.5) and axes.get_xlim() == (0, 5.5)
     assert drawing.text == (
         "all 3 requests, the last of which ended after 5.5 s: self 47.6%, ngram+self 33.3%, autoregressive 9.5%, "
-        "ngram 9.5% of their time; 2 of them raced, the first after 2.5 s."
+        "ngram 9.5% of their time; 2 of them had several drafters at once, the first after 2.5 s."
     )
-    assert drawn(timeline(ALONE)).text.endswith("of their time; nobody raced.")
+    assert drawn(timeline(ALONE)).text.endswith("of their time; 0 of them had several drafters at once.")
     assert timeline([]) is None
     drawn(timeline([RequestTimeline(0, [(0.5, 0, [])], 0.5)]))  # it ended with its first token
 

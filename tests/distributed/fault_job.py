@@ -22,7 +22,7 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.papers.specactor.draft_ranks import DraftRanks
 from tests.conftest import tiny_llama
-from tests.distributed.ranks import Helped, Patient, unfair
+from tests.distributed.ranks import Helped, Patient, PatientRacing, unfair
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
 
@@ -37,7 +37,7 @@ def main(way: str, who: int, how: int) -> dict[str, Any]:
     prompts = pad_left([torch.tensor(row) for row in ROWS])
     order = unfair(outputs(generate(model, prompts, **ENDS)))
 
-    class Failing(Patient):
+    class Failing(PatientRacing if way == "race" else Patient):  # type: ignore[misc]
         """Sends its process a signal after the fifth round."""
 
         rounds = 0

@@ -21,6 +21,7 @@ from spec_trl.distributed.link import Link
 from spec_trl.distributed.pool import SharedPool
 from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.generation.planner.control import Chain
+from spec_trl.papers.specactor.rank_races import RacingPool
 from tests.generation.races import Plans
 
 
@@ -111,6 +112,10 @@ class Patient(SharedPool):
         while self.link.rank == 0 and not self.link.count("asked"):
             time.sleep(0.001)
         super().after_round(rollout)
+
+
+class PatientRacing(Patient, RacingPool):
+    """The same of a pool whose ranks race."""
 
 
 class Helped(Plans):

@@ -15,6 +15,7 @@ from spec_trl.distributed.link import Link
 from spec_trl.distributed.moved_rows import MovedRows, Sending
 from spec_trl.generation.engine.kv.cache import RowStates
 from spec_trl.generation.engine.rows import Request
+from spec_trl.generation.engine.saved_row import TARGET, SavedRow
 from tests.distributed.ranks import ThreadLink, links, run_ranks
 
 
@@ -36,10 +37,16 @@ def requests(tails: Sequence[int]) -> list[Request]:
     return [
         Request(
             row, torch.arange(2 + columns), 9, row,
-            torch.tensor([row]), head=2, tail=partial(states, columns, row),
+            SavedRow(torch.tensor([row]), None, 2, {TARGET: (2 + columns, partial(states, columns, row))}),
         )
         for row, columns in enumerate(tails)
     ]  # fmt: skip
+
+
+def tail(request: Request) -> RowStates:
+    """K/V of the columns of `request` that were sent; it waits for them."""
+    assert request.saved is not None
+    return request.saved.kv[TARGET][1]() if TARGET in request.saved.kv else {}
 
 
 def move(ends: Sequence[Link], tails: Sequence[int]) -> MovedRows:
@@ -59,7 +66,7 @@ def move(ends: Sequence[Link], tails: Sequence[int]) -> MovedRows:
 def test_each_row_gets_its_own_columns(tails: list[int]) -> None:
     """Of short rows all columns may be computed again, while of longer ones some are sent."""
     for place, request in enumerate(move(links(2), tails).requests):
-        arrived = request.tail()
+        arrived = tail(request)
         for layer, expected in states(tails[place], place).items():
             assert all(torch.equal(mine, sent) for mine, sent in zip(arrived[layer], expected, strict=True))
 
@@ -97,5 +104,5 @@ def test_states_are_kept_no_longer_than_they_are_needed() -> None:
     before = big()  # of other tests
     moved = move(links(2), [300, 200])
     for request in moved.requests:
-        assert request.tail()
+        assert tail(request)
     assert not big() - before

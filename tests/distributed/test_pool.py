@@ -16,15 +16,13 @@ from spec_trl.distributed.moved_rows import Sending
 from spec_trl.distributed.pool import SharedPool
 from spec_trl.distributed.shared_work import MoveCosts, longest_first
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
-from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.generation.engine.rows import Request, RequestQueue
 from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.papers.specactor.decoupled.pipe import DraftThread
 from tests.conftest import TRANSFORMERS, WIDE, add_noise
 from tests.distributed import test_moved_rows as moved_rows
-from tests.distributed.ranks import Helped, Patient, links, run_ranks, unfair
+from tests.distributed.ranks import Patient, links, run_ranks, unfair
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 from tests.generation.drafters.eagle3 import reference as eagle3
 from tests.tiny_families import make
@@ -202,31 +200,6 @@ def test_a_copy_that_drafts_ahead_reads_the_columns_of_moved_rows(
     assert texts == alone and pools[1].taken_over > 0
     for drafter in drafters:
         assert drafter.drafted > 0 == drafter.dropped
-
-
-def test_no_bit_differs_between_ranks_that_race(narrow: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    test_ranks_race_for_the_rows_of_another(narrow, monkeypatch)
-
-
-def test_ranks_race_for_the_rows_of_another(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that two ranks decode has one completion, that of the first one to end it."""
-    monkeypatch.setattr(pool_module, "rows_to_give", lambda *_: 0)
-    monkeypatch.setattr(pool_module, "POLL_SHARE", 1e9)
-    given, config = prompts(6), {"max_batch_size": 3}
-    reference = generate(tiny, given, **ENDS)
-    alone = outputs(reference)
-    controls = [Helped(), Helped()]
-
-    def call(rank: int, make: Callable[[list[Request]], SharedPool]) -> SpeculativeOutput:
-        drafters = [SelfDrafter(tiny, kernel="reference"), NgramDrafter(2)]
-        more = dict(drafter=drafters, control=controls[rank], make_queue=make)
-        return generate(tiny, given, "best_of_n", config, **ENDS, **more)
-
-    texts, pools, found = decode(2, unfair(alone), 3, call, Patient)
-    assert texts == alone
-    check_logprobs(found, reference)
-    assert controls[1].tallies[1].rounds > 0  # the lookup drafts for helpers alone
-    assert pools[1].taken_over == 0
 
 
 def test_what_another_rank_ended_first_is_no_completion(tiny: LlamaForCausalLM) -> None:

@@ -31,7 +31,7 @@ class Plans(Control):
         rounds: chains of each round.
     """
 
-    races = True
+    several_chains = True
 
     def __init__(self, count: int, rounds: Iterable[Sequence[Chain]]) -> None:
         self.planned = [tuple(plan) for plan in rounds]

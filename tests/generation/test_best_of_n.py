@@ -46,7 +46,7 @@ def test_races_keep_the_tokens_and_the_budget(
     for _ in range(3):  # it learns what pays
         result = generate(tiny, PROMPTS, "best_of_n", config, drafter=members, **options)
         assert_same_tokens(result, tiny, **options)
-        raced.append(result.statistics.racing)
+        raced.append(result.statistics.best_of_n)
         verified = [p.batch * (1 + p.draft_length) for p in result.statistics.points if p.drafter and "+" in p.drafter]
         assert all(tokens <= config["specactor"]["budget"] for tokens in verified)
     assert any(found and found.rounds for found in raced) == races

@@ -107,7 +107,7 @@ def test_controls_by_configuration(four: list[Drafter]) -> None:
     assert candidate.max_rows == four[0].max_rows
     assert isinstance(controlled(four[:1], ROOFLINE), Planner)  # the machine could not be calibrated
     planner = controlled(four)
-    assert isinstance(planner, Planner) and planner.races
+    assert isinstance(planner, Planner) and planner.several_chains
     assert [(each.name, each.is_network) for each in planner.candidates] == [
         ("self", True), ("history", False), ("model", True), ("ngram", False),
     ]  # fmt: skip

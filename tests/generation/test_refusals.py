@@ -150,7 +150,7 @@ CASES: dict[str, list[Door]] = {
         call(config={"efficient_rollout": {"profile": "p.json"}, "sd_toggle": "never"}),
         options(efficient_rollout={"profile": "p.json"}, sd_toggle="roofline", assistant_strategy="none"),
     ],
-    'verification="rejection" x races': [
+    'verification="rejection" x several chains per row': [
         call("best_of_n", REJECTS), call(config=REJECTS, drafter=("self", "model"), control=random_plans(2)),
     ],
     'verification="rejection" x drafters without probabilities': [
@@ -167,7 +167,7 @@ CASES: dict[str, list[Door]] = {
         lambda *_: call("model", DECOUPLED, assistant_model=with_states())(*_),
     ],
     "a model on a GPU x a drafter on a thread": [on_gpu],
-    "a model with states of convolutions or scans x races": [
+    "a model with states of convolutions or scans x several chains per row": [
         call("best_of_n", model=with_states),
         call(config={}, model=with_states, drafter=("self", "ngram"), control=random_plans(2)),
     ],

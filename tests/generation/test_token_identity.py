@@ -415,7 +415,7 @@ def check_rounds(control: Plans, found: SpeculationStatistics, lengths: list[int
     assert sum(point.rounds for point in found.points) == found.rounds
     assert sum(found.per_depth.values(), DraftCounts()) == sum(found.per_request, DraftCounts()) == found.total
     assert 0 <= found.total.accepted <= found.total.drafted and found.total.committed <= found.tokens
-    assert (found.racing.rounds if found.racing else 0) == raced(control)
+    assert (found.best_of_n.rounds if found.best_of_n else 0) == raced(control)
     counts = [count for _, count in found.completion_curve]
     assert counts == sorted(set(counts)) and {sum(end <= step for end in ended) for step in ended} <= set(counts)
     assert [timeline.request for timeline in found.timeline] == list(range(len(lengths)))

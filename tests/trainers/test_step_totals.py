@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from spec_trl.generation.engine.statistics import (
+    BestOfNStatistics,
     DraftCounts,
     LearningStatistics,
     PlanChange,
-    RacingStatistics,
     RequestTimeline,
     RoundPoint,
     SpeculationStatistics,
@@ -33,7 +33,7 @@ def test_the_turns_of_a_rollout_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -
         points=[RoundPoint(8, 20.0, 5, "self", 8, 2.0, 190), RoundPoint(4, 30.0, 0, None, 1, 0.5, 10)],
         total=DraftCounts(100, 60, 30, 30, 20, 190), per_depth={0: DraftCounts(100, 60, 30, 30, 20, 190)},
         timeline=[RequestTimeline(0, [(0.0, 0, ["self"])], 3.0)], phase_seconds={"draft": 1.0},
-        racing=RacingStatistics(2, {"self": 3, "ngram": 1}), learning=LearningStatistics(2, 0.5, 0.25),
+        best_of_n=BestOfNStatistics(2, {"self": 3, "ngram": 1}), learning=LearningStatistics(2, 0.5, 0.25),
         tallies={"self": Tally(9, 72, 200, 2.0)},
     )  # fmt: skip
     later = replace(first, seconds=1.0, plain_seconds=1.5, reason="later", predicted_speedup=None)
@@ -67,7 +67,7 @@ def test_the_turns_of_a_rollout_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -
     assert record.points[:2] == [
         RoundPoint(8, 20.0, 5, "self", 8, 2.0, 190), RoundPoint(4, 30.0, 0, None, 1, 0.5, 10)
     ]  # fmt: skip
-    logged = metrics(record, refreshes=False, races=True)
+    logged = metrics(record, refreshes=False, several_chains=True)
     assert {name: logged[name] for name in ("drafted_by_self", "race_wins_self", "race_wins_tts")} == {
         "drafted_by_self": 8 / 9, "race_wins_self": 12, "race_wins_tts": 0,
     }  # fmt: skip

@@ -87,11 +87,11 @@ class NetworkDrafter(TrainableDrafter):
             if self._has_states and any(source < admission.first for source in admission.sources):
                 # Rows in flight have advanced beyond the prompt: their copies read it again.
                 admission = replace(admission, leaders=len(admission.lengths), followers=[], sources=[])
-            rows, known = self.session.rows, admission.bring_back(self.strategy, self.cache)
+            rows, known = self.session.rows, admission.restore(self.strategy, self.cache)
             self._runner.read(rows, admission, [length - 1 for length in admission.lengths], known)
             self.cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
 
-    def park(self, row: int) -> dict[str, tuple[int, RowStates]]:
+    def save_row(self, row: int) -> dict[str, tuple[int, RowStates]]:
         if self.cached is None:
             return {}
         columns = self.computed(row)

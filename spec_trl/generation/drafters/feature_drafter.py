@@ -230,7 +230,7 @@ class FeatureDrafter(TrainableDrafter):
 
     def admit(self, admission: Admission) -> None:
         with self.own_dtype():
-            self.feed_texts(admission, admission.bring_back(self.strategy, self.cache))
+            self.feed_texts(admission, admission.restore(self.strategy, self.cache))
         known = admission.cached
         self.cache.trim(admission.first, known[: admission.leaders])
         if admission.followers:  # a pair of a prompt's last column, where it keeps pairs, has a token that differs
@@ -241,7 +241,7 @@ class FeatureDrafter(TrainableDrafter):
     def feed_texts(self, admission: Admission, known: Mapping[int, int]) -> None:
         """Computes K/V of admitted texts that no intake of features gives, except the `known` first columns by row."""
 
-    def park(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
+    def save_row(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
         if self.context or self.failure is not None:  # features of the newest columns are not in the cache
             return None
         columns = int(self.session.rows.host_lengths[row]) - 1

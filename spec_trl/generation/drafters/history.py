@@ -78,7 +78,7 @@ class HistoryDrafter(Drafter):
         self.history.drop_indexes(set(prompts))
         del self._texts[admission.first :]
         self._texts += [self.history.start(prompt) for prompt in prompts[admission.first :]]
-        spans = {row: rows.generated_span(row) for row in admission.moved}
+        spans = {row: rows.generated_span(row) for row, saved in admission.saved.items() if saved.tokens is not None}
         if spans:
             texts = torch.cat([rows.tokens[row, span] for row, span in spans.items()]).tolist()
             for row, span in spans.items():

@@ -114,7 +114,7 @@ class SelfDrafter(NetworkDrafter):
         return state_bytes(policy) if self._has_states else 0
 
     @property
-    def stood(self) -> float:
+    def waited(self) -> float:
         return self.refresh_seconds
 
     def trained(self, network: PreTrainedModel) -> list[nn.Parameter]:

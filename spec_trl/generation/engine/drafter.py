@@ -179,7 +179,7 @@ class Drafter(CandidateGenerator):
         config."""
 
     @property
-    def stood(self) -> float:
+    def waited(self) -> float:
         """Seconds of this generation in which decoding waited for its learning or packing."""
         return self.learning.waited if self.learns else 0.0
 
@@ -216,10 +216,10 @@ class Drafter(CandidateGenerator):
     def admit(self, admission: Admission) -> None:
         """Rows have entered."""
 
-    def park(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
-        """Returns K/V of its cache for `row`, which has ended, and the number of first columns that it need not
-        compute in the next turn of the conversation, by strategy; nothing if it has no cache, or computes all again.
-        None: it must hear the target's forwards over the whole text."""
+    def save_row(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
+        """Saves `row`, which has ended, for the next turn of the conversation. Returns, by strategy, the number of
+        first columns that the drafter then need not compute, and K/V of its cache; nothing if it has no cache, or
+        computes all again; None if it reads the target's hidden states of the whole text, which cannot be saved."""
         return {}
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:

@@ -44,9 +44,9 @@ class GuardedDrafters:
         self._all, self._dropped = drafters, dropped
 
     @property
-    def stood(self) -> float:
+    def waited(self) -> float:
         """Seconds in which decoding waited for learning or packing of drafters, failed ones included."""
-        return sum(map(attrgetter("stood"), self._all))
+        return sum(map(attrgetter("waited"), self._all))
 
     def ask_all(self, action: Callable[[Drafter], None]) -> None:
         """Runs `action` on all drafters."""

@@ -20,7 +20,7 @@ from ..planner.control import Chain
 from .kv.memory import sent
 from .rollout import Rollout
 from .rows import Admission
-from .sampling.accept import Lanes, Outcome, Proposal, leading
+from .sampling.accept import Drafts, Outcome, Proposal, leading
 from .sampling.noise import Draw, RoundNoise
 
 
@@ -45,15 +45,14 @@ class RolloutInStep(Rollout):
     def _plan(self) -> list[Chain]:
         return [replace(chain, rows=None) for chain in super()._plan()[:1]]  # one chain, of all rows
 
-    def _lanes(self, lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> Lanes:
-        lanes = super()._lanes(lengths, drafted)
-        if not lanes.width or not self._ended.any():
-            return lanes
-        (proposal,), owners = lanes.proposals, np.where(self._ended, -1, lanes.owners)  # [1, B], -1: no chain
-        tokens = proposal.tokens.masked_fill(self._padded()[:, None], self._padding or 0)  # [B, γ]
-        drafters = sent(torch.from_numpy(owners), tokens.device)
-        proposals = [replace(proposal, tokens=tokens)]
-        return replace(lanes, owners=owners.tolist(), drafters=drafters, proposals=proposals)
+    def _arrange(self, lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> Drafts:
+        drafts = super()._arrange(lengths, drafted)
+        if not drafts.width or not self._ended.any():
+            return drafts
+        owners = np.where(self._ended, -1, drafts.owners)  # [B]
+        tokens = drafts.proposal.tokens.masked_fill(self._padded()[:, None], self._padding or 0)  # [B, γ]
+        drafters, proposal = sent(torch.from_numpy(owners), tokens.device), replace(drafts.proposal, tokens=tokens)
+        return replace(drafts, owners=owners.tolist(), drafters=drafters, proposal=proposal)
 
     def _padded(self) -> Tensor:
         """`[B]` bool, on the device: rows that go on with padding."""
@@ -61,18 +60,18 @@ class RolloutInStep(Rollout):
 
     def _first_tokens(self, admission: Admission, logits: Tensor) -> Outcome:
         rows = self.rows
-        logits = logits[[*admission.begun.values()]]  # [B, 1, V], of each row's leader
+        logits = logits[[*admission.first_token_rows.values()]]  # [B, 1, V], of each row's leader
         noise = RoundNoise(rows.noise_keys(1), logits.shape[-1]) if self._do_sample else None
-        return self._judge(super()._lanes({}, {}), logits, noise)
+        return self._judge(super()._arrange({}, {}), logits, noise)
 
-    def _judge(self, lanes: Lanes, logits: Tensor, noise: RoundNoise | None) -> Outcome:
+    def _judge(self, drafts: Drafts, logits: Tensor, noise: RoundNoise | None) -> Outcome:
         """The walk. Each step is one of `generate`: processors, token, criteria, streamer. The next step follows if
         every row has drafted the token that it drew, and none has ended with it."""
-        rows, (proposal,) = self.rows, lanes.proposals
+        rows, proposal = self.rows, drafts.proposal
         padded, ended = self._padded(), sent(torch.from_numpy(self._ended), logits.device)  # [B] each
-        lengths = proposal.drafted().masked_fill(padded, lanes.width)  # [B]
+        lengths = proposal.drafted().masked_fill(padded, drafts.width)  # [B]
         draws, agrees, ends = list[Draw](), list[Tensor](), torch.zeros_like(ended)
-        for step in range(lanes.width + 1):
+        for step in range(drafts.width + 1):
             drawn = self._pipeline.draw(logits[:, step : step + 1], noise, step, self.want_logprobs)
             drawn = replace(drawn, tokens=drawn.tokens.masked_fill(padded[:, None], self._padding or 0))
             draws.append(drawn)
@@ -82,16 +81,16 @@ class RolloutInStep(Rollout):
             ends = self._stopping.in_step(step + 1) & ~ended
             if self._stream is not None:
                 self._stream(drawn.tokens[0])
-            if step < lanes.width:
+            if step < drafts.width:
                 agrees.append((proposal.tokens[:, step] == drawn.tokens[:, 0]) & (step < lengths))
-            if step == lanes.width or ends.any() or not agrees[step].all():
+            if step == drafts.width or ends.any() or not agrees[step].all():
                 break
-        return self._outcome(lanes, draws, agrees, ends)
+        return self._outcome(drafts, draws, agrees, ends)
 
-    def _outcome(self, lanes: Lanes, draws: list[Draw], agrees: list[Tensor], ends: Tensor) -> Outcome:
+    def _outcome(self, drafts: Drafts, draws: list[Draw], agrees: list[Tensor], ends: Tensor) -> Outcome:
         """The outcome of a walk: the draw of each step, which rows (`[B]` bool) had drafted its token, and which end
         with the last one. A row's drafts count as far as they were looked at."""
-        (proposal,), steps, batch = lanes.proposals, len(draws), len(ends)
+        proposal, steps, batch = drafts.proposal, len(draws), len(ends)
         logprobs = [drawn.logprobs for drawn in draws if drawn.logprobs is not None]
         drawn = Draw(
             torch.cat([drawn.tokens for drawn in draws], dim=1),
@@ -106,12 +105,11 @@ class RolloutInStep(Rollout):
             tokens=drawn.tokens.cpu().numpy(),
             counts=np.full(batch, steps),
             sound=np.where(self._ended, steps, leading(drawn.scores.cpu().numpy() > -np.inf)),
-            winner=np.zeros(batch, np.int64),
-            width=lanes.width,
-            owners=lanes.owners,
-            drafted=drafted[None],
-            accepted=np.minimum(leading(right), drafted)[None],
-            broken={which for owners in lanes.owners for which in owners if is_broken} - {-1},
+            width=drafts.width,
+            owners=drafts.owners,
+            drafted=drafted,
+            accepted=np.minimum(leading(right), drafted),
+            broken={*drafts.owners} - {-1} if is_broken else set(),
             ends=ends.cpu().numpy(),
         )
 

@@ -1,40 +1,18 @@
 """K/V and states of rows that ended, parked while tools answer: the next turn of a conversation reads what is new."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING
 
-from .kv.cache import RowStates
 from .kv.memory import free_memory
-from .rows import Admission, Request, Spans
+from .rows import Request, Spans
+from .saved_row import SavedRow, SavedStates
 
 
 if TYPE_CHECKING:
     from .rollout import Rollout
-
-
-@dataclass(frozen=True)
-class ParkedRow:
-    """A row that ended.
-
-    Args:
-        columns: number of first columns of its text that have K/V: all but the last.
-        states: the target's K/V of these columns.
-        drafters: for drafters with caches, by strategy, number of first columns that the cache has, and K/V.
-        names: strategies of the drafters that need not read these columns again.
-    """
-
-    columns: int
-    states: RowStates
-    drafters: dict[str, tuple[int, RowStates]]
-    names: set[str]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of K/V."""
-        states = [self.states, *(states for _, states in self.drafters.values())]
-        return sum(part.nbytes for layers in states for pair in layers.values() for part in pair)
 
 
 class ParkedRows:
@@ -50,7 +28,7 @@ class ParkedRows:
 
     def clear(self) -> None:
         """Forgets all conversations."""
-        self._rows: dict[int, ParkedRow] = {}  # the oldest first
+        self._rows: dict[int, SavedRow] = {}  # the oldest first
         self._spans: dict[int, Spans] = {}
         self._numbers: list[int] = []  # by index of request
         self._bytes = 0
@@ -72,42 +50,47 @@ class ParkedRows:
             self._spans[number] = (*self._spans.get(number, ()), (prompt, prompt + completion - 1))
 
     def add(self, rollout: "Rollout", row: int) -> None:
-        """Parks `row`, which has ended, unless memory lacks, or a drafter must hear all forwards over a text."""
-        cache, drafters = rollout.target.cache, rollout.drafters
-        columns, number = int(rollout.rows.host_lengths[row]) - 1, self._numbers[rollout.rows.indices[row]]
+        """Parks `row`, which has ended, unless memory lacks, or a drafter reads hidden states of the whole text."""
+        cache, drafters, rows = rollout.target.cache, rollout.drafters, rollout.rows
+        index, number = rows.indices[row], self._numbers[rows.indices[row]]
         self._pop(number)  # another rank has decoded the turns since
-        if rollout.queue.requests[rollout.rows.indices[row]].images is not None:
+        if rollout.queue.requests[index].images is not None:
             return  # the family reads whole prompts
-        needed = columns * cache.column_bytes + cache.state_bytes // cache.rows
-        free = free_memory(rollout.rows.tokens.device)
+        needed = (int(rows.host_lengths[row]) - 1) * cache.column_bytes + cache.state_bytes // cache.rows
+        free = free_memory(rows.tokens.device)
         while self._bytes + needed > free and (freed := self.drop_oldest()):
             free += freed
-        answers = {which: drafters.ask(which, methodcaller("park", row)) for which in list(drafters.in_use)}
-        parked = {drafters.names[which]: states for which, states in answers.items() if states is not None}
-        if needed > free or (rollout.target.is_heard and len(parked) < len(answers)):
+        kv: SavedStates = {}
+        must_read = False
+        for drafter in list(drafters.in_use):
+            answer = drafters.ask(drafter, methodcaller("save_row", row))
+            must_read |= answer is None
+            if answer is not None:
+                kv[drafters.names[drafter]] = 0, dict  # whoever is missing must read hidden states again
+                kv |= {owner: (end, partial(dict, states)) for owner, (end, states) in answer.items()}
+        if needed > free or (rollout.target.is_heard and must_read):
             return
-        of_drafters = {name: states for answer in parked.values() for name, states in answer.items()}
-        self._rows[number] = ParkedRow(columns, cache.export_row(row, 0, columns), of_drafters, set(parked))
+        saved = SavedRow.save(row, rows, cache, 0, want_logprobs=False)
+        self._rows[number] = replace(saved, tokens=None, kv=kv | saved.kv)  # the next prompt has the tokens
         self._bytes += self._rows[number].bytes
 
-    def bring_back(self, rollout: "Rollout", admission: Admission) -> None:
-        """Writes the K/V of admitted rows that were parked into the target's cache; :attr:`Admission.parked` then has
-        these rows, for drafters."""
-        in_use = {rollout.drafters.names[which] for which in rollout.drafters.in_use}
-        for row, request in enumerate(admission.requests, admission.first):
-            parked = self._pop(self._numbers[request.index])
-            is_read = row >= admission.first + admission.leaders or row in admission.moved  # copied, or sent
-            if parked is None or is_read or (rollout.target.is_heard and not in_use <= parked.names):
-                continue
-            rollout.target.cache.import_row(row, 0, parked.states)
-            admission.parked[row] = parked
+    def saved_of(self, requests: Sequence[Request], rollout: "Rollout") -> list[Request]:
+        """Returns `requests`, which enter rows now, with the rows that were parked for them, which are no longer
+        parked."""
+        in_use = {rollout.drafters.names[drafter] for drafter in rollout.drafters.in_use}
+        found = []
+        for request in requests:
+            saved = self._pop(self._numbers[request.index])
+            reads = saved is None or (rollout.target.is_heard and not in_use <= saved.kv.keys())
+            found.append(request if reads or request.saved is not None else replace(request, saved=saved))
+        return found
 
     def drop_oldest(self) -> int:
         """Drops the row that was parked first; returns its bytes, 0 if there is none."""
         oldest = self._pop(next(iter(self._rows), -1))
         return 0 if oldest is None else oldest.bytes
 
-    def _pop(self, number: int) -> ParkedRow | None:
+    def _pop(self, number: int) -> SavedRow | None:
         row = self._rows.pop(number, None)
         self._bytes -= 0 if row is None else row.bytes
         return row

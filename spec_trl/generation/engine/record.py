@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import starmap
 from typing import Any
 
@@ -25,7 +25,6 @@ from .statistics import (
     MOST_PLANS,
     DraftCounts,
     PlanChange,
-    RacingStatistics,
     RequestTimeline,
     RoundPoint,
     SpeculationStatistics,
@@ -49,14 +48,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class DraftedChains:
-    """The verified chains of a round. In each of N lanes a row has at most one chain.
+    """The verified chains of a round, `[B]` each.
 
     Args:
-        depths: `[B]` int32, generated tokens by row before the round. All others are int16.
-        owners: `[N, B]`: the drafter of the chain, -1: no chain.
-        drafted, accepted: `[N, B]` tokens of each chain, up to the row's end.
-        committed: `[B]` committed tokens.
-        winner: `[B]`, lane of the winning chain.
+        depths: int32, generated tokens by row before the round. All others are int16.
+        owners: the drafter of the row's chain, -1: no chain.
+        drafted, accepted: tokens of the chain, up to the row's end.
+        committed: committed tokens.
     """
 
     depths: NDArray[np.int32]
@@ -64,11 +62,10 @@ class DraftedChains:
     drafted: NDArray[np.int16]
     accepted: NDArray[np.int16]
     committed: NDArray[np.int16]
-    winner: NDArray[np.int16]
 
     @classmethod
     def of(cls, depths: Integers, *rest: Any) -> "DraftedChains":
-        """Takes values of any integer dtype. A long rollout has thousands of rounds: 14 bytes for each row of one."""
+        """Takes values of any integer dtype. A long rollout has thousands of rounds: 12 bytes for each row of one."""
         return cls(depths.astype(np.int32), *(np.asarray(values, np.int16) for values in rest))
 
 
@@ -81,7 +78,7 @@ class Round:
         requests: the requests of the B rows.
         length: mean cached tokens per row.
         plan: the chains to draft.
-        draft_length: most draft tokens verified in any row; in a race over all its chains.
+        draft_length: most draft tokens verified in any row, over all its chains.
         seconds: of the round, without learning.
         tokens: committed, over all rows.
         chains: None: nothing was drafted.
@@ -322,70 +319,45 @@ def timelines(
 def count_drafts(
     statistics: SpeculationStatistics, rounds: Sequence[Round], requests: int, names: Sequence[str]
 ) -> None:
-    """Fills in `total`, `per_request`, `per_depth`, `per_drafter` and `racing`, for a batch of `requests` requests.
-    Drafters with the same name are counted together."""
+    """Fills in `total`, `per_request`, `per_depth` and `per_drafter`, for a batch of `requests` requests, and counts
+    further chains. Drafters with the same name are counted together."""
     labels = list(dict.fromkeys(names))
     label_of = np.array([labels.index(name) for name in names], np.int64)
     # Columns in the order of DraftCounts.
     of_request = np.zeros((requests, 6), np.int64)
     of_depth, of_drafter = np.zeros((len(DEPTH_EDGES), 6), np.int64), np.zeros((len(labels), 6), np.int64)
-    chains_and_wasted = np.zeros((len(labels), 2), np.int64)  # in races
-    won = np.zeros((requests, len(labels)), np.int64)
-    won_at_depth = np.zeros((len(DEPTH_EDGES), len(labels)), np.int64)
-    races, by_lanes = 0, dict[int, list[Round]]()
+    with_chains, kinds = list[tuple[list[int], DraftedChains]](), set[Any]()
     for round_ in rounds:
         if round_.chains is not None:
-            by_lanes.setdefault(len(round_.chains.owners), []).append(round_)
-    for lanes, like in by_lanes.items():
-        for start in range(0, len(like), ROUNDS_AT_ONCE):
-            some = like[start : start + ROUNDS_AT_ONCE]
-            parts = [vars(round_.chains) for round_ in some]
-            # M rows of several rounds at once. owners, drafted, accepted: [N, M]; depths, committed, winner: [M]
-            depths, owners, drafted, accepted, committed, winner = [
-                np.concatenate([part[name] for part in parts], axis=-1) for name in parts[0]
-            ]
-            request = np.concatenate([round_.requests for round_ in some])  # [M]
-            ones = np.broadcast_to(committed > 0, drafted.shape)  # a row in step that had ended takes no token
-            columns = [drafted, accepted, ones, drafted.clip(max=1), accepted.clip(max=1)]
-            counts = np.stack([*columns, np.minimum(accepted + 1, committed)], axis=-1)  # [N, M, 6]
-            taken = counts[winner, np.arange(len(winner))]  # [M, 6]
-            depth = np.searchsorted(DEPTH_EDGES, depths, side="right") - 1  # [M]
-            np.add.at(of_request, request, taken)
-            np.add.at(of_depth, depth, taken)
-            lane, row = (owners >= 0).nonzero()  # of each chain
-            label = label_of[owners[lane, row]]
-            np.add.at(of_drafter, label, counts[lane, row])
-            if lanes == 1:
-                continue
-            races += len(some)
-            raced = (owners >= 0).sum(0)[row] > 1
-            lane, row, label = lane[raced], row[raced], label[raced]
-            wins = winner[row] == lane
-            wasted = drafted[lane, row] - accepted[lane, row] * wins
-            np.add.at(chains_and_wasted, label, np.stack([np.ones_like(wasted), wasted], axis=-1))
-            np.add.at(won, (request[row], label), wins)
-            np.add.at(won_at_depth, (depth[row], label), wins)
-
-    def by_name(values: Integers) -> dict[str, int]:
-        return dict(zip(labels, values.tolist(), strict=True))
-
+            with_chains.append((round_.requests, round_.chains))
+            kinds.add(type(round_.chains))
+    for start in range(0, len(with_chains), ROUNDS_AT_ONCE):
+        some = with_chains[start : start + ROUNDS_AT_ONCE]
+        # M rows of several rounds at once, [M] each
+        request = np.concatenate([own for own, _ in some])
+        depths, owners, drafted, accepted, committed = (
+            np.concatenate([getattr(chains, each.name) for _, chains in some]) for each in fields(DraftedChains)
+        )
+        counts = counts_of(drafted, accepted, committed)  # [M, 6]
+        np.add.at(of_request, request, counts)
+        np.add.at(of_depth, np.searchsorted(DEPTH_EDGES, depths, side="right") - 1, counts)
+        has_chain = owners >= 0
+        np.add.at(of_drafter, label_of[owners[has_chain]], counts[has_chain])
     statistics.per_request = [*starmap(DraftCounts, of_request.tolist())]
     statistics.total = DraftCounts(*of_request.sum(0).tolist())
     for edge, counts_at in zip(DEPTH_EDGES, of_depth.tolist(), strict=True):
         if any(counts_at):
             statistics.per_depth[edge] = DraftCounts(*counts_at)
     statistics.per_drafter = dict(zip(labels, starmap(DraftCounts, of_drafter.tolist()), strict=True))
-    if races:
-        chains, wasted = chains_and_wasted.T  # [drafters] each
-        won_at_edge = zip(DEPTH_EDGES, won_at_depth, strict=True)
-        statistics.racing = RacingStatistics(
-            races,
-            by_name(won.sum(0)),
-            by_name(chains - won.sum(0)),
-            by_name(wasted),
-            [by_name(row) for row in won],
-            {edge: by_name(row) for edge, row in won_at_edge if row.any()},
-        )
+    for kind in kinds - {DraftedChains}:  # those of a paper, with further chains
+        kind.count_others(statistics, rounds, label_of)
+
+
+def counts_of(drafted: NDArray[Any], accepted: NDArray[Any], committed: NDArray[Any]) -> Integers:
+    """`[..., 6]`: :class:`DraftCounts` of chains, by their tokens and the row's `committed` ones."""
+    blocks = np.broadcast_to(committed > 0, drafted.shape)  # a row in step that had ended takes no token
+    first, tokens = (drafted.clip(max=1), accepted.clip(max=1)), np.minimum(accepted + 1, committed)
+    return np.stack([drafted, accepted, blocks, *first, tokens], axis=-1).astype(np.int64)
 
 
 def thin(changes: list[Any], most: int, when: int) -> None:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from operator import methodcaller
 
 import numpy as np
@@ -19,10 +18,11 @@ from .kv.memory import free_memory, sent
 from .kv.row_memory import RowMemory
 from .record import Completion, DraftedChains, Record
 from .rows import Admission, Request, RequestQueue, Rows
-from .sampling.accept import Lanes, Outcome, Proposal, draft_lengths, verify_rejection
+from .sampling.accept import Drafts, Outcome, Proposal, draft_lengths, verify_rejection
 from .sampling.noise import Draw, NoiseAhead, RoundNoise, derive, position_keys
 from .sampling.processors import LogitsPipeline
 from .sampling.stopping import Stopping
+from .saved_row import SavedRow
 from .statistics import SpeculationStatistics
 
 
@@ -61,7 +61,7 @@ class Rollout:
     ) -> None:
         self.queue, self.target, self.rows = queue, target, rows
         self.drafters = GuardedDrafters(drafters, control.drop)
-        self.control = self._whole_control = control
+        self.control = control
         self.want_logprobs = want_logprobs
         self.record = Record(strategy, queue.requests, self.drafters.names, rows.tokens.device)
         self._pipeline, self._stopping = pipeline, stopping
@@ -109,14 +109,8 @@ class Rollout:
         while taken := self._take():
             with phase("prefill"):
                 admission = rows.admit(taken)
-                self.queue.resume(self, admission)
                 count, logits = self.target.read_prompts(rows, admission)
                 self.record.tokens_read += count
-                method, self.control = taken[0].method, self._whole_control
-                if method is not None:  # this rank races for rows that another rank decodes
-                    self.control = self.control.helper(self.drafters.names.index(method))
-                for row, request in admission.moved.items():
-                    self.target.cache.import_row(row, request.head, request.tail())
             with phase("draft"):
                 self.drafters.ask_all(methodcaller("admit", admission))
             if logits is not None:
@@ -140,21 +134,21 @@ class Rollout:
             fitting = memory.fitting(taken)
             queue.put_back(taken[fitting:])
             taken = taken[:fitting]
-        return taken
+        return taken if queue.parked is None else queue.parked.saved_of(taken, self)
 
     def _first_tokens(self, admission: Admission, logits: Tensor) -> Outcome:
-        """Draws the first token of every row that begins, with the noise of its position; all copies of a prompt draw
-        from one row of `logits` (`[n, 1, V]`, of the n leaders that begin). Other rows take no token."""
-        rows, begun = self.rows, admission.begun
-        place = {leader: place for place, leader in enumerate(dict.fromkeys(begun.values()))}
-        places = [[*begun], [place[leader] for leader in begun.values()]]
+        """Draws the first token of every row that needs one, with the noise of its position; all copies of a prompt
+        draw from one row of `logits` (`[n, 1, V]`, of n leaders). Other rows take no token."""
+        rows, leader_of = self.rows, admission.first_token_rows
+        place = {leader: place for place, leader in enumerate(dict.fromkeys(leader_of.values()))}
+        places = [[*leader_of], [place[leader] for leader in leader_of.values()]]
         row, leader = sent(torch.tensor(places), rows.tokens.device)  # [m] each
-        if len(begun) > len(logits):
+        if len(leader_of) > len(logits):
             logits = logits[leader]  # [m, 1, V]
         noise = RoundNoise(rows.noise_keys(1)[row], logits.shape[-1]) if self._do_sample else None
-        drawn = self._pipeline.draw(logits, noise, want_logprobs=self.want_logprobs, rows=[*begun])
+        drawn = self._pipeline.draw(logits, noise, want_logprobs=self.want_logprobs, rows=[*leader_of])
         drawn = drawn.spread(row, rows.active)
-        return self._until_stop(Outcome.of([Proposal(drawn.tokens[:, :0])], [drawn], [], 0, rows.remaining))
+        return self._until_stop(Outcome.of(Drafts.of(rows, {}, {}), drawn, rows.remaining))
 
     # ---- a round ----------------------------------------------------------------------------------------------------
 
@@ -173,74 +167,69 @@ class Rollout:
 
     def decode_round(self, plan: Sequence[Chain]) -> None:
         """One round: drafters draft the chains of `plan`, one target forward verifies them, and every row commits the
-        chain with most accepted tokens; without chains the target decodes."""
+        accepted tokens and one of the target; without drafts the target decodes."""
         rows, target, phase = self.rows, self.target, self.record.phase
         lengths = draft_lengths(plan, rows.active)
         self._lookups.before_round(lengths, self._requests())  # its time is not part of the round
-        started, prepared, stood = time.perf_counter(), target.preparations, self.drafters.stood
+        started, prepared, waited = time.perf_counter(), target.preparations, self.drafters.waited
         record = self.record.begin_round(plan, rows.indices, rows.mean_length)
-        longest = {which: max(of_rows) for which, of_rows in lengths.items()}
+        longest = {drafter: max(of_rows) for drafter, of_rows in lengths.items()}
         target.cache.reserve((rows.host_lengths + sum(longest.values())).tolist())
         with phase("noise"):
             noise = self._noise.of_round(1 + max(longest.values(), default=0)) if self._do_sample else None
         with phase("draft"):
-            drafted = {which: self._propose(which, length, noise) for which, length in longest.items()}
-            lanes = self._lanes(lengths, drafted)
+            drafted = {index: self._propose(index, length, noise) for index, length in longest.items()}
+            drafts = self._arrange(lengths, drafted)
         with phase("verify"):
-            logits = self._forward(lanes)  # [B, W, V]
-        for which, proposal in drafted.items():
-            drafter = self.drafters.in_use.get(which)
+            logits = self._forward(drafts)  # [B, W, V]
+        for index, proposal in drafted.items():
+            drafter = self.drafters.in_use.get(index)
             if drafter is not None and drafter.learns:
                 with phase("learn"):
                     rows.write(0, proposal.tokens)  # where the drafter reads them
-                    self.drafters.ask(which, methodcaller("learn", *lanes.verified(which, logits)))
+                    self.drafters.ask(index, methodcaller("learn", *drafts.verified(index, logits)))
         with phase("accept"):
-            finished, tokens = self._commit(self._judge(lanes, logits, noise))
+            finished, tokens = self._commit(self._judge(drafts, logits, noise))
         with phase("compact"):
             self._retire(finished)
         # The commit has synchronized, so this includes device time. Learning and packing are subtracted.
-        seconds = time.perf_counter() - started - (self.drafters.stood - stood)
-        record.draft_length, record.seconds, record.tokens = lanes.width, seconds, tokens
+        seconds = time.perf_counter() - started - (self.drafters.waited - waited)
+        record.draft_length, record.seconds, record.tokens = drafts.width, seconds, tokens
         with phase("control"):
-            self.control.record(lanes.width, seconds, tokens, target.preparations == prepared)
+            self.control.record(drafts.width, seconds, tokens, target.preparations == prepared)
 
-    def _propose(self, which: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        """Returns the proposal of drafter `which`; an empty one if it fails."""
+    def _propose(self, index: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        """Returns the proposal of drafter `index`; an empty one if it fails."""
         rows, shape = self.rows, (self.rows.active, draft_length, self._vocabulary)
-        drafter = self.drafters.in_use.get(which)
+        drafter = self.drafters.in_use.get(index)
         before = None if drafter is None else drafter.max_rows
-        proposal = self.drafters.ask(which, lambda drafter: drafter.propose(draft_length, noise).checked(*shape))
+        proposal = self.drafters.ask(index, lambda drafter: drafter.propose(draft_length, noise).checked(*shape))
         if drafter is not None and drafter.max_rows != before:
-            self.control.limit(which, drafter.max_rows)
+            self.control.limit(index, drafter.max_rows)
         if proposal is None:
             # K/V of its drafts may be broken: verifying as many tokens overwrites it.
             return Proposal(rows.window(-1, 1).expand(-1, draft_length), torch.zeros_like(rows.lengths))
-        # What follows may have to know on the device how many drafts there are; the bonus token counts too.
+        # Rejection and processors must know on the device how many drafts there are; the bonus token counts too.
         drafts_left = rows.limits - rows.lengths - 1 if self._rejection or self._pipeline.may_refuse else None  # [B]
         return proposal.to(rows.tokens.device).within(self._vocabulary, drafts_left)
 
-    def _lanes(self, lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> Lanes:
-        return Lanes.of(self.rows, lengths, drafted)
+    def _arrange(self, lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> Drafts:
+        """Gives every row its drafts: `lengths` are planned, by drafter and row."""
+        return Drafts.of(self.rows, lengths, drafted)
 
-    def _forward(self, lanes: Lanes) -> Tensor:
+    def _forward(self, drafts: Drafts) -> Tensor:
         """The verification forward: feeds the last committed token and drafts of rows; returns logits `[B, W, V]`."""
-        rows = self.rows
-        if lanes.layout is not None:
-            return self.target.forward_chains(lanes.layout, rows.longest + lanes.width)
-        columns = rows.columns_after(-1, lanes.width + 1)  # [B, γ + 1]
+        rows, width = self.rows, drafts.width
+        columns = rows.columns_after(-1, width + 1)  # [B, γ + 1]
         tokens = rows.tokens[: rows.active].gather(1, columns[:, :1])  # [B, 1]
-        if lanes.width:
-            tokens = torch.cat([tokens, lanes.proposals[0].tokens], dim=1)  # [B, γ + 1]
-        return self.target.forward(tokens, columns, rows.longest + lanes.width, is_step=lanes.width == 0)
+        if width:
+            tokens = torch.cat([tokens, drafts.proposal.tokens], dim=1)  # [B, γ + 1]
+        return self.target.forward(tokens, columns, rows.longest + width, is_step=width == 0)
 
-    def _judge(self, lanes: Lanes, logits: Tensor, noise: RoundNoise | None) -> Outcome:
-        """Verifies the chains with the target's logits `[B, W, V]`."""
-        draws = [self._draw(lane, lanes.logits(n, logits), noise) for n, lane in enumerate(lanes.proposals)]
-        outcome = Outcome.of(lanes.proposals, draws, lanes.owners, lanes.width, self.rows.remaining)
-        if lanes.layout is not None:  # keep K/V and hidden states of the winners
-            winner = sent(torch.from_numpy(outcome.winner), logits.device)  # [B]
-            self.target.keep_chains(lanes.layout.slots_of(winner))
-        return self._until_stop(outcome)
+    def _judge(self, drafts: Drafts, logits: Tensor, noise: RoundNoise | None) -> Outcome:
+        """Verifies drafts with the target's logits `[B, γ + 1, V]`."""
+        drawn = self._draw(drafts.proposal, logits, noise)
+        return self._until_stop(Outcome.of(drafts, drawn, self.rows.remaining))
 
     def _draw(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Draw:
         """Draws the target's tokens at the drafts of a proposal, and after them, from logits `[B, γ + 1, V]`."""
@@ -250,8 +239,8 @@ class Rollout:
         logits, could = self._pipeline.process_verified(logits, proposal)  # [B, γ + 1, V], [B]
         steps = rows.generated[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, γ + 1]
         coins, residual = (position_keys(derive(rows.streams, purpose), steps) for purpose in (1, 2))
-        # A draft after which no token can be drawn is tested like any other, else what ends a text would come too
-        # seldom: once accepted it takes the place of that token.
+        # Also test a draft that ends the text (a processor refuses to go on after it): skipping it would make endings
+        # rarer than the target makes them. If accepted, it takes the place of the round's own token.
         tested = torch.minimum(lengths, could + 1)  # [B]
         drawn = verify_rejection(logits, proposal, tested, coins, residual, self.want_logprobs)
         return replace(drawn, most=could if drawn.most is None else drawn.most.minimum(could))
@@ -260,8 +249,8 @@ class Rollout:
         """The outcome without tokens after a row's end."""
         self.rows.write(0, outcome.drawn.tokens)  # where criteria read them
         counts, ends = self._stopping.first_stop(outcome.tokens, outcome.counts, self.rows.remaining)  # [B] each
-        drafted = np.where(ends, np.minimum(outcome.drafted, counts), outcome.drafted)  # [N, B]
-        accepted = np.minimum(outcome.accepted, counts)  # [N, B]
+        drafted = np.where(ends, np.minimum(outcome.drafted, counts), outcome.drafted)  # [B]
+        accepted = np.minimum(outcome.accepted, counts)  # [B]
         return replace(outcome, counts=counts, ends=ends, drafted=drafted, accepted=accepted)
 
     def _commit(self, outcome: Outcome) -> tuple[list[int], int]:
@@ -272,9 +261,9 @@ class Rollout:
             raise broken_logits(self.target, rows, outcome.sound, counts, outcome.width, done)
         if self._on_tokens is not None:
             self._on_tokens(drawn.tokens[0, : counts[0]])
-        kept = counts * (np.array(requests) >= 0)  # [B], without what follows a row's end
+        kept = counts * (np.array(requests) >= 0)  # [B], without tokens after a row's end
         if outcome.width:
-            chains = outcome.owners, outcome.drafted, outcome.accepted, kept, outcome.winner
+            chains = outcome.owners, outcome.drafted, outcome.accepted, kept
             self.record.rounds[-1].chains = DraftedChains.of(rows.host_generated, *chains)
         rows.commit(rows.host_lengths + counts, drawn.logprobs)
         self.target.cache.commit(counts.tolist())
@@ -282,8 +271,8 @@ class Rollout:
             by_drafter = outcome.of_each_drafter(outcome.accepted), outcome.of_each_drafter(outcome.drafted)
             self.control.record_rows(requests, *by_drafter)
         self._lookups.after_round(requests, outcome.tokens, kept)
-        for which in outcome.broken:
-            self.drafters.ask(which, report_broken)
+        for drafter in outcome.broken:
+            self.drafters.ask(drafter, report_broken)
         self.drafters.ask_all(methodcaller("observe", outcome.tokens, kept))
         return outcome.ends.nonzero()[0].tolist(), int(kept.sum())
 
@@ -300,7 +289,8 @@ class Rollout:
         for row in finished:
             if self.queue.keeps(rows.indices[row]):
                 ended[rows.indices[row]] = Completion(*rows.output(row, self.want_logprobs))
-                self.queue.park(self, row)
+                if self.queue.parked is not None:
+                    self.queue.parked.add(self, row)
         self.record.end([rows.indices[row] for row in finished], ended)
 
     def _free(self, leaving: list[int]) -> None:
@@ -318,15 +308,16 @@ class Rollout:
         """If memory ends, puts rows back into the queue (preemption); their K/V is computed again when they return."""
         leaving = [] if self._memory is None else self._memory.leaving(int(self.rows.host_lengths.sum()))
         if leaving:
-            self.queue.put_back(self.hand_over(leaving, head_share=1.0))
+            requests = self.save(leaving, head_share=1.0)
+            self.drop(leaving)
+            self.queue.put_back(requests)
             self.record.preemptions += len(leaving)
 
-    def hand_over(self, leaving: Sequence[int], head_share: float, method: str | None = None) -> list[Request]:
-        """Returns the requests of the rows `leaving` with their generated tokens. The rows leave; or with `method`
-        they stay, and another rank races for them with its drafter of that name.
+    def save(self, leaving: Sequence[int], head_share: float) -> list[Request]:
+        """Returns the requests of the rows `leaving` with what a row needs to go on with them; the rows stay.
 
-        The K/V of the first `head_share` of their columns is left out; all of it if memory for a copy lacks, or if
-        drafters read hidden states or layers keep states, which only a forward gives.
+        The K/V of the first `head_share` of their columns is left out, to be computed again. All K/V is left out if
+        memory for a copy lacks, or if drafters read hidden states or layers keep states, which only a forward gives.
         """
         rows, cache = self.rows, self.target.cache
         needed = sum(int(rows.host_lengths[row]) for row in leaving) * cache.column_bytes
@@ -334,11 +325,7 @@ class Rollout:
         share = 1.0 if must_read or 2 * needed > free_memory(rows.tokens.device) else head_share
         requests = []
         for row in leaving:
-            request, columns = self.queue.requests[rows.indices[row]], int(rows.host_lengths[row]) - 1
-            head = round(share * columns)
-            generated, logprobs = rows.output(row, self.want_logprobs)
-            begun = replace(request, generated=generated, logprobs=logprobs, head=head, method=method)
-            requests.append(replace(begun, tail=partial(dict, cache.export_row(row, head, columns))))
-        if method is None:
-            self.drop(leaving)
+            first = round(share * (int(rows.host_lengths[row]) - 1))
+            saved = SavedRow.save(row, rows, cache, first, self.want_logprobs)
+            requests.append(replace(self.queue.requests[rows.indices[row]], saved=saved))
         return requests

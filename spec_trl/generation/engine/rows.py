@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -10,15 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kv.cache import RaggedCache, RowStates
+from .kv.cache import RaggedCache
 from .kv.memory import check_memory, sent
 from .sampling.accept import Integers
 from .sampling.noise import position_keys
+from .saved_row import SavedRow
 
 
 if TYPE_CHECKING:
     from .network.image_prompts import ImagePrompt
-    from .parked_rows import ParkedRow, ParkedRows
+    from .parked_rows import ParkedRows
     from .rollout import Rollout
 
 
@@ -42,19 +43,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate. A request that was begun on another rank, or in a row that left for lack of memory,
-    has generated tokens.
+    """One sequence to generate.
 
     Args:
         index: row of the caller's batch.
         prompt: `[length]` int64, without padding, on the host: reading it waits for no device.
         limit: most tokens, the prompt's included.
         stream: key of its noise.
-        generated: `[n]` int64 tokens; None: it was not begun.
-        logprobs: `[n]` float32 of these; None: not wanted.
-        head: number of columns whose K/V is computed again.
-        tail: waits for the K/V of the columns from `head` on, without the last token, which the next forward feeds.
-        method: name of the drafter to race with while the other rank still decodes the row; None: it gave the row up.
+        saved: of a row that had the request before, here or on another rank; None: no row had it.
         spans: columns of the prompt that earlier turns of a conversation have generated, without the last token of a
             turn, which the next turn reads: pairs of first and end, ascending.
         images: of the prompt; None: it is text.
@@ -65,11 +61,7 @@ class Request:
     prompt: Tensor
     limit: int
     stream: int
-    generated: Tensor | None = None
-    logprobs: Tensor | None = None
-    head: int = 0
-    tail: Callable[[], RowStates] = dict
-    method: str | None = None
+    saved: SavedRow | None = None
     spans: Spans = ()
     images: "ImagePrompt | None" = None
     device: torch.device | None = None
@@ -80,8 +72,13 @@ class Request:
         return self.prompt.cpu().numpy().tobytes(), self.spans, self.images
 
     @property
+    def generated(self) -> Tensor | None:
+        """`[n]` int64, generated tokens; None: there are none."""
+        return None if self.saved is None else self.saved.tokens
+
+    @property
     def length(self) -> int:
-        """Tokens of the prompt and of what was generated."""
+        """Number of tokens, of the prompt and generated ones."""
         return len(self.prompt) + (0 if self.generated is None else len(self.generated))
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
@@ -131,23 +128,13 @@ class RequestQueue:
         return taken
 
     def put_back(self, requests: list[Request]) -> None:
-        """Puts taken `requests` back, in front; some may have begun."""
+        """Puts taken `requests` back, in front."""
         self._dealt = requests + self._dealt
         self.waiting += len(requests)
 
     def keeps(self, index: int) -> bool:
         """Called once when request `index` ends; False discards its completion: another rank ended it first."""
         return True
-
-    def resume(self, rollout: "Rollout", admission: "Admission") -> None:
-        """Called when requests have been admitted, before their texts are read: brings parked rows back."""
-        if self.parked is not None:
-            self.parked.bring_back(rollout, admission)
-
-    def park(self, rollout: "Rollout", row: int) -> None:
-        """Called when `row` ends, before it leaves."""
-        if self.parked is not None:
-            self.parked.add(rollout, row)
 
     def after_round(self, rollout: "Rollout") -> None:
         """Called after a round, when ended rows have left; the queue may take further rows out of `rollout`."""
@@ -158,49 +145,45 @@ class Admission:
     """Requests that have just entered rows.
 
     Rows `first..first + leaders` hold texts to prefill; row `followers[i]` has the same prompt as row `sources[i]`
-    (prefix sharing: the G copies of a GRPO prompt are prefilled once). `moved`: requests of leaders that were begun
-    before. `lengths`, `requests`: of all of the rows. `images`: of prompts that have some; leaders with images come
-    first, and followers with images last. `parked`: leaders whose first columns were parked.
+    (prefix sharing: the G copies of a GRPO prompt are prefilled once). `lengths`, `requests`: of all of the rows.
+    `images`: of prompts that have some; leaders with images come first, and followers with images last. `saved`:
+    of leaders that go on with a saved row.
     """
 
     first: int
     leaders: int
     followers: list[int]
     sources: list[int]
-    moved: dict[int, Request]
     lengths: list[int]
     requests: list[Request]
     images: "dict[int, ImagePrompt]" = field(default_factory=dict)
-    parked: "dict[int, ParkedRow]" = field(default_factory=dict)
+    saved: dict[int, SavedRow] = field(default_factory=dict)
 
     @functools.cached_property
-    def begun(self) -> dict[int, int]:
-        """Rows whose first token is drawn after reading the prompt, in order, mapped to the row with the logits: their
-        leader, or themselves for copies of a row that was in flight before. Rows begun before are left out: their
-        first round feeds their last token."""
-        read = {row: row for row in range(self.first, self.first + self.leaders) if row not in self.moved}
+    def first_token_rows(self) -> dict[int, int]:
+        """Rows that need their first token, in order, each mapped to the row whose logits it uses: its leader, or
+        itself for a copy of a row that was in flight before. Rows with generated tokens are absent: their first round
+        feeds the last one."""
+        leaders, saved = range(self.first, self.first + self.leaders), self.saved
+        read = {row: row for row in leaders if row not in saved or saved[row].tokens is None}
         copies = zip(self.followers, self.sources, strict=True)
         return read | {row: source if source in read else row for row, source in copies}
 
     @property
     def cached(self) -> list[int]:
         """Columns of K/V by row after the prompts have been read."""
-        return [length - (row not in self.begun) for row, length in enumerate(self.lengths, self.first)]
+        return [length - (row not in self.first_token_rows) for row, length in enumerate(self.lengths, self.first)]
 
     def ends_short(self, row: int) -> bool:
         """Whether the prompt of `row` ends with a short piece."""
         request = self.requests[row - self.first]
         return request.pieces(0, len(request.prompt))[-1].short
 
-    def bring_back(self, strategy: str, cache: RaggedCache) -> dict[int, int]:
-        """Writes the K/V that was parked for the drafter of this `strategy` into its `cache`; returns the number of
-        columns, by row, that the drafter need not compute."""
-        known = {}
-        for row, parked in self.parked.items():
-            if strategy in parked.drafters:
-                known[row], states = parked.drafters[strategy]
-                cache.import_row(row, 0, states)
-        return known
+    def restore(self, owner: str, cache: RaggedCache) -> dict[int, int]:
+        """Writes the saved K/V of `owner` into its `cache`; returns, by row, the number of first columns that `owner`
+        need not compute. Where columns before the saved ones are missing, :meth:`read_prompts` of the target computes
+        them first."""
+        return {row: saved.restore(row, owner, cache) for row, saved in self.saved.items() if not saved.first}
 
 
 class Rows:
@@ -288,8 +271,8 @@ class Rows:
         row_of_prompt = dict(zip(self.texts, range(first), strict=True)) if self._shares else {}
         leaders: list[tuple[Text, Request]] = []
         followers: list[tuple[Text, Request]] = []
-        moved: dict[int, Request] = {}
         images: dict[int, ImagePrompt] = {}
+        saved: dict[int, SavedRow] = {}
         states: list[list[int]] = []  # [n, 5]
         seen, longest = set(row_of_prompt), 0
         for request in requests:
@@ -309,12 +292,13 @@ class Rows:
             if request.generated is None:
                 row_of_prompt.setdefault(key, row)
             else:
-                moved[row] = request
                 self.tokens[row, prompt:length] = request.generated
             if request.images is not None:
                 images[row] = request.images
-            if request.logprobs is not None:
-                self.logprobs[row, prompt:length] = request.logprobs
+            if request.saved is not None and row < first + len(leaders):
+                saved[row] = request.saved
+                if request.saved.logprobs is not None:
+                    self.logprobs[row, prompt:length] = request.saved.logprobs
             states.append([length, prompt, request.limit, request.index, request.stream])
             self._host[:, row] = length, prompt, request.limit
             self.prompts.append(key[0])
@@ -330,7 +314,7 @@ class Rows:
         sources = [row_of_prompt[key] for key, _ in followers]
         lengths = self.host_lengths[first:].tolist()
         admitted = [request for _, request in leaders + followers]
-        return Admission(first, len(leaders), follower_rows, sources, moved, lengths, admitted, images)
+        return Admission(first, len(leaders), follower_rows, sources, lengths, admitted, images, saved)
 
     def generated_span(self, row: int) -> slice:
         """Columns of the generated tokens of `row`."""

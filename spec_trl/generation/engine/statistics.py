@@ -83,16 +83,16 @@ class LearningStatistics:
 
 
 @dataclass
-class RacingStatistics:
-    """Race statistics, over raced rows only: those that had several chains in a round.
+class BestOfNStatistics:
+    """Rows that had several chains in a round, of which the longest accepted one won.
 
     Args:
-        rounds: rounds with a race.
-        wins: chains that won their row's race, by drafter.
+        rounds: rounds with such rows.
+        wins: chains that won, by drafter.
         losses: chains that lost, by drafter.
         wasted: verified draft tokens that were not committed, by drafter; rejected tokens of winners included.
         winners: `wins` by row of the batch.
-        winners_by_depth: `wins` by output depth at the start of the race; keys are lower edges of `DEPTH_EDGES`.
+        winners_by_depth: `wins` by output depth before the round; keys are lower edges of `DEPTH_EDGES`.
     """
 
     rounds: int = 0
@@ -118,7 +118,7 @@ class RoundPoint:
     Args:
         batch: rows.
         length: mean cached tokens per row.
-        draft_length: γ, 0 for autoregressive decoding; in a race the most draft tokens verified in any row.
+        draft_length: γ, 0 for autoregressive decoding; else the most draft tokens verified in any row.
         drafter: its strategy, several joined by "+". None: none drafted, or the log is older than this field.
         rounds: number of rounds.
         seconds: sum over these rounds, without a drafter's learning.
@@ -141,7 +141,8 @@ class RequestTimeline:
     Args:
         request: its row in the caller's batch.
         changes: (seconds since the start, round counted from 0, names of the drafters from then on), at most
-            `MOST_CHANGES`. The first is when the request got a row. Several names: a race; none: plain decoding.
+            `MOST_CHANGES`. The first is when the request got a row. Several names: they draft together; none: plain
+            decoding.
         ended: seconds since the start.
     """
 
@@ -202,11 +203,11 @@ class SpeculationStatistics:
         strategy: the `assistant_strategy` asked for.
         exact: True: drafts and other rows change no bit of a log-probability. A list: names of parts that are not
             exact. None: not tested.
-        total, per_request: draft counts over all rows, and of each row; of a race only the winner's chain.
+        total, per_request: draft counts over all rows, and of each row; of several chains of a row only the winner.
         per_depth: the same by output depth at the start of a block; keys are lower edges of `DEPTH_EDGES`.
         per_drafter: draft counts by drafter over all its chains. A chain counts as a block whether it won or not;
             `committed` is what it alone would have added to the output.
-        racing: None: no row was raced.
+        best_of_n: of rows with several chains; None: there were none.
         tokens: generated tokens, EOS included, padding excluded.
         logprob_sum: log-probabilities (nats) of the sampled tokens under the processed target distribution; 0 if not
             requested.
@@ -248,7 +249,7 @@ class SpeculationStatistics:
     per_request: list[DraftCounts] = field(default_factory=list)
     per_depth: dict[int, DraftCounts] = field(default_factory=dict)
     per_drafter: dict[str, DraftCounts] = field(default_factory=dict)
-    racing: RacingStatistics | None = None
+    best_of_n: BestOfNStatistics | None = None
     tokens: int = 0
     logprob_sum: float = 0.0
     target_forwards: int = 0

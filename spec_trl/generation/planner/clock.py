@@ -290,7 +290,7 @@ class Clock:
         terms = []
         for name in self._places:
             plan, size = name if isinstance(name, tuple) else (name, 0)
-            terms.append([plan.drafters, [*plan.draft_lengths, int(plan.races)], size] if size else name)
+            terms.append([plan.drafters, [*plan.draft_lengths, int(plan.on_all_rows)], size] if size else name)
         return {
             "version": VERSION,
             "terms": terms,
@@ -313,8 +313,8 @@ class Clock:
         names: list[Any] = []
         for name in state["terms"]:
             if not isinstance(name, str):
-                drafters, (*lengths, races), size = name
-                name = Plan(tuple(drafters), tuple(lengths), bool(races)), size
+                drafters, (*lengths, on_all_rows), size = name
+                name = Plan(tuple(drafters), tuple(lengths), bool(on_all_rows)), size
             names.append(name)
         mean, covariance = (np.array(state[name], dtype=float) for name in ("mean", "covariance"))
         shape = len(set(names)), len(names)

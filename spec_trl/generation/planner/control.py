@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...papers import load
 from .admission import PlainRounds
 
 
@@ -113,7 +112,7 @@ class Control(ABC):
 
     candidates: Sequence[Candidate]
     tallies: list[Tally]
-    races = False  # whether a row may get chains of several candidates in one round
+    several_chains = False  # whether a row may get chains of several candidates in one round
     # Whether every row commits as many tokens as the row that accepts least; the rollout sets it before `begin`.
     in_step = False
     # Lookup drafters to evaluate on the committed text (`record_unverified`), and their number of tokens.
@@ -138,9 +137,9 @@ class Control(ABC):
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
         """Returns the chains of a round; empty: decode autoregressively.
 
-        A row with chains of several candidates is raced: the chain with most accepted tokens wins, among equals the
-        first in the plan; of several chains of one candidate the longest. A row without a chain decodes
-        autoregressively in the same round.
+        Of several chains of a row the first counts; under `several_chains` the one with most accepted tokens, among
+        equals the first in the plan. Of several chains of one candidate the longest counts. A row without a chain
+        decodes autoregressively in the same round.
 
         Args:
             requests: index, in the caller's batch, of the request in each row; -1: it has ended, and its row stays.
@@ -155,7 +154,7 @@ class Control(ABC):
 
         Args:
             requests: as passed to `plan`.
-            accepted: by candidate, per row: accepted draft tokens, whether or not its chain won; -1: no chain.
+            accepted: by candidate, per row: accepted draft tokens, whether or not the row took them; -1: no chain.
             drafted: likewise drafted tokens, up to the row's end; may be fewer than γ.
         """
         return
@@ -183,18 +182,6 @@ class Control(ABC):
         """Takes `seconds` from the exploration budget; False if the budget holds less. Without a budget always
         True."""
         return True
-
-    def further_method(
-        self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
-    ) -> tuple[str, list[int]] | None:
-        """Returns a method with which a free rank may race, and the `requests` to race for; None: no race pays.
-        `helpers`: ranks that race already, by request and method."""
-        return None
-
-    def helper(self, which: int) -> "Control":
-        """Returns the control of rows for which this rank races with candidate `which`."""
-        helper: Control = load("papers.specactor.assignment").RaceHelper(self, which)
-        return helper
 
     @abstractmethod
     def drop(self, index: int) -> None:

@@ -12,12 +12,12 @@ class Plan(NamedTuple):
 
     drafters: tuple[str, ...] = ()  # strategies; of two, rows get the better one for them, or race
     draft_lengths: tuple[int, ...] = ()  # γ of each
-    races: bool = False  # whether all rows get a chain of each drafter
+    on_all_rows: bool = False  # whether all rows get a chain of each drafter
 
     @property
     def width(self) -> int:
         """Most draft tokens of a row."""
-        return sum(self.draft_lengths) if self.races else max(self.draft_lengths, default=0)
+        return sum(self.draft_lengths) if self.on_all_rows else max(self.draft_lengths, default=0)
 
     @property
     def by_drafter(self) -> dict[str, int]:

@@ -86,13 +86,13 @@ class Planner(Control):
         self.compared_length = int(self._lengths[-1])
         networks = [index for index, candidate in enumerate(candidates) if candidate.is_network]
         self._couples = [(network, lookup) for network in networks for lookup in self.compared_lookups]
-        self.races = race and bool(self._couples)
+        self.several_chains = race and bool(self._couples)
         self.budget = self._trial_cost = 0.0
         self.begin(1, [])
 
     @property
     def most_drafted(self) -> int:
-        return self.compared_length * (2 if self.races else 1)
+        return self.compared_length * (2 if self.several_chains else 1)
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         self.clock.begin(capacity)
@@ -116,7 +116,9 @@ class Planner(Control):
     def further_method(
         self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
     ) -> tuple[str, list[int]] | None:
-        """Runs SA Algorithm 3 for the requests of this rank; methods are ordered by their gain for one row."""
+        """Runs SA Algorithm 3 for the `requests` of this rank: returns a method with which a free rank may draft for
+        rows of this one, and their requests; None: none pays. Methods are ordered by their gain for one row.
+        `helpers`: ranks that do so already, by request and method."""
         may = {name: self._may_race and self._batch <= self._max_rows[index] for name, index in self._index.items()}
         plans = [plan for plan in self._singles if may[plan.drafters[0]]]
         if not plans or not len(requests):
@@ -250,7 +252,7 @@ class Planner(Control):
             shares = Plan(first + second, length + other_length)
             if self._batch > 1:
                 pairs[shares] = np.maximum(taus[one], taus[other])
-            race = shares._replace(races=True)
+            race = shares._replace(on_all_rows=True)
             if self._may_race and not waiting and self._batch * (1 + race.width) <= self._race_budget:
                 both = min(race.draft_lengths)  # of two chains the longer one counts
                 shared = (survivals[:, network, :both] * survivals[:, lookup, :both]).sum(1)  # [B]
@@ -285,7 +287,7 @@ class Planner(Control):
     def _chains(self, plan: Plan, efficiencies: Floats) -> tuple[Chain, ...]:
         """Returns the chains of a plan; if two drafters share the rows, a row gets the one of larger τ."""
         drafts = [(self._index[name], length) for name, length in plan.by_drafter.items()]
-        if len(drafts) < 2 or plan.races:
+        if len(drafts) < 2 or plan.on_all_rows:
             return tuple(Chain(*draft) for draft in drafts)
         better = np.array([efficiencies[index, self._lengths == length][0] for index, length in drafts]).argmax(0)
         chains = []

@@ -1,12 +1,8 @@
-"""Further drafters for slow requests (SA §4.2 "Greedy Best-of-N assignments", Algorithm 3), and the control of a rank
-that races with one of them."""
+"""Further drafters for slow requests (SA §4.2 "Greedy Best-of-N assignments", Algorithm 3)."""
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
-
-from ...generation.planner.admission import PlainRounds
-from ...generation.planner.control import Chain, Control, Explanation
 
 
 Request = TypeVar("Request", bound=Hashable)
@@ -91,39 +87,3 @@ def further_method(
     added = greedy_assignments(requests, methods, [freed], workers, load, len(requests), methods, assigned)
     pairs = [pair for pair, worker in added.items() if worker == freed]
     return (pairs[0][1], [request for request, _ in pairs]) if pairs else None
-
-
-class RaceHelper(Control):
-    """Control of a rank that races for rows of another rank: candidate `which` drafts for them in every round.
-
-    Args:
-        control: of the rank; it decides again after the race.
-        which: index of the candidate.
-    """
-
-    def __init__(self, control: Control, which: int) -> None:
-        self.control = control
-        self.candidates, self.tallies = control.candidates, control.tallies
-        self._which = which
-        self._batch = 0
-
-    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
-        self._batch = len(requests)
-        candidate = self.candidates[self._which]
-        return () if self._batch > candidate.max_rows else (Chain(self._which, candidate.draft_length),)
-
-    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
-        if draft_length:
-            self.tallies[self._which].add_round(self._batch, tokens, seconds)
-
-    def drop(self, index: int) -> None:
-        self.control.drop(index)
-
-    def finish(self) -> None:
-        self.control.finish()
-
-    def explain(self) -> Explanation:
-        return self.control.explain()
-
-    def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
-        return self.control.plain_seconds(rounds)

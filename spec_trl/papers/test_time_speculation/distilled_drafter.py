@@ -66,8 +66,8 @@ class DistilledDrafter(Drafter):
     learns = True
 
     @property
-    def stood(self) -> float:
-        return super().stood + self.student.stood
+    def waited(self) -> float:
+        return super().waited + self.student.waited
 
     def __init__(self, student: TrainableDrafter, how: TTSOptions) -> None:
         self.student, self._how = student, replace(how, scope=how.scope or "request")
@@ -158,8 +158,8 @@ class DistilledDrafter(Drafter):
     def admit(self, admission: Admission) -> None:
         self.student.admit(admission)
 
-    def park(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
-        return self.student.park(row)
+    def save_row(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
+        return self.student.save_row(row)
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         rows = self.session.rows
@@ -178,7 +178,7 @@ class DistilledDrafter(Drafter):
         if self._update is not None:
             if self._update.done() if self._stride is None else self._waited >= self._stride.rounds:
                 self._finish_update()
-        self._began, self._stood = time.perf_counter(), self.stood
+        self._began, self._waited_before = time.perf_counter(), self.waited
         self._proposal = self.student.propose(draft_length, noise)
         return self._proposal
 
@@ -209,7 +209,7 @@ class DistilledDrafter(Drafter):
     def observe(self, tokens: Integers, kept: Integers) -> None:
         if self._proposal is not None:
             draft_length = self._proposal.tokens.shape[1]
-            seconds = time.perf_counter() - self._began - (self.stood - self._stood)
+            seconds = time.perf_counter() - self._began - (self.waited - self._waited_before)
             self.adaptive_stride.observe(float(kept.mean()), draft_length, seconds)
             self._proposal = None
         self.student.observe(tokens, kept)

@@ -66,9 +66,9 @@ def test_packed_when_something_is_drafted(fresh: LlamaForCausalLM, prompts: Prom
     drafter = SelfDrafter.make(fresh, None, config_of(*OPTIONS))
     empty = packed_of(drafter)
     generate(fresh, prompts, drafter=drafter, max_new_tokens=1)  # no room for a draft
-    assert equal(empty, packed_of(drafter)) and drafter.stood == 0
+    assert equal(empty, packed_of(drafter)) and drafter.waited == 0
     result = generate(fresh, prompts, drafter=drafter, max_new_tokens=12)
-    assert equal(packed_of(drafter), packed_of(SelfDrafter(fresh, *OPTIONS))) and drafter.stood > 0
+    assert equal(packed_of(drafter), packed_of(SelfDrafter(fresh, *OPTIONS))) and drafter.waited > 0
     assert result.statistics.acceptance_rate > 0.5
 
 

@@ -141,7 +141,7 @@ def test_forwards_are_counted(target: PreTrainedModel, tiny: PreTrainedModel) ->
 class OneEach(Plans):
     """Rounds of one chain for each row."""
 
-    races = False
+    several_chains = False
 
 
 def test_catching_up_after_rounds_without_it_goes_in_pieces(target: PreTrainedModel) -> None:

@@ -36,11 +36,11 @@ def test_the_seconds_of_a_drafter_that_fails_still_count() -> None:
     drafters = GuardedDrafters([Standing([[]], None)], lambda _: None)
     with pytest.warns(UserWarning, match="Standing failed"):
         drafters.ask_all(lambda _: 1 / 0)
-    assert not drafters.in_use and drafters.stood == 2.0
+    assert not drafters.in_use and drafters.waited == 2.0
 
 
 class Standing(Knowing):
-    stood = 2.0
+    waited = 2.0
 
 
 class Spoiled(Knowing):

@@ -22,6 +22,7 @@ from spec_trl.generation.engine.rows import PrefixView, Request, RequestQueue, R
 from spec_trl.generation.engine.sampling.accept import Proposal
 from spec_trl.generation.engine.sampling.noise import RoundNoise
 from spec_trl.generation.engine.sampling.stopping import Stopping
+from spec_trl.generation.engine.saved_row import TARGET, SavedRow
 from spec_trl.generation.planner import admission
 from spec_trl.generation.planner.admission import AdmissionDelay
 from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
@@ -184,10 +185,12 @@ def test_texts_and_heads_are_read_together(
     runner = EagerRunner(network := make_shadow(tiny), RaggedCache.for_network(network, rows=6, columns=32))
     rows, (short, long, other, copied) = Rows(6, 32, CPU), random_rows([6, 9, 8, 9])
     requests = [Request(0, short, 30, 0), Request(1, long, 30, 1), Request(2, long, 30, 2)]
-    requests += [Request(3 + index, other, 30, 3, copied[:3], head=head) for index, head in enumerate((3, 0))]
+    for index, head in enumerate((3, 0)):  # the other columns are saved, here as nothing
+        requests.append(Request(3 + index, other, 30, 3, SavedRow(copied[:3], None, head, {TARGET: (10, dict)})))
     admission = rows.admit(requests)
     count, logits = runner.read_prompts(rows, admission)
-    assert count == 6 + 9 + 3 + 0 and admission.begun == {0: 0, 1: 1, 4: 1} and admission.cached == [6, 9, 10, 10, 9]
+    assert admission.first_token_rows == {0: 0, 1: 1, 4: 1} and admission.cached == [6, 9, 10, 10, 9]
+    assert count == 6 + 9 + 3 + 0
     assert logits is not None and logits.shape == (2, 1, 64)
     for row, text in enumerate((short, long)):
         torch.testing.assert_close(logits[row, 0], tiny(text[None]).logits[0, -1], rtol=0, atol=1e-9)

@@ -33,9 +33,9 @@ from spec_trl.generation.engine.statistics import (
     DEPTH_EDGES,
     MOST_CHANGES,
     MOST_PLANS,
+    BestOfNStatistics,
     DraftCounts,
     PlanChange,
-    RacingStatistics,
     RequestTimeline,
     RoundPoint,
     SpeculationStatistics,
@@ -45,6 +45,7 @@ from spec_trl.generation.engine.statistics import (
 )
 from spec_trl.generation.planner.admission import PlainRounds
 from spec_trl.generation.planner.control import AlwaysSpeculate, Candidate, Chain, Tally
+from spec_trl.papers.specactor.races import RacedChains
 from tests.generation.calls import generate, pad_left, random_rows
 
 
@@ -86,10 +87,14 @@ def test_drafts_are_counted_by_request_depth_and_drafter(rounds: list[dict[str, 
     per_depth: dict[int, DraftCounts] = {}
     per_drafter = {name: DraftCounts() for name in NAMES}
     nobody = dict.fromkeys(NAMES, 0)
-    racing = RacingStatistics(0, dict(nobody), dict(nobody), dict(nobody), [dict(nobody) for _ in range(REQUESTS)])
+    racing = BestOfNStatistics(0, dict(nobody), dict(nobody), dict(nobody), [dict(nobody) for _ in range(REQUESTS)])
     for each in rounds:
         depths, *arrays = (np.array(each[name]) for name in ("depths", "drafted", "accepted", "kept", "winner"))
-        chains = DraftedChains(depths, each["drafters"], *arrays)
+        owners, winner = np.array(each["drafters"]), arrays.pop()
+        if len(owners) == 1:
+            chains = DraftedChains.of(depths, owners[0], *(array[0] for array in arrays[:2]), arrays[2])
+        else:
+            chains = RacedChains.of_lanes(DraftedChains.of(depths, owners, *arrays), winner)
         recorded.append(Round(0.0, each["requests"], 9.0, (), chains=chains))
         racing.rounds += len(each["drafters"]) > 1
         for row, request in enumerate(each["requests"]):
@@ -118,7 +123,7 @@ def test_drafts_are_counted_by_request_depth_and_drafter(rounds: list[dict[str, 
     assert found.per_request == per_request and found.total == sum(per_request, DraftCounts())
     assert found.per_depth == per_depth and list(found.per_depth) == sorted(per_depth)
     assert found.per_drafter == per_drafter
-    assert found.racing == (racing if racing.rounds else None)
+    assert found.best_of_n == (racing if racing.rounds else None)
 
 
 def test_sums_of_records_and_their_ratios() -> None:

@@ -142,7 +142,7 @@ def test_races_keep_to_their_budget(budget: int | None, races: bool) -> None:
     for _ in range(50):
         for which in (0, 1):
             control.drafts.record(which, np.zeros(1, int), np.array([[2]]), np.array([[3]]))
-        lookup, race = Plan(("ngram",), (5,)), Plan(("self", "ngram"), (5, 5), races=True)
+        lookup, race = Plan(("ngram",), (5,)), Plan(("self", "ngram"), (5, 5), on_all_rows=True)
         as_predicted(control, 1, SELF, lookup, race, PLAIN)
     assert (len(control.plan([0], 100.0, 0)) == 2) == races  # 11 tokens of one row; more rows are of no use here
 

@@ -55,7 +55,7 @@ class GraphRunner(EagerRunner):
     """An :class:`EagerRunner` that replays captured forwards for the few tokens per row of drafting and verifying.
 
     Returned logits are in memory that all captured forwards of its budget share: valid until the next forward. Races
-    (`forward_chains`) run eagerly.
+    (`forward_at`) run eagerly.
 
     Args:
         network: as for the eager runner.
@@ -175,7 +175,7 @@ class GraphRunner(EagerRunner):
         self.forwards += 1
         graph.replays += 1
         if recording.features is not None:
-            self._tell(recording.features[:rows], positions, first_row)
+            self.tell(recording.features[:rows], positions, first_row)
         return recording.logits[:rows]
 
     def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
@@ -226,7 +226,7 @@ class GraphRunner(EagerRunner):
         logits, features = attended(self, run)
         self.forwards += 1
         if features is not None:
-            self._tell(features[:rows], positions, 0)
+            self.tell(features[:rows], positions, 0)
         return logits[:rows]
 
     def listen(self, layers: Sequence[int], heard: Heard) -> None:

@@ -31,7 +31,6 @@ from ..network.foreign_layers import is_foreign, mixing_layers
 from ..network.linear_layers import make_copies
 from ..network.shadow import decoder_layers, make_shadow
 from ..network.training_marks import HOOK_DICTS, patched_forward
-from ..sampling.accept import ChainLayout
 from .runner import EagerRunner
 
 
@@ -45,8 +44,8 @@ COLUMNS = 64
 _PROMPTS = (5, 1, 5, 1, *range(7, 2 + ROWS), 27)
 _EQUAL = 2  # first rows, whose tokens as many rows after them have too
 # Rows, tokens of a forward, and tokens of a draft beside it, that are compared with all rows and all tokens at once: a
-# row alone, verified alone and with another, the other rows too, whose numbers stand elsewhere in every tensor, and a
-# race, whose keys do.
+# row alone, verified alone and with another, the other rows too, whose numbers lie elsewhere in every tensor, and
+# several chains of a row, whose keys do.
 _CASES = (1, 1, 0), (1, NEW, 0), (2, NEW, 0), (ROWS, 1, 0), (ROWS, NEW, 3)
 # Of prompts: about the multiples of what kernels take at once, where they change.
 _TOKENS = 1, 2, 3, 7, 9, 11, 17, 19, 25, 27, 31, 63, 65
@@ -275,10 +274,9 @@ class _Trial:
         slots = torch.tensor(_slots_of(count, beside), device=places.device)  # [count]
         positions = places.clone()  # [rows, count + beside]
         positions[:, slots] = places[:, :count]
-        layout = ChainLayout(self.tokens.gather(1, positions), places, positions, slots.expand(1, len(places), -1))
-        logits = self.runner.forward_chains(layout, columns)[:, slots].clone()
-        self.runner.keep_chains(layout.slots[0])
-        return logits
+        logits, _ = self.runner.forward_at(self.tokens.gather(1, positions), positions, columns, places)
+        self.runner.cache.move_columns(places[:, slots], places[:, :count])
+        return logits[:, slots].clone()
 
 
 def _slots_of(count: int, beside: int) -> list[int]:
@@ -304,7 +302,7 @@ def _first_that_differs(runner: EagerRunner) -> list[str]:
                     for own, other in zip(pair, others, strict=True)
                 )
                 if not output:
-                    which = "a race" if beside else "1 row" if rows == 1 else f"{rows} rows"
+                    which = "several chains" if beside else "1 row" if rows == 1 else f"{rows} rows"
                     return [f"{name if given else f'what {name} is given'}, {dtype}, {which}"]
     return []
 

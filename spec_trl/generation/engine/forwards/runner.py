@@ -26,7 +26,8 @@ from ..network.image_prompts import read_images
 from ..network.shadow import keep_states
 from ..requirements import position_limit
 from ..rows import Admission, Piece, Rows
-from ..sampling.accept import ChainLayout, Proposal
+from ..sampling.accept import Proposal
+from ..saved_row import TARGET
 
 
 # Attention reads columns up to the longest row, rounded up: kernels that are prepared per shape (oneDNN on CPU,
@@ -131,7 +132,7 @@ class EagerRunner:
         self.cache.feeds(is_step=is_step)
         logits, features = self._run(tokens, positions, columns, first_row)
         if features is not None:
-            self._tell(features, positions, first_row)
+            self.tell(features, positions, first_row)
         return logits
 
     def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
@@ -139,28 +140,19 @@ class EagerRunner:
         self.cache.begin_drafts(len(draft.tokens))
         return draft.run(lambda tokens, positions, step: self.forward(tokens, positions, columns + step))
 
-    def forward_chains(self, layout: ChainLayout, columns: int) -> Tensor:
-        """Runs several chains per row at once over columns `0..columns`; returns logits `[B, W, vocab]`.
+    def forward_at(
+        self, tokens: Tensor, positions: Tensor, columns: int, places: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Like :meth:`forward`, but writes K/V to the columns `places` (`[B, q]` int64) instead of those of the
+        positions: for several chains of drafts per row. Of the columns after a row's first place a query sees those of
+        its own chain (:class:`~.MaskPlan`). All runners run it eagerly: such forwards have many shapes.
 
-        Listeners are called by :meth:`keep_chains`. All runners run it eagerly: races are a rollout's last rounds,
-        with many shapes.
+        Returns:
+            Logits `[B, q, vocab]`, and hidden states for listeners, which the caller passes to :meth:`tell`; None:
+            nobody listens.
         """
         self.forwards += 1
-        logits, features = self._run(layout.tokens, layout.positions, columns, places=layout.columns)
-        self._raced = layout, features
-        return logits
-
-    def keep_chains(self, slots: Tensor) -> None:
-        """Commits one chain per row of those that just ran, in `slots` (`[B, n]` int64) of the layout: moves its K/V
-        to the columns of its positions, and calls listeners with its hidden states."""
-        layout, features = self._raced
-        del self._raced
-        first = layout.columns[:, :1]  # [B, 1]
-        positions = first + torch.arange(slots.shape[1], device=slots.device)  # [B, n]
-        self.cache.move_columns(layout.columns.gather(1, slots), positions)
-        if features is not None:
-            features = features.gather(1, slots[..., None].expand(-1, -1, features.shape[2]))  # [B, n, F]
-            self._tell(features, positions, 0)
+        return self._run(tokens, positions, columns, places=places)
 
     def prefill(
         self,
@@ -186,7 +178,7 @@ class EagerRunner:
         if not places:
             _, features = attended(self, run, undo)
             if features is not None:
-                self._tell(features, positions, first_row)
+                self.tell(features, positions, first_row)
             return None
         from_end = torch.tensor(places) - torch.tensor([0, tokens.shape[1]])  # the same after `logits_to_keep`
         kept_logits = -int(from_end[:, 1].min())
@@ -204,30 +196,35 @@ class EagerRunner:
             if hook is not None:
                 hook.remove()
         if features is not None:
-            self._tell(features, positions, first_row)
+            self.tell(features, positions, first_row)
         is_narrow = logits.shape[:2] == (len(places), 1)  # else the network has no head, or does not call it
         return logits if is_narrow else logits[at][:, None]
 
     def read_prompts(self, rows: Rows, admission: Admission) -> tuple[int, Tensor | None]:
-        """Writes the K/V of admitted texts: prompts whole, equal prompts once; texts from another rank up to their
-        head; other texts without their last token, which the first round feeds.
+        """Writes the K/V of admitted texts, computed or saved: prompts whole, equal prompts once; texts with generated
+        tokens without the last one, which the first round feeds.
 
         Returns:
-            The number of tokens read, and logits `[n, 1, vocab]` after the prompts of the n rows in `admission.begun`,
-            or None.
+            The number of tokens read, and logits `[n, 1, vocab]` after the prompts of the n rows in
+            `admission.first_token_rows`, or None.
         """
         lengths = admission.cached
-        for row, request in admission.moved.items():
-            lengths[row - admission.first] = request.head
-        known = {row: parked.columns for row, parked in admission.parked.items()} if admission.parked else {}
+        known = admission.restore(TARGET, self.cache) if admission.saved else {}
+        for row, saved in admission.saved.items():
+            if saved.first:
+                lengths[row - admission.first] = saved.first
         count, logits = sum(lengths[: admission.leaders]) - sum(known.values()), list[Tensor]()
         if admission.images or self.cache.offsets is not None:
             seen, logits = read_images(self.network, self.cache, admission, lengths)
             known |= seen
             self.forwards += len(seen)
             self.eager_forwards += len(seen)
-        logits += self.read(rows, admission, lengths, known, admission.begun.keys() - admission.images.keys())
-        late = [row for row in admission.followers if admission.begun[row] == row]
+        leader_of = admission.first_token_rows
+        logits += self.read(rows, admission, lengths, known, leader_of.keys() - admission.images.keys())
+        for row, saved in admission.saved.items():
+            if saved.first:  # its K/V may have arrived meanwhile
+                saved.restore(row, TARGET, self.cache)
+        late = [row for row in admission.followers if leader_of[row] == row]
         # Logits of copies of prompts with images, the last ones, are known.
         ends = [admission.images[row].logits for row in late if row in admission.images] if admission.images else []
         if text := late[: len(late) - len(ends)]:
@@ -422,7 +419,8 @@ class EagerRunner:
         self._states.clear()
         return features
 
-    def _tell(self, features: Tensor, positions: Tensor, first_row: int) -> None:
+    def tell(self, features: Tensor, positions: Tensor, first_row: int = 0) -> None:
+        """Calls listeners with the hidden `features` of a forward over `positions` (`[B, q]` int64)."""
         states = features.chunk(len(self._kept), dim=-1)  # [B, q, hidden] each
         for layers, heard in self._listeners:
             is_all = layers == self._kept

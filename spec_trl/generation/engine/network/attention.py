@@ -139,7 +139,7 @@ class MaskPlan:
             positions: `[B, q]` int64.
             dtype: floating dtype of the queries.
             places: `[B, q]` int64, the cache column of every query, if several chains of a row follow its last
-                committed token, the first query (`ChainLayout`); None: the position.
+                committed token, the first query (:meth:`~.EagerRunner.forward_at`); None: the position.
             keys: `[B, columns]` int64, position of every key (`TailCache`); None: its column.
 
         Returns:

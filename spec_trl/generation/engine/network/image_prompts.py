@@ -85,7 +85,7 @@ def read_images(
         if (images := admission.images.get(row)) is not None:
             read[row] = min(len(images.tokens), lengths[row - first])
             images.read(network, cache, row, read[row])
-            if row in admission.begun:
+            if row in admission.first_token_rows:
                 logits.append(images.logits)
     return read, logits
 

@@ -1,16 +1,11 @@
 """Acceptance of drafts: as far as they equal the target's tokens (exact verification, the default), or by rejection
-sampling. The host reads the device once per round.
-
-In a race a row verifies the chains of several drafters, and commits the longest accepted one (SA §4.2). The paper
-races whole requests, one verifier per drafter. Here a row's chains share a target forward, and every round is a race.
-All chains are verified with the noise of the row's positions, so accepted tokens are equal: the winner decides how
-many tokens a round commits, never which.
+sampling. A row has at most one chain of drafts in a round. The host reads the device once per round.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -136,10 +131,17 @@ def verify_rejection(
     return Draw(tokens, scores, token_logprobs(logits, tokens) if want_logprobs else None, accepted)
 
 
-class Judged(NamedTuple):
-    """Result of a lane's proposal, on the host. A row's next tokens are the first `accepted + 1` of `tokens` `[B, γ +
-    1]`, of which the first `sound` `[B]` come from finite logits with some probability. `drafted`: `[B]` verified
-    tokens. `is_broken`: `[B]`, rows whose drafter drew from NaN."""
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a proposal, on the host. A row's next tokens are the first `accepted + 1` of `tokens`.
+
+    Args:
+        tokens: `[B, γ + 1]`, drawn from the target.
+        sound: `[B]`, number of first ones from finite logits with some probability.
+        drafted: `[B]`, number of verified drafts.
+        accepted: `[B]`, number of accepted ones; -1: the row takes no token.
+        is_broken: `[B]`, rows whose drafter drew from NaN.
+    """
 
     tokens: Integers
     sound: Integers
@@ -148,9 +150,9 @@ class Judged(NamedTuple):
     is_broken: Bools
 
 
-def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], remaining: Integers) -> list[Judged]:
-    """The lossless acceptance rule: accepts the drafts of every lane as far as they equal the target's tokens, for
-    rows with `remaining` (`[B]`) tokens left.
+def judge(parts: Sequence[NDArray[Any]], remaining: Integers) -> Verdict:
+    """The lossless acceptance rule: accepts drafts as far as they equal the target's tokens, for rows with `remaining`
+    (`[B]`) tokens left. `parts`: of one proposal, from :func:`on_host`.
 
     The target's token at a position does not depend on the draft, so the output is that of `"none"`:
 
@@ -158,7 +160,29 @@ def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], remaining: Integ
         target token    y1   y2   y3   y4        accept d1 = y1, d2 = y2, ... up to the first difference;
         output          y1   y2   y3   y4        the y after the last accepted draft is corrected or bonus
     """
-    parts = list[Tensor]()  # `[B, n]` each, n = 0 if there is nothing to read
+    tokens, scores, drafts, draft_scores, lengths, most = parts
+    drafted = np.minimum(remaining - 1, drafts.shape[1])  # [B], leaves one for the token after the drafts
+    if lengths.shape[1]:
+        drafted = np.minimum(drafted, lengths[:, 0].astype(np.int64)).clip(min=0)
+    is_broken = np.isnan(draft_scores).any(1)  # [B]
+    if draft_scores.shape[1]:
+        drafted = np.where(is_broken, 0, np.minimum(drafted, leading(draft_scores > -np.inf)))
+    accepted = np.minimum(drafted, leading(drafts == tokens[:, :-1]))  # [B]
+    if most.shape[1]:
+        accepted = np.minimum(accepted, most[:, 0].astype(np.int64))
+    return Verdict(tokens.astype(np.int64), leading(scores > -np.inf), drafted, accepted, is_broken)
+
+
+def leading(holds: Bools) -> Integers:
+    """`[B]`: number of leading True values in every row of `holds` `[B, n]`."""
+    return np.logical_and.accumulate(holds, axis=1).sum(1)
+
+
+def on_host(proposals: Sequence[Proposal], draws: Sequence[Draw]) -> list[tuple[NDArray[Any], ...]]:
+    """Copies what :func:`judge` compares to the host: the only place where a round waits for the device. For each
+    proposal and the draws at it six parts `[B, n]`, n = 0 if there is nothing to read: the target's tokens and scores;
+    drafts, their scores and lengths; and the most drafts that a row may take."""
+    parts = list[Tensor]()
     for proposal, drawn in zip(proposals, draws, strict=True):
         nothing = drawn.tokens[:, :0]
         parts += [
@@ -167,120 +191,54 @@ def judge(proposals: Sequence[Proposal], draws: Sequence[Draw], remaining: Integ
             nothing if proposal.lengths is None else proposal.lengths[:, None],
             nothing if drawn.most is None else drawn.most[:, None],
         ]  # fmt: skip
-    # The only place where a round waits for the device. float64 holds any token, and any score.
-    read, at, judged = torch.cat(parts, dim=1).cpu().numpy(), 0, []
+    read, at = torch.cat(parts, dim=1).cpu().numpy(), 0  # float64 holds any token, and any score
     pieces = []
     for part in parts:
         pieces.append(read[:, at : at + part.shape[1]])
         at += part.shape[1]
-    for lane in range(0, len(pieces), 6):
-        tokens, scores, drafts, draft_scores, lengths, most = pieces[lane : lane + 6]
-        drafted = np.minimum(remaining - 1, drafts.shape[1])  # [B], leaves one for the token after the drafts
-        if lengths.shape[1]:
-            drafted = np.minimum(drafted, lengths[:, 0].astype(np.int64)).clip(min=0)
-        is_broken = np.isnan(draft_scores).any(1)  # [B]
-        if draft_scores.shape[1]:
-            drafted = np.where(is_broken, 0, np.minimum(drafted, leading(draft_scores > -np.inf)))
-        accepted = np.minimum(drafted, leading(drafts == tokens[:, :-1]))  # [B]
-        if most.shape[1]:
-            accepted = np.minimum(accepted, most[:, 0].astype(np.int64))
-        judged.append(Judged(tokens.astype(np.int64), leading(scores > -np.inf), drafted, accepted, is_broken))
-    return judged
-
-
-def leading(holds: Bools) -> Integers:
-    """`[B]`: number of leading True values in every row of `holds` `[B, n]`."""
-    return np.logical_and.accumulate(holds, axis=1).sum(1)
+    return [*zip(*[iter(pieces)] * 6, strict=True)]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Result of a round. In most rounds a row has at most one chain of drafts; the n-th chains of all rows are lane n.
+class Drafts:
+    """The drafts of a round: at most one chain per row, of any drafter.
 
     Args:
-        drawn: on the winning chains, on the device.
-        tokens: `[B, n]`, the same tokens on the host.
-        counts: `[B]`, number of them that a row may take.
-        sound: `[B]`, number of them from finite logits with some probability.
-        winner: `[B]`, lane of the winning chain.
-        width: largest number of draft tokens verified in any row.
-        owners: N lists of B numbers, the drafter of the row's chain in the lane; -1: no chain.
-        drafted: `[N, B]` draft tokens by chain; 0 without a chain.
-        accepted: `[N, B]`, number of accepted ones; -1: the row takes no token.
-        broken: drafters that drew from NaN.
-        ends: `[B]`, whether the row ends with the last of its tokens; known once `counts` is final.
+        lengths: planned γ by drafter and row.
+        owners: `[B]`, the drafter of the row's chain; -1: no chain.
+        drafters: `[B]` int64, the same on the device; None: at most one drafter, with the same γ for all rows.
+        proposal: `[B, γ]` with the largest γ.
+        width: largest number of draft tokens to verify in any row.
     """
 
-    drawn: Draw
-    tokens: Integers
-    counts: Integers
-    sound: Integers
-    winner: Integers
+    lengths: Mapping[int, list[int]]
+    owners: Any
+    drafters: Tensor | None
+    proposal: Proposal
     width: int
-    owners: Sequence[Sequence[int]]
-    drafted: Integers
-    accepted: Integers
-    broken: set[int]
-    ends: Bools
 
     @classmethod
-    def of(
-        cls,
-        proposals: Sequence[Proposal],
-        draws: Sequence[Draw],
-        owners: Sequence[Sequence[int]],
-        width: int,
-        remaining: Integers,
-    ) -> "Outcome":
-        """Chooses for every row the chain with most accepted tokens, the first among equals. `proposals`, `draws`: one
-        per lane, at least one; `remaining`: `[B]`, tokens left by row."""
-        judged = judge(proposals, draws, remaining)
-        drawn, first = draws[0], judged[0]
-        tokens, sound, drafted, accepted = first.tokens, first.sound, first.drafted[None], first.accepted[None]
-        winner = np.zeros(len(remaining), np.int64)
-        if len(judged) > 1:
-            drafted = np.stack([lane.drafted for lane in judged])  # [N, B]
-            accepted = np.stack([lane.accepted for lane in judged])  # [N, B]
-            winner, rows = accepted.argmax(0), np.arange(len(remaining))  # [B] each
-            most = max([lane.tokens.shape[1] for lane in judged])
-            padded = [np.pad(lane.tokens, ((0, 0), (0, most - lane.tokens.shape[1]))) for lane in judged]
-            tokens = np.stack(padded)[winner, rows]
-            sound = np.stack([lane.sound for lane in judged])[winner, rows]
-            drawn = _of_winner(draws, winner)
-        broken = set[int]()
-        for of_rows, lane in zip(owners, judged, strict=False):  # no owners if nothing was drafted
-            broken.update(itertools.compress(of_rows, lane.is_broken))
-        counts = accepted.max(0) + 1
-        ends = np.zeros(len(counts), np.bool_)
-        return cls(drawn, tokens, counts, sound, winner, width, owners, drafted, accepted, broken - {-1}, ends)
+    def of(cls, rows: "Rows", lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> "Drafts":
+        """Combines `drafted` proposals, by drafter, for `rows`; `lengths`: planned (:func:`draft_lengths`)."""
+        if not lengths:
+            return cls(lengths, [-1] * rows.active, None, Proposal(rows.tokens[: rows.active, :0]), 0)
+        if len(lengths) == 1:
+            ((drafter, of_rows),) = lengths.items()
+            if min(of_rows) == max(of_rows):
+                return cls(lengths, [drafter] * rows.active, None, drafted[drafter], of_rows[0])
+        owners = [next((drafter for drafter, own in lengths.items() if own[row]), -1) for row in range(rows.active)]
+        widths = [lengths[drafter][row] if drafter >= 0 else 0 for row, drafter in enumerate(owners)]
+        last = rows.window(-1, 1)  # [B, 1]
+        drafters, most = sent(torch.tensor([owners, widths]), last.device)  # [B] each
+        proposal = merge(drafted, drafters, most, last.expand(-1, max(widths)))
+        return cls(lengths, owners, drafters, proposal, max(widths))
 
-    def of_each_drafter(self, values: Integers) -> dict[int, list[int]]:
-        """`values` `[N, B]` by drafter: B values each, -1 for rows without a chain of that drafter."""
-        by_drafter: dict[int, list[int]] = {}
-        for owners, of_lane in zip(self.owners, values.tolist(), strict=True):
-            for row, which in enumerate(owners):
-                if which >= 0:
-                    by_drafter.setdefault(which, [-1] * len(owners))[row] = of_lane[row]
-        return by_drafter
-
-
-def _of_winner(draws: Sequence[Draw], winner: Integers) -> Draw:
-    """Returns the draw of every row in its lane `winner[b]` (`[B]`)."""
-    lane, width = sent(torch.from_numpy(winner), draws[0].tokens.device), max(draw.tokens.shape[1] for draw in draws)
-    row = torch.arange(len(winner), device=lane.device)
-
-    def pick(parts: Sequence[Tensor]) -> Tensor:  # [B, n_i] of each lane -> [B, n]
-        return torch.stack([F.pad(part, (0, width - part.shape[1])) for part in parts])[lane, row]
-
-    logprobs = [draw.logprobs for draw in draws if draw.logprobs is not None]
-    return Draw(
-        pick([draw.tokens for draw in draws]),
-        pick([draw.scores for draw in draws]),
-        pick(logprobs) if logprobs else None,
-    )
-
-
-# ---- races ----------------------------------------------------------------------------------------------------------
+    def verified(self, drafter: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's logits on the chains of one drafter, `[B, γ + 1, V]` with γ that of its shortest chain, of all
+        its `logits` `[B, W, V]`; and which rows have a chain of it, `[B]` bool."""
+        if self.drafters is None:
+            return logits, logits.new_ones(len(logits), dtype=torch.bool)
+        return logits[:, : 1 + min(filter(None, self.lengths[drafter]))], self.drafters == drafter
 
 
 def draft_lengths(plan: Sequence[Chain], batch: int) -> dict[int, list[int]]:
@@ -296,125 +254,55 @@ def draft_lengths(plan: Sequence[Chain], batch: int) -> dict[int, list[int]]:
 
 
 @dataclass(frozen=True)
-class ChainLayout:
-    """A row's chains next to each other after its last committed token, for one target forward of W = 1 + Σγ slots:
-
-        slot       0   |  1    2    3  |  4    5  |  6    7    8      row of L committed tokens, chains a, b, c
-        token     x_L  |  a1   a2   a3 |  b1   b2 |  c1   c2   c3
-        column    L-1  |  L   L+1  L+2 | L+3  L+4 | L+5  L+6  L+7     where its K/V is written
-        position  L-1  |  L   L+1  L+2 |  L   L+1 |  L   L+1  L+2     for RoPE, windows and chunks
-        b2 sees    x   |  .    .    .  |  x    x  |  .    .    .      and all committed columns
-
-    Of the columns after L - 1 a query sees those up to its column whose position is at least L, with the query's
-    difference of column and position. Rows with fewer than W slots repeat their last token.
+class Outcome:
+    """Result of a round.
 
     Args:
-        tokens, columns, positions: `[B, W]` int64.
-        slots: `[N, B, γ + 1]` int64 for the longest chain's γ: slots of a lane's chain, with slot 0 before it;
-            undefined after the chain's end.
+        drawn: the target's tokens `[B, n]`, on the device.
+        tokens: `[B, n]`, the same tokens on the host.
+        counts: `[B]`, number of them that a row may take.
+        sound: `[B]`, number of them from finite logits with some probability.
+        width: largest number of draft tokens verified in any row.
+        owners: `[B]`, the drafter of the row's chain; -1: no chain.
+        drafted, accepted: `[B]` tokens of the chain; 0 without one. accepted is -1 if the row takes no token.
+        broken: drafters that drew from NaN.
+        ends: `[B]`, whether the row ends with the last of its tokens; known once `counts` is final.
     """
 
-    tokens: Tensor
-    columns: Tensor
-    positions: Tensor
-    slots: Tensor
-
-    @classmethod
-    def of(cls, rows: "Rows", widths: Tensor, proposals: Sequence[Proposal], width: int) -> "ChainLayout":
-        """Lays out the chains of N lanes: one proposal per lane, with `widths` `[N, B]` int64 slots; `width`: the
-        largest Σγ of a row."""
-        columns = rows.columns_after(-1, width + 1)  # [B, W]
-        slot = torch.arange(1, width + 1, device=columns.device)  # [W - 1]
-        tokens = rows.window(-1, 1).expand(-1, width)  # [B, W - 1]
-        ends = widths.cumsum(0)[..., None]  # [N, B, 1]
-        starts = ends - widths[..., None]  # [N, B, 1]
-        shifts = ends[-1].expand(-1, width)  # [B, W - 1], column - position; first of the padding
-        for start, end, proposal in zip(starts, ends, proposals, strict=True):
-            is_its = (slot > start) & (slot <= end)  # [B, W - 1]
-            step = (slot - 1 - start).clamp(0, proposal.tokens.shape[1] - 1)  # [B, W - 1]
-            tokens = proposal.tokens.gather(1, step).where(is_its, tokens)
-            shifts = start.where(is_its, shifts)
-        steps = torch.arange(1 + max(proposal.tokens.shape[1] for proposal in proposals), device=columns.device)
-        slots = (steps + starts).clamp(max=width).masked_fill(steps == 0, 0)  # [N, B, γ + 1]
-        return cls(torch.cat([rows.window(-1, 1), tokens], dim=1), columns, columns - F.pad(shifts, (1, 0)), slots)
-
-    def slots_of(self, lane: Tensor) -> Tensor:
-        """`[B, γ + 1]` int64: slots of the row's chain in lane `lane[b]` (`[B]` int64)."""
-        return self.slots[lane, torch.arange(len(lane), device=lane.device)]
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """The chains of a round: lane n holds the n-th chain of every row, of any drafter. More than one lane: a race.
-
-    Args:
-        lengths: planned γ by drafter and row: the slots of a chain, whatever was drafted.
-        owners: N lists of B numbers, the drafter of the row's chain; -1: no chain. Empty: nothing was drafted.
-        drafters: `[N, B]` int64, the same on the device; None: there is at most one, with the same γ for all rows.
-        proposals: one per lane, at least one; `[B, γ]` with γ of the lane's longest chain.
-        width: largest Σγ of a row.
-        layout: of a race.
-    """
-
-    lengths: Mapping[int, list[int]]
-    owners: list[list[int]]
-    drafters: Tensor | None
-    proposals: list[Proposal]
+    drawn: Draw
+    tokens: Integers
+    counts: Integers
+    sound: Integers
     width: int
-    layout: ChainLayout | None = None
+    owners: Any
+    drafted: Integers
+    accepted: Integers
+    broken: set[int]
+    ends: Bools
 
     @classmethod
-    def of(cls, rows: "Rows", lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> "Lanes":
-        """Sorts `drafted` proposals, by drafter, into lanes of `rows`; `lengths`: planned (:func:`draft_lengths`)."""
-        if not lengths:
-            return cls(lengths, [], None, [Proposal(rows.tokens[: rows.active, :0])], 0)
-        if len(lengths) == 1:
-            ((which, of_rows),) = lengths.items()
-            if min(of_rows) == max(of_rows):
-                return cls(lengths, [[which] * rows.active], None, [drafted[which]], of_rows[0])
-        last = rows.window(-1, 1)  # [B, 1]
-        of_row = [[(which, γ[row]) for which, γ in lengths.items() if γ[row]] for row in range(rows.active)]
-        lanes = [[of[n] if n < len(of) else (-1, 0) for of in of_row] for n in range(max(map(len, of_row)))]
-        drafters, widths = sent(torch.tensor(lanes), last.device).unbind(2)  # [N, B] each
-        proposals = []
-        for n, lane in enumerate(lanes):
-            members = {which: drafted[which] for which, _ in lane if which >= 0}
-            tokens = last.expand(-1, max(width for _, width in lane))  # [B, γ]
-            proposals.append(_merge(members, drafters[n], widths[n], tokens))
-        width = max(map(sum, zip(*lengths.values(), strict=True)))
-        layout = ChainLayout.of(rows, widths, proposals, width) if len(lanes) > 1 else None
-        owners = [[which for which, _ in lane] for lane in lanes]
-        return cls(lengths, owners, drafters, proposals, width, layout)
+    def of(cls, drafts: Drafts, drawn: Draw, remaining: Integers) -> "Outcome":
+        """The outcome of `drafts` with `drawn` `[B, γ + 1]`; `remaining`: `[B]`, tokens left by row."""
+        verdict = judge(on_host([drafts.proposal], [drawn])[0], remaining)
+        counts, broken = verdict.accepted + 1, set(itertools.compress(drafts.owners, verdict.is_broken)) - {-1}
+        ends, judged = np.zeros(len(counts), np.bool_), (verdict.drafted, verdict.accepted)
+        return cls(drawn, verdict.tokens, counts, verdict.sound, drafts.width, drafts.owners, *judged, broken, ends)
 
-    def logits(self, lane: int, logits: Tensor) -> Tensor:
-        """`[B, γ + 1, V]`: the target's `logits` `[B, W, V]` on the lane's chains."""
-        if self.layout is None:
-            return logits
-        return _at_slots(logits, self.layout.slots[lane, :, : self.proposals[lane].tokens.shape[1] + 1])
-
-    def verified(self, which: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's logits on the chains of one drafter, `[B, γ + 1, V]` with γ that of its shortest chain, of all
-        its `logits` `[B, W, V]`; and which rows have a chain of it, `[B]` bool."""
-        if self.drafters is None:
-            return logits, logits.new_ones(len(logits), dtype=torch.bool)
-        count = 1 + min(filter(None, self.lengths[which]))
-        is_its = self.drafters == which  # [N, B]
-        if self.layout is None:
-            return logits[:, :count], is_its[0]
-        return _at_slots(logits, self.layout.slots_of(is_its.int().argmax(0))[:, :count]), is_its.any(0)
+    def of_each_drafter(self, values: Integers) -> dict[int, list[int]]:
+        """`values` `[B]` by drafter: B values each, -1 for rows without a chain of that drafter."""
+        found: dict[int, list[int]] = {}
+        for row, (drafter, value) in enumerate(zip(self.owners, values.tolist(), strict=True)):
+            if drafter >= 0:
+                found.setdefault(drafter, [-1] * len(self.owners))[row] = value
+        return found
 
 
-def _at_slots(logits: Tensor, slots: Tensor) -> Tensor:
-    """`[B, n, V]` of logits `[B, W, V]`, given slots `[B, n]` int64."""
-    return logits[torch.arange(len(slots), device=slots.device)[:, None], slots]
-
-
-def _merge(members: Mapping[int, Proposal], drafters: Tensor, widths: Tensor, tokens: Tensor) -> Proposal:
+def merge(members: Mapping[int, Proposal], drafters: Tensor, widths: Tensor, tokens: Tensor) -> Proposal:
     """Combines proposals of several drafters, the `members`, with any γ, into one `[B, γ]`: a row takes at most
     `widths` tokens of the drafter in `drafters` (`[B]` int64 each), and `tokens` `[B, γ]` if that is -1."""
     lengths, logits, scores = torch.zeros_like(widths), None, None  # [B]
-    for which, proposal in members.items():
-        is_its = drafters == which  # [B]
+    for drafter, proposal in members.items():
+        is_its = drafters == drafter  # [B]
         count = min(tokens.shape[1], proposal.tokens.shape[1])
         missing = tokens.shape[1] - count
         mine = F.pad(is_its[:, None].expand(-1, count), (0, missing))  # [B, γ]

@@ -91,7 +91,7 @@ class DecoupledDrafter(Drafter):
         for row in range(first, rows.active):
             prompt = np.frombuffer(rows.prompts[row], dtype=np.int64)  # [prompt length]
             output = prompt[:0]  # [n]
-            if row in admission.moved:
+            if row not in admission.first_token_rows:
                 output = rows.tokens[row, rows.generated_span(row)].cpu().numpy()
             parts += [np.array([rows.indices[row], *state[:, row].tolist(), len(prompt), len(output)]), prompt, output]
             self._lengths[row], self._limits[row] = len(prompt) + len(output), state[0, row]

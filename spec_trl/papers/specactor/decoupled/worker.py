@@ -16,6 +16,7 @@ from ....generation.engine.drafter import Drafter, DraftSession
 from ....generation.engine.kv.cache import RaggedCache
 from ....generation.engine.rows import Request
 from ....generation.engine.sampling.noise import RoundNoise
+from ....generation.engine.saved_row import SavedRow
 from .tail import TailCache
 
 
@@ -105,8 +106,8 @@ class DraftWorker:
             _require(first >= 1 and more >= 0 and length == len(text), "ADMIT", "numbers of tokens")
             _require(length <= limit < rows.columns, "ADMIT", "limit")
             self._require_tokens(text, "ADMIT")
-            generated = text[first:] if more else None
-            requests.append(Request(index, text[:first], limit, stream, generated, head=length - 1))
+            saved = SavedRow(text[first:], None, 0, {}) if more else None
+            requests.append(Request(index, text[:first], limit, stream, saved))
             at += 5 + length
         _require(0 < len(requests) <= rows.capacity - rows.active, "ADMIT", "number of requests")
         admission = rows.admit(requests)  # already sorted, by the verifier

@@ -7,6 +7,7 @@ import torch
 
 from spec_trl.generation.engine.kv.cache import RaggedCache
 from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.generation.engine.saved_row import SavedRow
 
 
 CPU = torch.device("cpu")
@@ -53,9 +54,9 @@ def test_admission_groups_copies_after_their_leader() -> None:
 def test_a_row_whose_states_are_on_their_way_is_no_source() -> None:
     """Another rank sends the tail of its K/V, the prompt's perhaps; once it is here, later rows may copy it."""
     rows = Rows(4, 20, CPU)
-    moved = replace(request(0, [1, 2, 3]), generated=torch.tensor([7, 8]))
+    moved = replace(request(0, [1, 2, 3]), saved=SavedRow(torch.tensor([7, 8]), None, 0, {}))
     admission = rows.admit([moved, request(1, [1, 2, 3]), request(2, [1, 2, 3])])
-    assert rows.requests.tolist() == [1, 0, 2] and list(admission.moved) == [1]
+    assert rows.requests.tolist() == [1, 0, 2] and list(admission.saved) == [1]
     assert (admission.leaders, admission.followers, admission.sources) == (2, [2], [0])
     rows.drop([0, 2])
     assert rows.admit([request(3, [1, 2, 3])]).sources == [0]

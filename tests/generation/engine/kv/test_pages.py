@@ -23,6 +23,7 @@ from spec_trl.generation.engine.kv.pages import Change, PagedCache, Pages
 from spec_trl.generation.engine.kv.row_memory import PagedRowMemory, RowNeeds
 from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.generation.engine.saved_row import SavedRow
 from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.papers.specactor.decoupled.pipe import DraftThread
 from tests.conftest import tiny_llama
@@ -345,7 +346,7 @@ def test_rows_are_admitted_while_pages_last() -> None:
     for free, count in ((3 + 5 + 2 + 2, 3), (3 + 5 + 2 + 1, 2), (3 + 4, 0)):
         own = memory_of([101, 21], pages=3 + free)
         assert own.fitting(waiting[:3]) == count and own.is_full == (count == 0)
-    again = [Request(index, prompt, 500, 0, torch.arange(10), head=209) for index in range(2)]
+    again = [Request(index, prompt, 500, 0, SavedRow(torch.arange(10), None, 0, {})) for index in range(2)]
     assert memory_of([101, 21], pages=3 + 3 + 5 + 5).fitting(again) == 2
     assert memory_of([101, 21], pages=3 + 3 + 5 + 4).fitting(again) == 1, "both prompts are computed again"
     assert memory_of([], pages=3).fitting(waiting) == 1, "else nobody would ever decode"

@@ -44,7 +44,7 @@ NEW = 16
 class OneChain(Plans):
     """Rounds of one chain for each row: of the copy, of one who knows for some rows, and none."""
 
-    races = False
+    several_chains = False
 
     def __init__(self) -> None:
         super().__init__(2, [[Chain(0, 4)], [], [Chain(1, 7)], [Chain(0, 2, (0, 2)), Chain(1, 3, (1,))], []])

@@ -21,7 +21,6 @@ from spec_trl.generation.engine.network import cpu_layers
 from spec_trl.generation.engine.network.attention import MaskPlan, ragged_attention
 from spec_trl.generation.engine.network.cpu_layers import attend
 from spec_trl.generation.engine.network.shadow import make_shadow
-from spec_trl.generation.engine.sampling.accept import ChainLayout
 from spec_trl.native import native_code
 from spec_trl.quantization import quantize_projections
 from tests.conftest import tiny_llama
@@ -316,8 +315,7 @@ def test_chains_are_served(served: list[bool]) -> None:
         tokens, own = torch.arange(3, 12)[None], torch.tensor(slots)
         runner.forward(tokens[:, :5], torch.arange(5)[None], 5)
         places = torch.arange(4, 4 + len(own))[None]
-        layout = ChainLayout(tokens[:, 4:][:, own], places, places - torch.tensor(shifts), own[None, None])
-        found.append(runner.forward_chains(layout, 9)[:, -2:])
+        found.append(runner.forward_at(tokens[:, 4:][:, own], places - torch.tensor(shifts), 9, places)[0][:, -2:])
     torch.testing.assert_close(found[0], found[1])
     assert all(served)
 

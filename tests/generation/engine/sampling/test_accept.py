@@ -1,6 +1,5 @@
-"""Verification, by hand and by the distribution of what comes out of the engine; and races of several drafters."""
+"""Verification, by hand and by the distribution of what comes out of the engine."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.sampling.accept import Proposal, judge, verify_rejection
+from spec_trl.generation.engine.sampling.accept import Proposal, judge, on_host, verify_rejection
 from spec_trl.generation.engine.sampling.noise import Draw, RoundNoise, draw
 from spec_trl.generation.planner.control import Chain
 from spec_trl.papers.test_time_speculation.distilled_drafter import DistilledDrafter
@@ -38,7 +37,7 @@ def test_exact_accepts_the_leading_agreement(target: list[list[int]], data: st.D
     remaining = [data.draw(st.integers(1, 5)) for _ in target]
     most = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=len(target), max_size=len(target)))
     limit = None if most is None else torch.tensor(most)
-    (judged,) = judge([proposal], [replace(drawn, most=limit)], np.array(remaining))
+    judged = judge(*on_host([proposal], [replace(drawn, most=limit)]), np.array(remaining))
     for row, (drafted, length) in enumerate(zip(drafts, lengths, strict=True)):
         assert judged.drafted[row] == min(length, remaining[row] - 1)
         equal = next((n for n in range(3) if drafted[n] != target[row][n]), 3)
@@ -52,8 +51,8 @@ def test_drafts_end_where_their_scores_are_not_sound() -> None:
     tokens = torch.tensor([[1, 2, 3, 4]] * 3)
     proposal = Proposal(tokens[:, :-1], None, None, scores)
     drawn = torch.tensor([[0.0, 0.0, -torch.inf, torch.nan]] * 3)
-    first, second = judge([proposal] * 2, [Draw(tokens, drawn, None)] * 2, np.array([9, 9, 9]))
-    for own in (first, second):
+    for parts in on_host([proposal] * 2, [Draw(tokens, drawn, None)] * 2):
+        own = judge(parts, np.array([9, 9, 9]))
         assert own.drafted.tolist() == own.accepted.tolist() == proposal.drafted().tolist() == [1, 0, 3]
         assert own.is_broken.tolist() == [False, True, False]
         assert own.sound.tolist() == [2, 2, 2]
@@ -198,43 +197,16 @@ def test_acceptance_is_what_theory_says() -> None:
     assert torch.equal(*greedy)
 
 
-def test_the_longest_accepted_chain_wins(tiny) -> None:
-    """How chains are counted, `test_statistics.py` says; how far a round gets, `test_token_identity.py`."""
-    expected = outputs(generate(tiny, PROMPTS, max_new_tokens=40))
-    members = [Knowing(expected, seed, f"k{seed}") for seed in range(4)]
-    control = random_plans(4, 2)
-    statistics = generate(tiny, PROMPTS, drafter=members, control=control, max_new_tokens=40).statistics
-    asked = [iter(member.right) for member in members]
-    wins: list[Counter[str]] = [Counter() for _ in expected]
-    done = [1] * 7  # first tokens
-    for each in control.rounds:
-        right = {which: next(asked[which]) for which in each["accepted"]}
-        for row, request in enumerate(each["requests"]):
-            found = {}
-            for chain in each["plan"]:
-                if chain.which in right and (chain.rows is None or row in chain.rows):
-                    length = min(chain.draft_length, 40 - done[request] - 1)
-                    own = each["accepted"][chain.which][row], each["drafted"][chain.which][row]
-                    assert own == (min(right[chain.which][request], length), length), "its own chain, and no other's"
-                    found[chain.which] = own[0]
-            assert {which for which in right if each["accepted"][which][row] >= 0} == found.keys()
-            if len(found) > 1:
-                wins[request][f"k{max(found, key=found.__getitem__)}"] += 1  # the first of the longest
-            done[request] += 1 + max(found.values(), default=0)
-    assert list(map(Counter, statistics.racing.winners)) == wins
-    assert all(statistics.racing.wins[name] > 0 < statistics.racing.losses[name] for name in statistics.per_drafter)
-
-
 def test_rejection_verification_of_rows_with_different_drafters(tiny, drafters) -> None:
     """One chain per row is no race: each row's coins are tossed for the drafter that it had."""
     control = Plans(2, [(Chain(0, 4, (0, 2, 4, 6)), Chain(1, 2, (1, 3, 5)))])
-    control.races = False
+    control.several_chains = False
     config = {"verification": "rejection"}
     result = generate(tiny, PROMPTS, config=config, drafter=drafters("self", "model"), control=control)
     assert result.statistics.drafter_failure is None and result.lengths.tolist() == [24] * 7
     counts = result.statistics.per_drafter
     assert counts["self"].acceptance_rate > 0.3 < counts["model"].acceptance_rate
-    assert result.statistics.racing is None
+    assert result.statistics.best_of_n is None
     assert {point.drafter for point in result.statistics.points if point.batch == 7} == {"self+model"}
 
 
