@@ -1,8 +1,9 @@
 """Models and prompts that several tests use."""
 
 import gc
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from spec_trl.native.native_code import compiler
+from tests import durations
 
 
 TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -52,12 +54,15 @@ def shared() -> Callable[[str], Path]:
     return find
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that ask for `../shared`, by themselves or through a fixture."""
+@pytest.hookimpl(wrapper=True)  # marks before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Marks the tests that ask for `../shared`, by themselves or through a fixture; puts the longest files first."""
     for item in items:
         if isinstance(item, pytest.Function) and "shared" in item.fixturenames:
             item.add_marker("shared")
+    yield
+    known = json.loads(durations.FILE.read_text())
+    items.sort(key=lambda item: durations.order(item.nodeid.partition("::")[0], known))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
