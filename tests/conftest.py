@@ -21,9 +21,10 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from spec_trl.native.native_code import compiler
-from tests import durations
+from tests import compile_once, durations
 
 
+compile_once.install()
 TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2]))
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 DATA = Path(__file__).resolve().parents[1] / "examples/data"
@@ -85,30 +86,12 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled C++ of this session, of both processes."""
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "libraries"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
 @pytest.fixture(autouse=True)
-def cache(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, libraries: Path
-) -> Iterator[Path]:
-    """The folder of profiles, ladders and ledgers: empty at first. Beside it lies what was compiled before."""
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of profiles, ladders and ledgers: empty at first."""
     folder = tmp_path_factory.mktemp("cache")
-    kernels = folder / "spec_trl/kernels"
-    kernels.mkdir(parents=True)
-    for library in libraries.iterdir():
-        (kernels / library.name).symlink_to(library)
     monkeypatch.setenv("SPEC_TRL_CACHE", str(folder))
-    yield kernels.parent / "profiles"
-    for compiled in kernels.glob("*.so"):
-        if not compiled.is_symlink():
-            compiled.rename(libraries / compiled.name)
+    return folder / "spec_trl/profiles"
 
 
 @pytest.fixture(scope="session")
