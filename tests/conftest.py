@@ -3,7 +3,7 @@
 import gc
 import json
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,7 +56,7 @@ def shared() -> Callable[[str], Path]:
 
 
 @pytest.hookimpl(wrapper=True)  # marks before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Marks the tests that ask for `../shared`, by themselves or through a fixture; puts the longest files first."""
     for item in items:
         if isinstance(item, pytest.Function) and "shared" in item.fixturenames:
