@@ -99,12 +99,6 @@ def test_a_cache_of_its_own(fresh, tape, replays) -> None:
     assert found.statistics.total.acceptance_rate == 1 and len(replays) > 2
 
 
-@pytest.mark.slow
-def test_compiled_layers_in_a_loop(fresh, tape, replays) -> None:
-    check(run(fresh, "compiled"), run(fresh, "eager"))
-    assert len(replays) > 4
-
-
 def test_each_way_to_draw_has_a_loop_of_its_own(fresh, tape) -> None:
     """A second call with other filters must not draw by those of the first."""
     for options in (*DRAWS.values(), dict(temperature=2.5), dict(do_sample=False)):

@@ -139,14 +139,6 @@ def test_a_generation_that_is_over_before_a_window_is_drafted(tiny, texts, draft
     assert drafting_threads() == 0
 
 
-def test_a_network_of_nan(tiny, texts, drafters) -> None:
-    (drafter,) = drafters("self")
-    with torch.no_grad():
-        next(iter(drafter.quantized.layers.values())).packed.scales.fill_(torch.nan)
-    with pytest.warns(UserWarning, match="FloatingPointError: the draft network returned NaN"):
-        assert outputs(generate(tiny, PROMPTS, drafter=DecoupledDrafter(DraftThread(drafter)), **EOS)) == texts
-
-
 def test_the_thread_has_the_callers_autocast_and_leaves_its_cores_alone(texts) -> None:
     narrow = tiny_llama().float()
     seen: list[tuple[bool, bool]] = []
@@ -186,25 +178,29 @@ def test_always(strategy: str, fresh, tiny_assistant, texts) -> None:
     release(fresh)
 
 
-@pytest.mark.parametrize("strategy", ["none", "history", "eagle3", "dflash", "tts", "auto", "best_of_n"])
-def test_strategies_that_cannot(strategy: str, tiny) -> None:
-    with pytest.raises(ValueError, match=f"decoupled_execution=.always. does not go with .*{strategy}.*Name one of"):
-        generate(tiny, PROMPTS, strategy, {"decoupled_execution": "always"})
+CANNOT = ["none", "history", "eagle3", "dflash", "tts", "auto", "best_of_n"]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *((dict(strategy=name), f"execution=.always. does not go with .*{name}.*Name one of") for name in CANNOT),
+    (dict(drafter="eagle3"), "Eagle3Drafter cannot be decoupled"),
+    (dict(drafter="dflash"), "DFlashDrafter cannot be decoupled"),
+    (dict(drafter="history"), "HistoryDrafter cannot be decoupled"),
+    (dict(drafter="tts model rollout"), "DistilledDrafter cannot be decoupled"),
+    (dict(strategy="self", verification="rejection"), 'verification="rejection" does not go with decoupled_execution'),
+    (dict(drafter="self", verification="rejection"), 'verification="rejection" does not go with decoupled_execution'),
+]
 
 
-def test_drafters_that_cannot(tiny, drafters) -> None:
-    for name in ("eagle3", "dflash", "history", "tts model rollout"):
-        (drafter,) = drafters(name)
-        with pytest.raises(ValueError, match=f"{type(drafter).__name__} cannot be decoupled"):
-            generate(tiny, PROMPTS, drafter=drafter, config={"decoupled_execution": "always"})
+@pytest.mark.parametrize(("asked", "message"), REFUSED, ids=str)
+def test_what_cannot_be_decoupled(asked: dict[str, Any], message: str, tiny, drafters) -> None:
+    config = {"decoupled_execution": "always", "verification": asked.get("verification", "exact")}
+    given = dict(drafter=drafters(asked["drafter"])) if "drafter" in asked else dict(strategy=asked["strategy"])
+    with pytest.raises(ValueError, match=message):
+        generate(tiny, PROMPTS, config=config, **given)
+
+
+def test_a_decoupled_drafter_is_no_drafter_of_others(drafters) -> None:
+    ahead = DecoupledDrafter(DraftThread(*drafters("ngram")))
     with pytest.raises(ValueError, match="DecoupledDrafter cannot be decoupled"):
-        DraftThread(DecoupledDrafter(DraftThread(*drafters("ngram"))))
+        DraftThread(ahead)
     with pytest.raises(ValueError, match="DecoupledDrafter drafts while the target verifies"):
-        DecoupledDrafter(DraftThread(*drafters("ngram"))).prepare_assisted_decoding(3, 9, True, [])
-
-
-def test_rejection_is_refused(tiny, drafters) -> None:
-    config = {"decoupled_execution": "always", "verification": "rejection"}
-    for options in (dict(strategy="self"), dict(drafter=drafters("self"))):
-        with pytest.raises(ValueError, match='verification="rejection" does not go with decoupled_execution="always"'):
-            generate(tiny, PROMPTS, config=config, **options)
+        ahead.prepare_assisted_decoding(3, 9, True, [])
