@@ -47,12 +47,6 @@ def graph(model: nn.Module, strategy: str = "none", config: dict[str, Any] | Non
 
 
 @pytest.fixture
-def fresh() -> nn.Module:
-    """A target of the test's own, of one layer: a tape is slow."""
-    return tiny_llama(num_hidden_layers=1)
-
-
-@pytest.fixture
 def unlike(tape, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Recording], Callable[[], None]]], None]:
     """Makes another replay of each recording from now on."""
 
