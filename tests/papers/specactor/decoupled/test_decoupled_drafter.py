@@ -188,6 +188,15 @@ def test_the_bound_on_waste_is_reached(window: int, tiny) -> None:
     assert max(wasted) == 2 * window - 1
 
 
+def test_drafts_that_are_not_verified_do_not_pile_up(tiny) -> None:
+    """Rows without a chain of their own decode, and their drafts stay."""
+    texts = outputs(generate(tiny, PROMPTS))
+    link = InTurn(Chance(texts, 1.0))
+    control = Plans(1, [[Chain(0, 2, (0,))]])
+    assert outputs(generate(tiny, PROMPTS, drafter=DecoupledDrafter(link), control=control)) == texts
+    assert link.most_ahead == 5
+
+
 def test_coupled_requests_draft_nothing_ahead(tiny) -> None:
     """A window is drafted beside one decoded token, and verified before the next one is drafted."""
     texts = outputs(generate(tiny, PROMPTS))

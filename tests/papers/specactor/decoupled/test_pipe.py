@@ -139,6 +139,14 @@ def test_a_generation_that_is_over_before_a_window_is_drafted(tiny, texts, draft
     assert drafting_threads() == 0
 
 
+def test_a_network_of_nan(tiny, texts, drafters) -> None:
+    (drafter,) = drafters("self")
+    with torch.no_grad():
+        next(iter(drafter.quantized.layers.values())).packed.scales.fill_(torch.nan)
+    with pytest.warns(UserWarning, match="FloatingPointError: the draft network returned NaN"):
+        assert outputs(generate(tiny, PROMPTS, drafter=DecoupledDrafter(DraftThread(drafter)), **EOS)) == texts
+
+
 def test_the_thread_has_the_callers_autocast_and_leaves_its_cores_alone(texts) -> None:
     narrow = tiny_llama().float()
     seen: list[tuple[bool, bool]] = []
