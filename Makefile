@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONDONTWRITEBYTECODE =
 PIP := $(RUN) -m pip install -q --no-compile
 
-.PHONY: help venv demo demo-ranks test test-all lint typecheck unit unit-all mutations bench clean
+.PHONY: help venv demo demo-ranks test test-all lint typecheck unit unit-all mutations durations bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test-all   the same with the slow tests"
 	@echo "make unit       the tests alone"
 	@echo "make mutations  break the code in one place at a time and see make test notice (about half an hour)"
+	@echo "make durations  write tests/durations.json, by which make test splits its files, on an idle machine"
 	@echo "make lint       ruff"
 	@echo "make typecheck  mypy"
 	@echo "make bench      short benchmarks; results in bench_output/"
@@ -60,17 +61,19 @@ test: lint
 test-all: lint
 	@$(MAKE) --no-print-directory -j 2 typecheck unit-all
 
-# Two processes of one thread each: most tests are too small for more threads. The longest files come first, so that both
-# end at about the same time. pytest sorts arguments of which one contains another, so no two here do.
-FIRST := tests/test_instruction_sets.py tests/trainers tests/benchmarks tests/examples tests/generation
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --durations=25 --dist loadfile --no-loadscope-reorder \
-	$(FIRST) $(filter-out $(FIRST),$(patsubst %/,%,$(wildcard tests/*/ tests/test_*.py)))
+# Two processes of one thread each: most tests are too small for more threads. The longest files of tests/durations.json
+# come first, so that both end at about the same time.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 unit: $(READY)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) --durations=25 -m "not slow"
 
 unit-all: $(READY)
-	$(PYTEST)
+	$(PYTEST) --durations=25
+
+durations: $(READY)
+	$(PYTEST) --durations=0 -m "not slow" > durations.log || (tail -30 durations.log; false)
+	$(RUN) -m tests.durations durations.log
 
 mutations: $(READY)
 	$(RUN) -m tests.mutations
@@ -88,5 +91,5 @@ bench: $(READY)
 	$(RUN) -m benchmarks.control_machine --repeats 3 --output bench_output/control_machine.json
 
 clean:
-	rm -rf demo_output bench_output .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf demo_output bench_output durations.log .pytest_cache .ruff_cache .mypy_cache build *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
 """Models and prompts that several tests use."""
 
 import gc
+import json
 import os
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -20,8 +21,10 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from spec_trl.native.native_code import compiler
+from tests import compile_once, durations
 
 
+compile_once.install()
 TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2]))
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 DATA = Path(__file__).resolve().parents[1] / "examples/data"
@@ -52,12 +55,15 @@ def shared() -> Callable[[str], Path]:
     return find
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that ask for `../shared`, by themselves or through a fixture."""
+@pytest.hookimpl(wrapper=True)  # marks before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Marks the tests that ask for `../shared`, by themselves or through a fixture; puts the longest files first."""
     for item in items:
         if isinstance(item, pytest.Function) and "shared" in item.fixturenames:
             item.add_marker("shared")
+    yield
+    known = json.loads(durations.FILE.read_text())
+    items.sort(key=lambda item: durations.order(item.nodeid.partition("::")[0], known))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -80,30 +86,12 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled C++ of this session, of both processes."""
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "libraries"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
 @pytest.fixture(autouse=True)
-def cache(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, libraries: Path
-) -> Iterator[Path]:
-    """The folder of profiles, ladders and ledgers: empty at first. Beside it lies what was compiled before."""
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of profiles, ladders and ledgers: empty at first."""
     folder = tmp_path_factory.mktemp("cache")
-    kernels = folder / "spec_trl/kernels"
-    kernels.mkdir(parents=True)
-    for library in libraries.iterdir():
-        (kernels / library.name).symlink_to(library)
     monkeypatch.setenv("SPEC_TRL_CACHE", str(folder))
-    yield kernels.parent / "profiles"
-    for compiled in kernels.glob("*.so"):
-        if not compiled.is_symlink():
-            compiled.rename(libraries / compiled.name)
+    return folder / "spec_trl/profiles"
 
 
 @pytest.fixture(scope="session")

@@ -41,9 +41,12 @@ def _read(path: Path) -> _Shape:
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
+    """Numbers that JSON has not become null."""
     shape = _Shape(1, "ü", [_Point(3, 0.1), _Point(4)])
     write_json(tmp_path / "new" / "shape.json", shape)
     assert _read(tmp_path / "new" / "shape.json") == shape
+    write_json(tmp_path / "point.json", _Point(1, float("nan")))
+    assert json.loads((tmp_path / "point.json").read_text()) == {"x": 1, "y": None}
 
 
 @pytest.mark.parametrize(
@@ -68,11 +71,6 @@ def test_a_damaged_file_is_named_with_field_value_and_remedy(tmp_path: Path, con
     assert str(caught.value).endswith("draw it again.")
 
 
-def test_numbers_that_json_has_not_become_null(tmp_path: Path) -> None:
-    write_json(tmp_path / "point.json", _Point(1, float("nan")))
-    assert json.loads((tmp_path / "point.json").read_text()) == {"x": 1, "y": None}
-
-
 def test_settings_that_json_has_not(tmp_path: Path) -> None:
     settings = dict(
         module=torch.nn.Sequential(*map(torch.nn.Identity, range(20))), dtype=torch.bfloat16, path=Path("/a"),
@@ -86,22 +84,19 @@ def test_settings_that_json_has_not(tmp_path: Path) -> None:
     )}  # fmt: skip
 
 
-def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_or_is_broken_off_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "file"
     write_atomically(path, "old")
 
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
+    with pytest.raises(KeyboardInterrupt), replacing(path) as fresh:
+        fresh.write_text("half")
+        raise KeyboardInterrupt
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, "new")
     assert [each.name for each in tmp_path.iterdir()] == ["file"] and path.read_text() == "old"
-
-
-def test_who_dies_while_writing_leaves_the_old_file_alone(tmp_path: Path) -> None:
-    write_atomically(tmp_path / "file", "old")
-    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "file") as fresh:
-        fresh.write_text("half")
-        raise KeyboardInterrupt
-    assert [each.name for each in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "old"

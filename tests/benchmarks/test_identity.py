@@ -44,8 +44,7 @@ def test_a_wrong_token_is_unexplained_and_a_close_one_a_tie(
     assert loose.tokens_compared == 12 + 5 + 12
     assert loose.rows == 3
 
-    worst = int(scores.argmin())
-    other[1][4] = worst  # the top two may be as close as they like: this token is neither
+    other[1][4] = int(scores.argmin())  # the top two may be as close as they like: this token is neither
     third = Tally()
     compare(shape, work, plain, other, LogitNoise(gap * work.temperature * 1.1, 0.0), 5, third)
     assert third.unexplained == 1

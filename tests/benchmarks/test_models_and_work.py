@@ -1,6 +1,5 @@
 """What is measured: synthetic models must be what results say they are, and prompts must be counted right."""
 
-import copy
 import json
 from pathlib import Path
 
@@ -19,10 +18,8 @@ def test_without_noise_the_quantized_copy_is_exact_and_more_noise_means_less_ove
         return build(shape_config("tiny"), noise, seed=0, dtype=torch.bfloat16, device="cpu")
 
     exact = tiny(0.0)
-    for (name, original), copied in zip(
-        exact.state_dict().items(), models.quantized_copy(exact).state_dict().values(), strict=True
-    ):
-        assert torch.equal(original, copied), name
+    copied = models.quantized_copy(exact).state_dict()
+    assert all(torch.equal(original, copied[name]) for name, original in exact.state_dict().items())
     overlaps = [measure_agreement(tiny(noise), 0, 8, 16).overlap_packed_head for noise in (0.0, 0.1, 0.4)]
     assert overlaps[0] == pytest.approx(1.0, abs=1e-5)
     assert overlaps[0] > overlaps[1] + 0.03 > overlaps[2] + 0.06
@@ -38,35 +35,11 @@ def test_padding_is_on_the_left_and_does_not_count() -> None:
     assert Workload([[1]], 8, 1.0, (), pad_token_id=0).trimmed([4, 0, 0]) == [4, 0, 0]
 
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}{% endfor %}"
-TEMPLATE += "{% if add_generation_prompt %}<answer>{% endif %}"
-GSM8K = [
-    {"question": "Tom has 2 apples and eats one. How many are left?", "answer": "2 - 1 = 1\n#### 1"},
-    {"question": "A dog has 4 legs. How many have two dogs?", "answer": "#### 8"},
-]
-
-
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    """A file of the form of GSM8K."""
-    path = tmp_path / "gsm8k.jsonl"
-    path.write_text("\n".join(map(json.dumps, GSM8K)))
-    return path
-
-
-def test_questions_go_through_the_chat_template(shape: PreTrainedModel, story_tokenizer, questions: Path) -> None:
-    chat = copy.deepcopy(story_tokenizer)
-    chat.chat_template = TEMPLATE
-    prompts = prompt_source(LoadedModel(shape, chat, {}), questions, 3, seed=0, chat=True)
-    texts = [f"<user> {row['question']}<answer>" for row in GSM8K]
-    assert prompts == [chat(text, add_special_tokens=False)["input_ids"] for text in (*texts, texts[0])]
+def test_questions_reward_right_answers(shape: PreTrainedModel, story_tokenizer, tmp_path: Path) -> None:
+    path, rows = tmp_path / "gsm8k.jsonl", [{"question": f"{n} apples?", "answer": f"#### {n}"} for n in (1, 8)]
+    path.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match="--chat: the tokenizer of x has no chat template"):
-        prompt_source(LoadedModel(shape, story_tokenizer, {"model": "x"}), questions, 3, seed=0, chat=True)
-
-
-def test_a_question_task_rewards_right_answers(questions: Path) -> None:
-    task = question_task(str(STORY_MODEL), torch.float32, 8, 1, questions)
-    assert task.dataset["answer"][:] == [GSM8K[0]["answer"]] and GSM8K[0]["question"] in task.dataset["prompt"][0]
-    assert task.reward(completions=["It is 1.", "It is 7."], answer=task.dataset["answer"][:] * 2) == [1.0, 0.0]
-    assert task.longest_prompt == len(task.tokenizer(task.dataset["prompt"][0], add_special_tokens=False)["input_ids"])
-    assert task.facts["weights_on_4_bit_grid"] is False
+        prompt_source(LoadedModel(shape, story_tokenizer, {"model": "x"}), path, 3, seed=0, chat=True)
+    task = question_task(str(STORY_MODEL), torch.float32, 8, 1, path)
+    assert task.dataset["answer"][:] == ["#### 1"] and "1 apples?" in task.dataset["prompt"][0]
+    assert task.reward(completions=["It is 1.", "It is 7."], answer=["#### 1"] * 2) == [1.0, 0.0]

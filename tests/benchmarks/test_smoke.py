@@ -67,7 +67,6 @@ TOKENS_ARE_THE_SAME: dict[str, Callable[[Any], bool]] = {
 def test_a_benchmark_runs_on_the_smallest_input(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     import_module(f"benchmarks.{name}").main(["--tiny", "--threads", "1"])
     (output,) = (tmp_path / "bench_output").rglob("*.json")
@@ -83,10 +82,7 @@ def test_a_benchmark_runs_on_the_smallest_input(
 @pytest.mark.parametrize(
     "stage", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in GPU if each not in QUICK)]
 )
-def test_a_stage_of_the_gpu_benchmark_runs_on_the_tiny_shape(
-    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
+def test_a_stage_of_the_gpu_benchmark_runs_on_the_tiny_shape(stage: str, tmp_path: Path) -> None:
     assert quarter.main([stage, "--tiny", "--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / f"{stage}.json").read_text())
     assert GPU[stage] <= result["measured"].keys() and not result["errors"] and not result["skipped"]

@@ -1,12 +1,8 @@
 """The TTS benchmark: bins, intervals, and tiny runs. No test looks at a time."""
 
-from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
-from benchmarks import tts
-from benchmarks.measure import read_result
 from benchmarks.tts_drafters import FROZEN, NONE, TTS
 from benchmarks.tts_report import (
     THIRDS,
@@ -16,8 +12,6 @@ from benchmarks.tts_report import (
     speed_ratio,
     summarise,
 )
-from examples.train_drafter import write_eagle3
-from tests.conftest import STORY_MODEL
 
 
 def record(blocks: int, committed: int, seconds: float = 1.0, where: int = 0) -> Record:
@@ -55,25 +49,3 @@ def test_requests_of_a_batch_are_resampled_one_by_one() -> None:
     cells = [{NONE: record(0, 1), FROZEN: batch([20, 20]), TTS: batch([20, 40])}]
     row = summarise({("eagle3", 1.0): cells}, 0)[-1]
     assert row["gain"] == 0.5 and row["interval"] == (0.0, 1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("strides --strides 1 10 --temperatures 1", "S=10 async"),
-        ("run --updates 9 --run-stride 2 --run-asynchronous --temperatures 1", "last 1 of"),
-        ("defaults --batch 2 --temperatures 1 --scope run", "0 updates in 1 calls"),
-        ("batch --batch 2 --temperatures 1", "TTS, per rollout"),
-    ],
-    ids=lambda value: value.split()[0],
-)
-def test_each_part_is_lossless_and_reports(arguments: str, expected: str, tmp_path: Path) -> None:
-    """An untrained EAGLE-3 for stories260K in float64."""
-    write_eagle3(tmp_path / "eagle3", AutoModelForCausalLM.from_pretrained(STORY_MODEL))
-    given = f"{arguments} --kinds eagle3 --drafters {tmp_path} --dtype float64 --new-tokens 22 --requests 1"
-    tts.main([*given.split(), "--prompt-tokens", "4", "--output", str(tmp_path), "--learning-rate", "1e-3"])
-    result = read_result(tmp_path / f"tts_{arguments.split()[0]}.json")
-    same = result.details["identity"]
-    assert same["same"] == same["tokens"] > 0 and same["differ"] == 0 and result.details["target_unchanged"]
-    assert any(expected in finding.what for finding in result.findings)

@@ -57,21 +57,6 @@ def test_the_shipped_policy_is_small_and_solves_some() -> None:
     assert 0.25 < accuracy(policy, tokenizer, seed=5) < 0.7  # GRPO needs both outcomes
 
 
-def test_trainings_take_turns_by_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each as if it were alone: TRL samples from torch's global generator."""
-    sizes = dict(OUTPUT=tmp_path, STEPS=3, ROWS=8, MAX_COMPLETION_LENGTH=16)
-    for name, value in sizes.items():
-        monkeypatch.setattr(run, name, value)
-    methods = ["none", run.TRL]
-    together, order = run.train(methods)
-    assert order == ["none", run.TRL] * 3
-    for method in methods:
-        alone, order = run.train([method])
-        assert order == [method] * 3 and alone[method].completions == together[method].completions
-        assert len(together[method].completions) == len(together[method].seconds) == 3
-        assert 0 < sum(together[method].seconds) < together[method].training_seconds
-
-
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_training_that_fails_ends_all(failing: int) -> None:
     class Fake:
@@ -157,15 +142,8 @@ def test_the_sentence_claims_what_was_checked(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_model_that_is_named_drafts_in_place_of_the_wide_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in dict(ROWS=(1,), CALLS=2, NEW_TOKENS=16).items():
-        monkeypatch.setattr(drafts, name, value)
-    (tmp_path / "left").touch()  # by an earlier demo: "auto" begins with an empty cache
-    result = drafts.compare(str(STORY_MODEL), tmp_path)
-    assert not (tmp_path / "left").exists()
-    assert result["model"].startswith("stories260K: 0 M parameters") and not result["widened"]
-    assert "trained at this size" not in drafts.format_table(result)
     model, prompts, _ = drafts.load(str(STORY_MODEL))
     assert len({tuple(prompt) for prompt in prompts}) == len(prompts) == 3 * (1 + 4)  # as many as a whole demo takes
     assert model.generation_config.eos_token_id is None and model.dtype == torch.float32

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 import spec_trl
 from examples import generate, grpo_gsm8k, online_dpo, own_loop, rloo
 from examples.demo.task import build_tokenizer
-from spec_trl import SpeculativeConfig, SpeculativeOutput
-from spec_trl.cli.loading import pad_left, token_ids
+from spec_trl import SpeculativeConfig
 from spec_trl.generation.registry import taking_assistant
 from spec_trl.trainers.run_log import read_run
 from tests.conftest import DATA, STORY_MODEL
@@ -26,14 +24,14 @@ from tests.trainers.harness import tiny_policy
 
 ROOT = Path(__file__).parents[2]
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
-README, HOW_TO = (
-    re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    for page in ("README.md", "docs/how_to.md")
-)
+SCRIPTS = [
+    script for page in ("README.md", "docs/how_to.md")
+    for script in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+]  # fmt: skip
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}={% endfor %}"
 
 
-@pytest.mark.parametrize("script", README + HOW_TO, ids=["train", "generate", "qlora"])
+@pytest.mark.parametrize("script", SCRIPTS, ids=["train", "generate", "qlora"])
 def test_the_scripts_of_the_docs(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
@@ -49,8 +47,7 @@ def test_the_scripts_of_the_docs(
     names: dict[str, object] = {"__name__": "__main__"}
     exec(small.replace(MODEL, str(model)), names)
     if "trainer" in names:
-        assert small != script
-        assert (tmp_path / "out" / "rollout_log.jsonl").exists()
+        assert small != script and (tmp_path / "out" / "rollout_log.jsonl").exists()
     else:
         said = r"(\d+) of (\d+) drafts accepted; same tokens: (\w+)"
         accepted, drafted, same = re.findall(said, capsys.readouterr().out)[0]
@@ -73,20 +70,20 @@ def test_what_speculate_serves(
     records = read_run(tmp_path / script.__name__.rpartition(".")[2]).rollouts
     assert [(record.mode, record.step) for record in records] == [("train", 0), ("train", 1)]
     assert all((record.acceptance_rate or 0.0) > 0.3 for record in records)
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[-1].startswith("drafting in ")
-    assert script is not own_loop or [line.partition(":")[0] for line in printed[:-1]] == ["step 0", "step 1"]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("drafting in ")
 
 
 # ---- GSM8K ----------------------------------------------------------------------------------------------------------
 
 
 def test_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Questions whose prompts do not fit are left out."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     tiny_policy().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     rows = [{"question": f"a{n}+b{n}", "answer": f"so #### {2 * n}"} for n in range(1, 9)]
+    rows.append({"question": "a" * 500, "answer": "#### 1"})
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     arguments = [
         "--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "questions.jsonl"), "--max_steps", "1",
@@ -100,19 +97,8 @@ def test_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "8 questions of up to 224 tokens, completions of up to 32 tokens" in printed  # of a context of 256
     assert re.search(r"1 logged steps, reward .* assistant_strategy='self': .* of drafts accepted", printed)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.max_position_embeddings == 256
-
-
-def test_gsm8k_prompts_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
-    path, tokenizer = tmp_path / "questions.jsonl", build_tokenizer()
-    path.write_text("\n".join(json.dumps({"question": "a" * n, "answer": "#### 1"}) for n in (5, 50, 500)))
-    plain = grpo_gsm8k.build_dataset(str(path), tokenizer, longest_prompt=200)
-    assert [prompt.count("a" * 5) for prompt in plain["prompt"]] == [1, 10]
-    assert plain["prompt"][0].startswith("Question: aaaaa\n")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    chat = grpo_gsm8k.build_dataset(str(path), tokenizer, longest_prompt=200)
-    assert [messages[0]["role"] for messages in chat["prompt"]] == ["user", "user"]
     with pytest.raises(ValueError, match="no question .* fits into 20 tokens"):
-        grpo_gsm8k.build_dataset(str(path), tokenizer, longest_prompt=20)
+        grpo_gsm8k.build_dataset(str(tmp_path / "questions.jsonl"), build_tokenizer(), longest_prompt=20)
 
 
 def test_gsm8k_answers_and_rewards() -> None:
@@ -123,7 +109,6 @@ def test_gsm8k_answers_and_rewards() -> None:
         (r"so 3 of 4, that is \boxed{\$12}.", "12"),
         ("It takes 3 hours and 20 minutes.", "20"),
         ("#### unknown, perhaps 7", "7"),
-        ("It is 72.0.", "72"),
         ("no idea", None),
     ):
         assert grpo_gsm8k.find_answer(text) == (None if number is None else Decimal(number))
@@ -135,11 +120,10 @@ def test_gsm8k_answers_and_rewards() -> None:
 # ---- generate.py ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_generate_on_a_small_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "--model", str(STORY_MODEL), "--prompts", str(DATA / "stories.json"), "--max_prompt_tokens", "24",
-        "--max_new_tokens", "40", "--limit", "6", "--dtype", "float64", "--show", "2", "--compare",
+        "--max_new_tokens", "30", "--limit", "3", "--dtype", "float64", "--show", "2", "--compare",
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
     monkeypatch.setattr(generate, "SpeculativeConfig", partial(SpeculativeConfig, sd_toggle="always"))
@@ -147,41 +131,23 @@ def test_generate_on_a_small_model(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     printed = capsys.readouterr().out
     assert printed.count("--- ") == 2 and printed.count("tokens/s") == 2
     assert re.search(r"tokens per verified block: [2-6]\.\d\d; drafts accepted: 0\.\d{3}", printed)
-    assert 'rows identical to "none": 6 of 6' in printed
+    assert 'rows identical to "none": 3 of 3' in printed
 
 
-def test_generate_options_act(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Whether the default toggle drafts depends on how long rounds take.
-    monkeypatch.setattr(generate, "SpeculativeConfig", partial(SpeculativeConfig, sd_toggle="always"))
-    policy = tiny_policy().eval()
-    inputs = pad_left(token_ids(["a3+b8=", "c5="], build_tokenizer(), longest=16), policy.device)
-
-    def sample(strategy: str, *options: str) -> SpeculativeOutput:
-        monkeypatch.setattr(sys, "argv", ["generate.py", *options])
-        return generate.sample(policy, inputs, strategy, generate.parse_arguments(), new_tokens=16)
-
-    reference = generate.completions_of(sample("none"))
-    for options in ([], ["--draft_length", "2"], ["--batch_size", "1"]):
-        assert generate.completions_of(sample("self", *options)) == reference
-    for options in (["--seed", "1"], ["--temperature", "2"], ["--top_p", "0.1"], ["--verification", "rejection"]):
-        assert generate.completions_of(sample("self", *options)) != reference
-    greedy = sample("self", "--temperature", "0")
-    assert torch.equal(greedy.sequences, policy.generate(**inputs, do_sample=False, max_new_tokens=16))
-    assert "tokens per verified block" in generate.describe(greedy)
-
-
-def test_generate_hands_its_assistant_to_every_strategy_that_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_hands_its_options_to_every_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     class Model:
         def generate(self, **options: Any) -> dict[str, Any]:
             return options
 
     options = ["--assistant_model", "small", "--tts_drafter", "model", "--best_of_n_drafters", "self", "model"]
-    monkeypatch.setattr(sys, "argv", ["generate.py", *options])
+    options += ["--draft_length", "2", "--batch_size", "1", "--seed", "3", "--temperature", "2", "--top_p", "0.1"]
+    monkeypatch.setattr(sys, "argv", ["generate.py", *options, "--verification", "rejection"])
     for strategy in ("none", *taking_assistant()):
         given: Any = generate.sample(Model(), {}, strategy, generate.parse_arguments(), new_tokens=1)
-        assert given["assistant_strategy"] == strategy
+        assert (given["assistant_strategy"], given["temperature"], given["top_p"]) == (strategy, 2.0, 0.1)
         assert given["assistant_model"] == (None if strategy == "none" else "small")
         config = given["speculative_config"]
+        assert (config.draft_length, config.max_batch_size, config.seed, config.verification) == (2, 1, 3, "rejection")
         assert (config.tts.drafter == "model") == (strategy == "tts")
         assert (config.specactor.drafters == ("self", "model")) == (strategy == "best_of_n")
 

@@ -15,6 +15,7 @@ from spec_trl.generation.engine.cuda.graph_capture import Outputs, Recording
 from spec_trl.generation.engine.forwards import runner_choice
 from spec_trl.generation.engine.network import cpu_states
 from spec_trl.native import cpu_products
+from tests.generation.calls import outputs
 
 
 _WAITS_FOR_DEVICE = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
@@ -79,6 +80,18 @@ def install_tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     monkeypatch.setattr(runner_choice, "recorder_for", lambda device: tape)
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
     return tape
+
+
+def check_drafts(graph: Any, eager: Any) -> None:
+    """The same tokens, and the same drafts: a wrong draft changes no token, but how many are accepted."""
+    assert outputs(graph) == outputs(eager) and graph.statistics.drafter_failure is None
+    assert graph.statistics.total == eager.statistics.total and graph.statistics.total.accepted > 0
+    assert graph.statistics.draft_forwards == eager.statistics.draft_forwards
+
+
+def no_memory(*_: Any) -> Recording:
+    """In the place of a capture."""
+    raise torch.OutOfMemoryError("not now")
 
 
 class Taken(TorchDispatchMode):

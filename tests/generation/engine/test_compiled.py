@@ -62,24 +62,23 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(
-    ("layers", "quantized"),
-    [("alike", False), ("windowed and full", False), pytest.param("alike", True, marks=pytest.mark.slow)],
-)
-def test_one_compilation_serves_all_layers(counter, layers: str, quantized: bool) -> None:
+    ("layers", "how"),
+    [
+        ("alike", "plain"), ("windowed and full", "plain"), ("alike", "learns"),
+        pytest.param("alike", "quantized", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_one_compilation_serves_all_layers(counter, layers: str, how: str) -> None:
     network = make_shadow(AutoModelForCausalLM.from_config(CONFIGS[layers]).double().eval())
-    if quantized:
+    if how == "quantized":
         quantize_projections(network, kernel="reference")
-    torch.testing.assert_close(forward_twice(network, compiled=True), forward_twice(network))
-    assert counter.frame_count == 2  # one token per row, and four
-
-
-def test_one_compilation_serves_all_layers_of_a_copy_that_learns(counter) -> None:
-    network = make_shadow(AutoModelForCausalLM.from_config(CONFIGS["alike"]).double().eval())
-    layers = {name: each for name, each in network.named_modules() if isinstance(each, nn.Linear) and "layers" in name}
-    adapters = RowAdapters(layers, rows=1, rank=2)
-    for up in adapters.tensors:
-        up.normal_()
-    adapters.attach(layers, lambda: 0)
+    elif how == "learns":
+        linear = {name: each for name, each in network.named_modules() if isinstance(each, nn.Linear)}
+        found = {name: each for name, each in linear.items() if "layers" in name}
+        adapters = RowAdapters(found, rows=1, rank=2)
+        for up in adapters.tensors:
+            up.normal_()
+        adapters.attach(found, lambda: 0)
     torch.testing.assert_close(forward_twice(network, compiled=True), forward_twice(network))
     assert counter.frame_count == 2  # one token per row, and four
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteriaList
+from transformers import LlamaForCausalLM, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -94,14 +94,6 @@ def test_copies_of_a_prompt_are_prefilled_once(tiny, monkeypatch) -> None:
     monkeypatch.setattr(EagerRunner, "prefill", count)
     generate(tiny, pad_left([ROWS[2], ROWS[3]] * 4), max_new_tokens=2)
     assert sum(fed) == 2
-
-
-def test_float32_and_bfloat16_run(fresh: PreTrainedModel) -> None:
-    """Near-ties may flip here, so only lengths and acceptance are looked at; a broken path shows in the latter."""
-    for dtype in (torch.float32, torch.bfloat16):
-        result = generate(fresh.to(dtype), PROMPTS, "self", {"draft_quantization": "rtn-w8"}, temperature=0.3)
-        assert result.lengths.tolist() == [24] * 7 and result.logprobs.dtype == torch.float32
-        assert result.statistics.acceptance_rate > 0.5
 
 
 # ---- first tokens come from the prompts' forwards: N tokens cost N forwards --------------------------------------

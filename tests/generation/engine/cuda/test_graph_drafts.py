@@ -19,7 +19,8 @@ from spec_trl.generation.engine.drafter import NetworkDraft
 from spec_trl.generation.engine.kv import row_memory
 from tests.conftest import tiny_llama
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
-from tests.generation.engine.tape import spoil_pool
+from tests.generation.engine.tape import check_drafts as check
+from tests.generation.engine.tape import no_memory, spoil_pool
 
 
 PROMPTS = pad_left(random_rows([5, 9, 1, 12, 7, 7, 3]))
@@ -37,24 +38,11 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture
-def fresh() -> nn.Module:
-    """A target of the test's own, of one layer: a tape is slow."""
-    return tiny_llama(num_hidden_layers=1)
-
-
 def run(
     model: nn.Module, runner: str, strategy: str = "self", config: Any = None, prompts: Any = PROMPTS, **options: Any
 ) -> Any:
     given = {"runner": runner, "draft_length": 3} | (config or {})
     return generate(model, prompts, strategy, given, **({"max_new_tokens": 28} | options))
-
-
-def check(graph: Any, eager: Any) -> None:
-    """The same tokens, and the same drafts: a wrong draft changes no token, but how many are accepted."""
-    assert outputs(graph) == outputs(eager) and graph.statistics.drafter_failure is None
-    assert graph.statistics.total == eager.statistics.total and graph.statistics.total.accepted > 0
-    assert graph.statistics.draft_forwards == eager.statistics.draft_forwards
 
 
 def drafts_of(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
@@ -97,12 +85,6 @@ def test_a_cache_of_its_own(fresh, tape, replays) -> None:
     found = run(fresh, "graph", **given)
     check(found, run(fresh, "eager", **given))
     assert found.statistics.total.acceptance_rate == 1 and len(replays) > 2
-
-
-@pytest.mark.slow
-def test_compiled_layers_in_a_loop(fresh, tape, replays) -> None:
-    check(run(fresh, "compiled"), run(fresh, "eager"))
-    assert len(replays) > 4
 
 
 def test_each_way_to_draw_has_a_loop_of_its_own(fresh, tape) -> None:
@@ -153,10 +135,6 @@ def of_loops(monkeypatch: pytest.MonkeyPatch, tape: Any, change: Callable[[Recor
         return recording if recording.features is None else change(recording)
 
     monkeypatch.setattr(tape, "record", watch)
-
-
-def no_memory(recording: Recording) -> Recording:
-    raise torch.OutOfMemoryError("not now")
 
 
 def idle(recording: Recording) -> Recording:

@@ -47,12 +47,6 @@ def graph(model: nn.Module, strategy: str = "none", config: dict[str, Any] | Non
 
 
 @pytest.fixture
-def fresh() -> nn.Module:
-    """A target of the test's own, of one layer: a tape is slow."""
-    return tiny_llama(num_hidden_layers=1)
-
-
-@pytest.fixture
 def unlike(tape, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Recording], Callable[[], None]]], None]:
     """Makes another replay of each recording from now on."""
 
@@ -364,32 +358,26 @@ def test_logits_of_all_shapes_share_memory(fresh, unlike) -> None:
     assert len(set(places)) == 2 < len(places)
 
 
-def test_a_first_shape_without_memory_spoils_no_other(fresh, tape, monkeypatch) -> None:
-    record = tape.record
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_shape_without_memory_spoils_no_other(fresh, tape, monkeypatch, is_first: bool) -> None:
+    """The first shape of all, or one after others; the next call captures it."""
+    config = {} if is_first else {"draft_length": 3}
+    if not is_first:
+        graph(fresh, "self")
+    record, replayed = tape.record, tape.replayed
 
     def no_memory(forward: Callable[[], Outputs], apart: bool = False) -> Recording:
-        monkeypatch.setattr(tape, "record", record)
+        if is_first:
+            monkeypatch.setattr(tape, "record", record)
         raise torch.OutOfMemoryError("not now")
 
     monkeypatch.setattr(tape, "record", no_memory)
-    with pytest.warns(UserWarning, match="could not be captured and runs eagerly for 24 rows x"):
-        result = graph(fresh, prompts=TWENTY, **EOS)
-    assert outputs(result) == outputs(eager(fresh, prompts=TWENTY, **EOS)) and tape.replayed > 0
-
-
-def test_one_shape_that_fails_spoils_no_other(fresh, tape, monkeypatch) -> None:
-    graph(fresh, "self")
-    replayed = tape.replayed
-
-    def no_memory(forward: Callable[[], Outputs], apart: bool = False) -> Recording:
-        raise torch.OutOfMemoryError("not now")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tape, "record", no_memory)
-        with pytest.warns(UserWarning, match=r"could not be captured and (runs|goes) .* for \d+ rows x") as seen:
-            result = graph(fresh, "self", {"draft_length": 3})
-    assert outputs(result) == outputs(eager(fresh)) and tape.replayed == replayed
+    with pytest.warns(UserWarning, match=r"could not be captured and (runs|goes) .* for \d+ rows x") as seen:
+        result = graph(fresh, "self", config, prompts=TWENTY, **EOS)
     assert len(seen) == len({str(warning.message) for warning in seen})  # once for each shape
+    assert outputs(result) == outputs(eager(fresh, prompts=TWENTY, **EOS)) and (tape.replayed > replayed) == is_first
+    monkeypatch.setattr(tape, "record", record)
+    replayed = tape.replayed
     assert outputs(graph(fresh, "self")) == outputs(eager(fresh)) and tape.replayed > replayed + 8
 
 

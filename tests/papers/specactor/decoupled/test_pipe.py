@@ -184,3 +184,8 @@ def test_always(strategy: str, fresh, tiny_assistant, texts) -> None:
     assert drafting_threads() == 0
     assert (Session.of(fresh).drafters.get("self") is not None) == (strategy == "self")
     release(fresh)
+
+
+def test_a_decoupled_drafter_drafts_for_no_loop_of_transformers(drafters) -> None:
+    with pytest.raises(ValueError, match="DecoupledDrafter drafts while the target verifies"):
+        DecoupledDrafter(DraftThread(*drafters("ngram"))).prepare_assisted_decoding(3, 9, True, [])

@@ -24,7 +24,8 @@ from tests.conftest import tiny_llama
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
 from tests.generation.drafters.dflash import reference
 from tests.generation.drafters.watching import KINDS, before
-from tests.generation.engine.tape import spoil_pool
+from tests.generation.engine.tape import check_drafts as check
+from tests.generation.engine.tape import no_memory, spoil_pool
 from tests.generation.races import Plans, random_plans
 
 
@@ -51,13 +52,6 @@ def drafter(kind: str, checkpoints: dict[str, str], tiny: PreTrainedModel) -> Fe
 def run(model: PreTrainedModel, drafter: Any, runner: str = "graph", config: Any = None, **options: Any) -> Any:
     given = {"runner": runner, "draft_length": 3} | (config or {})
     return generate(model, PROMPTS, config=given, drafter=drafter, **({"max_new_tokens": 16} | options))
-
-
-def check(graph: Any, eager: Any) -> None:
-    """The same tokens, and the same drafts: a wrong draft changes no token, but how many are accepted."""
-    assert outputs(graph) == outputs(eager) and graph.statistics.drafter_failure is None
-    assert graph.statistics.total == eager.statistics.total and graph.statistics.total.accepted > 0
-    assert graph.statistics.draft_forwards == eager.statistics.draft_forwards
 
 
 # ---- what they compute ----------------------------------------------------------------------------------------------
@@ -237,10 +231,6 @@ def test_its_cache_lies_in_pages(kind: str, drafter, tiny, tape, replays) -> Non
 
 
 # ---- what fails -----------------------------------------------------------------------------------------------------
-
-
-def no_memory(recording: Recording) -> Recording:
-    raise torch.OutOfMemoryError("not now")
 
 
 def shifted(recording: Recording) -> Recording:
