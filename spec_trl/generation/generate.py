@@ -44,7 +44,7 @@ from .engine.statistics import SpeculationStatistics
 from .options import SpeculativeConfig
 from .planner.control import Control
 from .session import Session
-from .strategies import decoupled, keep_acceptance, make_drafting
+from .strategies import make_drafting
 
 
 @dataclass
@@ -115,8 +115,9 @@ def speculative_decoding(
         )  # fmt: skip
         drafters, control = make_drafting(session, call, claims)
         capacity = plan_memory(session, call, drafters, max(config.first_draft_length, control.most_drafted))
-        if config.specactor.decoupled_execution != "never":
-            drafters = decoupled(drafters, call, capacity.rows)
+        ahead = config.specactor.decoupled_execution != "never" and load("papers.specactor.decoupled.execution")
+        if ahead:
+            drafters = ahead.decoupled(drafters, call, capacity.rows)
         for each in drafters:
             each.check_length(capacity.columns)
         runner = runner_for(
@@ -138,8 +139,8 @@ def speculative_decoding(
             raise
         statistics.exact, statistics.copied_bytes = exact, copied
         statistics.setup_seconds = time.perf_counter() - began - statistics.seconds
-        if config.specactor.decoupled_execution != "never":
-            keep_acceptance(session, drafters, statistics)
+        if ahead:
+            ahead.keep_acceptance(session, drafters, statistics)
         session.check_shadow()
         del rollout, runner
         if not config.keep_graphs:

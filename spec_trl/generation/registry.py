@@ -1,11 +1,25 @@
 """Drafter classes by `assistant_strategy`."""
 
+from collections import UserDict
 from typing import Any, TypeVar
+
+from ..papers import load
 
 
 CHOOSING = ("auto", "best_of_n")
 """Strategies with several drafters."""
-DRAFTERS: dict[str, Any] = {}
+
+
+class _Drafters(UserDict[str, Any]):
+    """Classes by strategy. A room of a paper is loaded when its class is first asked for."""
+
+    def __getitem__(self, strategy: str) -> Any:
+        if isinstance(self.data[strategy], str):
+            load(self.data[strategy])  # registers the class
+        return self.data[strategy]
+
+
+DRAFTERS = _Drafters()
 """Drafter classes by strategy, those of users included (:func:`register_drafter`)."""
 T = TypeVar("T", bound=type)
 
@@ -20,8 +34,11 @@ def register_drafter(kind: T) -> T:
         ValueError: another class has the name.
     """
     drafter: Any = kind
-    name, taken = drafter.strategy, DRAFTERS.get(drafter.strategy, kind)
-    is_other = (taken.__module__, taken.__qualname__) != (kind.__module__, kind.__qualname__)
+    name, taken = drafter.strategy, DRAFTERS.data.get(drafter.strategy, kind)
+    if isinstance(taken, str):
+        is_other = kind.__module__ != f"spec_trl.{taken}"
+    else:
+        is_other = (taken.__module__, taken.__qualname__) != (kind.__module__, kind.__qualname__)
     if name in ("none", "custom", *CHOOSING) or is_other:
         raise ValueError(f"strategy={name!r} of {kind.__name__} is taken; give the class another strategy name.")
     DRAFTERS[name] = kind
@@ -35,14 +52,11 @@ def strategies() -> tuple[str, ...]:
 
 def needing_assistant() -> tuple[str, ...]:
     """Drafters that draft with an `assistant_model`."""
-    return tuple(name for name, kind in DRAFTERS.items() if kind.assistant == "required")
+    return tuple(name for name in DRAFTERS if assistant_of(name) == "required")
 
 
-def taking_assistant() -> tuple[str, ...]:
-    """Strategies that accept an `assistant_model`."""
-    return (*(name for name, kind in DRAFTERS.items() if kind.assistant != "none"), *CHOOSING)
-
-
-def drafting_ahead() -> tuple[str, ...]:
-    """Drafters that can run decoupled."""
-    return tuple(name for name, kind in DRAFTERS.items() if kind.drafts_ahead)
+def assistant_of(strategy: str) -> str:
+    """Whether a strategy drafts with an `assistant_model`: "none", "optional" or "required"."""
+    if strategy in CHOOSING:
+        return "optional"
+    return DRAFTERS[strategy].assistant if strategy in DRAFTERS else "none"

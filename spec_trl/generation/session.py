@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..papers import Calibration
 from .engine.network.training_marks import HOOK_DICTS, class_forward, held, lasting_attributes
 
 
 if TYPE_CHECKING:
-    from ..papers.specactor.ladder import Ladder
     from .engine.cuda.graph_runner import GraphRunner
     from .engine.drafter import Drafter
     from .strategies import CachedControl
@@ -76,7 +76,7 @@ class Session:
         self.runner: GraphRunner | None = None
         self.drafters: dict[str, Drafter] = {}
         self.controls: dict[str, CachedControl] = {}
-        self.ladder: Ladder | None = None
+        self.ladder: Calibration = None
         self.acceptance: dict[str, float] = {}
         self.heads: dict[str, bool] = {}
         self._structure: tuple[object, ...] | None = None  # of the model for which drafters and runner were made

@@ -107,6 +107,10 @@ class SelfDrafter(NetworkDrafter):
         """Refreshes before the next draft: a rollout without drafts does not pay for it."""
         self.is_stale, self._statistics = True, statistics
 
+    @property
+    def policy_copies(self) -> "tuple[SelfDrafter]":  # type: ignore[override]
+        return (self,)
+
     @functools.cached_property
     def row_bytes(self) -> int:
         policy = self._policy()  # packed layers run when something is drafted

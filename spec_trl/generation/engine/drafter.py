@@ -2,7 +2,7 @@
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Thread
@@ -142,6 +142,8 @@ class Drafter(CandidateGenerator):
     """Whether it serves further calls after modules, hooks or plain attributes of the target have changed."""
     learns: bool = False
     """Whether it learns from the target's logits (`learn`)."""
+    policy_copies: Sequence[Any] = ()
+    """The policy's quantized copies (:class:`~.SelfDrafter`) with which it drafts."""
     learning: LearningStatistics
     """Statistics since `begin`, if it `learns`."""
     forwards: int = 0
@@ -249,6 +251,13 @@ class Drafter(CandidateGenerator):
     def end(self) -> None:
         """Drops the session: the generation is over."""
         del self.session
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it has stored or learned for later generations, for a checkpoint; empty: nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the result of :meth:`state_dict`."""
 
     @property
     def cache_bytes(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...generation.registry import DRAFTERS, needing_assistant, taking_assistant
+from ...generation.registry import DRAFTERS, assistant_of, needing_assistant
 from ...value_checks import DeclaredOptions, option, require_folder_or_id
 
 
@@ -39,7 +39,7 @@ class SpecActorOptions(DeclaredOptions):
             raise ValueError(f"specactor.drafters={names!r} must be one or more different ones of {list(DRAFTERS)}.")
         if self.assistants is None:
             return
-        takers = [name for name in names if name in taking_assistant()]
+        takers = [name for name in names if assistant_of(name) != "none"]
         if not isinstance(self.assistants, Mapping) or not self.assistants or set(self.assistants) - {*takers}:
             raise ValueError(
                 f"specactor.assistants={self.assistants!r} must be a dict with some of {takers}, the members of "

@@ -6,7 +6,7 @@ drafter's distribution q nearer to p before the next draft (TTS §4.1, Algorithm
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -102,6 +102,10 @@ class DistilledDrafter(Drafter):
         student.check_assistant(argument, assistant, target, config)
         if student is SmallModelDrafter and assistant is not None:
             check({"an assistant with states": states_of(argument, assistant), LEARNING_MODEL: 'tts.drafter="model"'})
+
+    @property
+    def policy_copies(self) -> Sequence[Any]:  # type: ignore[override]
+        return self.student.policy_copies
 
     @property
     def cost(self) -> DraftCost | None:  # type: ignore[override]
