@@ -28,7 +28,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("generation.planner", "quantization"),
     ("generation.registry",),
     ("generation.refusals",),
-    ("generation.engine.network.training_marks",),
+    ("generation.engine.network.snapshot",),
     OPTIONS,
     ("generation.session", "generation.options"),
     ("generation.engine",),
@@ -56,10 +56,12 @@ def room_of(module: str) -> str:
     return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len, default="")
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """Absolute names of what a file imports, wherever in it, and also what type checkers alone read."""
+def imports_of(path: Path, types: bool = False) -> Iterator[str]:
+    """Absolute names of what a file imports, wherever in it. `types`: also what type checkers alone read."""
 
     def visit(node: ast.AST) -> Iterator[str]:
+        if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -84,6 +86,18 @@ def test_imports_run_one_way() -> None:
     assert not wrong
 
 
+def test_no_modules_import_each_other() -> None:
+    """Not by way of others, nor for type checkers alone."""
+    modules = {f"spec_trl.{name_of(path)}".removesuffix(".__init__"): path for path in SOURCES}
+    left = {
+        module: {name if name in modules else name.rpartition(".")[0] for name in imports_of(path, types=True)}
+        for module, path in modules.items()
+    }
+    while free := {module for module, names in left.items() if not names & left.keys() - {module}}:
+        left = {module: names for module, names in left.items() if module not in free}
+    assert not left
+
+
 @pytest.mark.parametrize("room", ["json_files", "value_checks", "papers", "generation.planner"])
 def test_plain_python(room: str) -> None:
     names = {name for path in SOURCES if room_of(name_of(path)) == room for name in imports_of(path)}
@@ -93,9 +107,9 @@ def test_plain_python(room: str) -> None:
 def test_papers_are_reached_by_name_alone() -> None:
     """Outside of their rooms nothing imports them, and `load` names modules that there are."""
     outside = [path for path in SOURCES if not room_of(name_of(path)).startswith("papers.")]
-    imported = {name for path in outside for name in imports_of(path) if name.startswith("spec_trl.papers.")}
-    imported -= {"spec_trl.papers.load", "spec_trl.papers.Calibration"}
-    assert {name.rpartition(".")[0] for name in imported} <= {f"spec_trl.{room}" for room in OPTIONS}
+    imported = {name.rpartition(".")[0] for path in outside for name in imports_of(path, types=True)}
+    imported = {name for name in imported if name.startswith("spec_trl.papers.")}
+    assert imported == {f"spec_trl.{room}" for room in OPTIONS}
     loaded = {name for path in outside for name in re.findall(r'\bload\("([\w.]+)"\)', path.read_text())}
     assert len(loaded) > 8 and loaded <= {name_of(path) for path in SOURCES}
 

@@ -35,8 +35,8 @@ from .engine.kv.row_memory import Capacity, plan_memory, watch_memory
 from .engine.lockstep import RolloutInStep
 from .engine.network.linear_layers import copied_bytes
 from .engine.record import Completion
-from .engine.rollout import Rollout
-from .engine.rows import PrefixView, Request, RequestQueue, Rows
+from .engine.rollout import RequestQueue, Rollout
+from .engine.rows import PrefixView, Request, Rows
 from .engine.sampling.noise import stream_keys
 from .engine.sampling.processors import LogitsPipeline
 from .engine.sampling.stopping import Stopping

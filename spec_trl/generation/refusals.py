@@ -7,7 +7,7 @@ of them. The page docs/refusals.md is made from the table.
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from .registry import CHOOSING, DRAFTERS, assistant_of
+from .registry import CHOOSING, DRAFTERS, assistant_of, find
 
 
 if TYPE_CHECKING:
@@ -169,9 +169,7 @@ def of_drafting(
         "drafters without probabilities": lambda: (
             not all(getattr(kind, "has_probabilities", True) for kind in kinds()) and words
         ),
-        NOT_AHEAD: lambda: (
-            own and not (strategy in DRAFTERS and DRAFTERS[strategy].drafts_ahead) and words
-        ),
+        NOT_AHEAD: lambda: own and not getattr(find(strategy), "drafts_ahead", False) and words,
         "drafters that read prompts": lambda: (
             any(kind.reads_prompts and not kind.looks_up for kind in kinds()) and words
         ),

@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,7 +21,7 @@ from .planner.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate
 from .planner.planner import Planner
 from .refusals import CHAINS, check
 from .registry import CHOOSING, DRAFTERS
-from .session import Session
+from .session import CachedControl, Session
 
 
 if TYPE_CHECKING:
@@ -191,14 +191,6 @@ def make_control(
     drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
     chains = several_chains and config.specactor.race, config.specactor.budget
     return Planner(candidates, draft_lengths, clock, drafts, margin, *chains)
-
-
-class CachedControl(NamedTuple):
-    """A control, made from the `sources` profile and ladder, or from a probed `clock`."""
-
-    sources: tuple[Calibration, Calibration]
-    control: Control
-    clock: Clock | None
 
 
 def control_for(

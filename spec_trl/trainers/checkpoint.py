@@ -15,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..generation.drafters.history import HistoryDrafter, damage_of
 from ..generation.planner.acceptance import Drafts
 from ..generation.planner.clock import Clock
-from ..generation.registry import DRAFTERS
+from ..generation.registry import drafter_names
 from ..json_files import read_json, replacing, write_json
 
 
@@ -137,7 +137,7 @@ class RankState:
     def load(cls, folder: str | Path, rank: int) -> "RankState":
         """Reads this rank's files in `folder`, which may be missing; warns once per damaged file."""
         memories: dict[str, dict[str, Any]] = {}
-        for strategy in DRAFTERS:
+        for strategy in drafter_names():
             path = Path(folder) / _MEMORY_FILE.format(strategy, rank)
             with only_for_speed(path):
                 if path.exists():

@@ -20,6 +20,7 @@ from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
 from ..drafter_training.adaptation import Adaptable, AdaptationOptions, DrafterAdaptation
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.engine.drafter import Drafter
+from ..generation.engine.network.snapshot import structure
 from ..generation.engine.parked_rows import ParkedRows
 from ..generation.measuring import find_clock, find_ladder, find_profile, profile_key
 from ..generation.options import SpeculativeConfig
@@ -27,7 +28,7 @@ from ..generation.planner.clock import Clock
 from ..generation.planner.control import Control
 from ..generation.planner.planner import Planner
 from ..generation.registry import CHOOSING
-from ..generation.session import Session, structure
+from ..generation.session import Session
 from ..generation.strategies import copy_again, make_control, make_drafters, policy_copies
 from ..hardware import hardware_name
 from ..papers import Calibration, load

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..engine.drafter import Drafter
 from ..engine.kv.cache import RaggedCache, ReplayCache
-from ..engine.sampling.accept import Integers
+from ..engine.rows import Integers
 from ..options import SpeculativeConfig
 
 

@@ -16,13 +16,13 @@ from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedMo
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..session import Snapshot, snapshot_of
 from .network.attention import STATELESS, MaskPlan, keeps_states
 from .network.family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
 from .network.foreign_layers import check_foreign_layers
+from .network.patches import unfollowed_patch
 from .network.scans import follows_states
 from .network.shadow import unwrapped
-from .network.training_marks import unfollowed_patch
+from .network.snapshot import Snapshot, snapshot_of
 
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...generation.registry import DRAFTERS, assistant_of, needing_assistant
+from ...generation.registry import assistant_of, drafter_names, needing_assistant
 from ...value_checks import DeclaredOptions, option, require_folder_or_id
 
 
@@ -33,10 +33,9 @@ class SpecActorOptions(DeclaredOptions):
         super().__post_init__()
         if self.drafters is type(self).drafters and self.assistants is None:
             return
-        names = self.drafters
-        known = isinstance(names, tuple) and set(names) <= DRAFTERS.keys()
-        if not names or not known or len(set(names)) < len(names):
-            raise ValueError(f"specactor.drafters={names!r} must be one or more different ones of {list(DRAFTERS)}.")
+        names, known = self.drafters, drafter_names()
+        if not isinstance(names, tuple) or not names or set(names) - {*known} or len(set(names)) < len(names):
+            raise ValueError(f"specactor.drafters={names!r} must be one or more different ones of {list(known)}.")
         if self.assistants is None:
             return
         takers = [name for name in names if assistant_of(name) != "none"]

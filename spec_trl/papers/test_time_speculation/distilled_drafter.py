@@ -23,14 +23,14 @@ from ...generation.drafters.small_model import SmallModelDrafter, as_assistant, 
 from ...generation.drafters.trainable_drafter import Canvas, TrainableDrafter
 from ...generation.engine.drafter import DraftCost, Drafter, DraftSession
 from ...generation.engine.kv.cache import RowStates
-from ...generation.engine.rows import Admission
-from ...generation.engine.sampling.accept import Integers, Proposal
+from ...generation.engine.network.snapshot import WeightState, structure
+from ...generation.engine.rows import Admission, Integers
+from ...generation.engine.sampling.accept import Proposal
 from ...generation.engine.sampling.noise import RoundNoise
 from ...generation.engine.statistics import LearningStatistics
 from ...generation.options import SpeculativeConfig
 from ...generation.refusals import LEARNING_MODEL, check
 from ...generation.registry import DRAFTERS, register_drafter
-from ...generation.session import WeightState, structure
 from .distillation import distillation_loss, expected_tokens
 from .options import TTSOptions
 from .trained_weights import Learner, make_learner

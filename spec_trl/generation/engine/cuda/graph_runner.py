@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...session import addresses
 from ..drafter import NetworkDraft
 from ..forwards.runner import EagerRunner, FeatureRunner, Heard
 from ..kv.cache import RaggedCache, autocast_dtype
@@ -25,6 +24,7 @@ from ..network.attention import attended, keeps_states
 from ..network.linear_layers import copied_bytes
 from ..network.scans import Taken
 from ..network.shadow import decoder_layers, make_shadow
+from ..network.snapshot import addresses
 from ..sampling.accept import Proposal
 from .graph_capture import (
     CapturedForward,

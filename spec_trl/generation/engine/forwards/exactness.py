@@ -30,7 +30,7 @@ from ..kv.states import cache_for
 from ..network.foreign_layers import is_foreign, mixing_layers
 from ..network.linear_layers import make_copies
 from ..network.shadow import decoder_layers, make_shadow
-from ..network.training_marks import HOOK_DICTS, patched_forward
+from ..network.snapshot import HOOK_DICTS, patched_forward
 from .runner import EagerRunner
 
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ....native.native_code import compiler
 from ...options import SpeculativeConfig
-from ...session import Session, Shadow, Snapshot, addresses
+from ...session import Session, Shadow
 from ..cuda.graph_capture import SMALLEST_COLUMNS, CudaRecorder, GraphBudget, cache_rows
 from ..cuda.graph_runner import GraphRunner
 from ..kv.cache import RaggedCache, autocast_dtype, pages_of
@@ -16,6 +16,7 @@ from ..kv.pages import PagedCache
 from ..kv.states import States
 from ..network.linear_layers import make_copies, refresh_copies
 from ..network.shadow import make_shadow, not_exact
+from ..network.snapshot import Snapshot, addresses
 from .exactness import inexact_parts
 from .runner import EagerRunner, cpu_runner
 

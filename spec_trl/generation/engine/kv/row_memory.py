@@ -21,8 +21,7 @@ from ..forwards.runner_choice import captures, free_for_cache, takes_pool
 from ..network.attention import MaskPlan, calls_attention, reads_spans
 from ..network.linear_layers import bytes_of_copies
 from ..parked_rows import ParkedRows
-from ..rows import Request, Rows
-from ..sampling.accept import Integers
+from ..rows import Integers, Request, Rows
 from .cache import PAGE_COLUMNS, RaggedCache, autocast_dtype, pages_of
 from .memory import check_memory, free_memory, takes_memory_late
 from .pages import PagedCache

@@ -23,7 +23,7 @@ from ....once import first_time
 from ....quantization.linear import PackedLayer
 from ..kv.cache import autocast_dtype
 from .attention import takes_spans
-from .training_marks import patched_forward
+from .snapshot import patched_forward
 
 
 class ExactLinear(nn.Linear):

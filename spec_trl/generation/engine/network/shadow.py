@@ -25,8 +25,9 @@ from .family_hooks import adapt
 from .foreign_layers import finish_loading, is_foreign
 from .fused_layers import has_fused_sums, launches, with_fused_kernels
 from .linear_layers import ExactConv1D, ExactLinear, NarrowProduct, exact_kind
+from .patches import rebind
 from .scans import mixer_class
-from .training_marks import lasting_attributes, patched_forward, rebind
+from .snapshot import lasting_attributes, patched_forward
 
 
 def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel:
