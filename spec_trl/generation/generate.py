@@ -176,7 +176,7 @@ def _rollout(
         memory.parked = queue.parked
     make: Callable[..., Rollout] = Rollout
     if control.several_chains:
-        make = load("papers.specactor.races").RacingRollout
+        make = load("papers.specactor.racing_rollout").RacingRollout
     if call.in_step:
         ends = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)  # as generate asks
         make = partial(RolloutInStep, padding=call.padding if ends else None)

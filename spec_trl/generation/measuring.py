@@ -34,7 +34,7 @@ def find_clock(
         return None
     # One file per hardware, shape, dtype, kernel, version of torch, set of drafters, and their devices.
     members = [(each.strategy, type(each).__name__, each.cost) for each in drafters]
-    text = f"{members} {config.specactor.decoupled_execution} {config.specactor.draft_ranks} {torch.__version__}"
+    text = f"{members} {config.specactor.ahead} {torch.__version__}"
     stem = profile_key(model, config).file_name.removesuffix(".json")
     path = cache_directory("profiles") / f"{stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.rounds.json"
     found = read_cached(path, partial(Clock.read, error=PROBE_ERROR), ", and rounds are measured anew")

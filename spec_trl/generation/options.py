@@ -98,7 +98,7 @@ class SpeculativeConfig(DeclaredOptions):
         load("papers.test_time_speculation.options").TTSOptions(), 'How the drafter of "tts" learns.'
     )
     specactor: "SpecActorOptions" = option(
-        load("papers.specactor.options").SpecActorOptions(), "Decoupled execution, and races of drafters."
+        load("papers.specactor.options").SpecActorOptions(), "Drafting ahead, and with several drafters."
     )
 
     def __post_init__(self) -> None:
@@ -157,7 +157,7 @@ class SpeculativeConfig(DeclaredOptions):
     def choice_of_draft_lengths(self) -> tuple[int, ...]:
         """Each γ that a planner may choose, ascending: those given, for a single number it and twice it, and half of
         the shortest where there are several, which is cheap to try. Drafting ahead plans for one γ alone."""
-        if self.specactor.decoupled_execution != "never" or self.specactor.draft_ranks:
+        if self.specactor.ahead is not None:
             return (self.first_draft_length,)
         single = self.first_draft_length
         lengths = self.draft_length

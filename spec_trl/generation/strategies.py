@@ -189,8 +189,7 @@ def make_control(
     clock = clock if costs is None else Clock(costs)
     assert clock is not None
     drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
-    chains = several_chains and config.specactor.race, config.specactor.budget
-    return Planner(candidates, draft_lengths, clock, drafts, margin, *chains)
+    return Planner(candidates, draft_lengths, clock, drafts, margin, *config.specactor.chains(several_chains))
 
 
 def control_for(

@@ -168,8 +168,9 @@ class RolloutOptions(TrainerConfig):
 
     def adaptable_drafters(self) -> list[str]:
         """Strategies of the drafters that `drafter_adaptation` can train."""
-        races = self.assistant_strategy == "best_of_n"
-        members = self.rollout_config().specactor.drafters if races else [self.assistant_strategy]
+        members = [self.assistant_strategy]
+        if members == ["best_of_n"]:
+            members = list(self.rollout_config().specactor.drafters)
         return [name for name in members if name in ADAPTABLE]
 
     def rollout_config(self) -> SpeculativeConfig:

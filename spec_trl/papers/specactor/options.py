@@ -47,6 +47,16 @@ class SpecActorOptions(DeclaredOptions):
         for name, assistant in self.assistants.items():
             require_folder_or_id(f"specactor.assistants[{name!r}]", assistant)
 
+    @property
+    def ahead(self) -> tuple[str, int] | None:
+        """How drafts are made while the target verifies; None: they are not."""
+        ahead = self.decoupled_execution, self.draft_ranks
+        return None if ahead == ("never", 0) else ahead
+
+    def chains(self, are_asked: bool) -> tuple[bool, int | None]:
+        """Whether a row may have chains of several drafters, if these `are_asked` for, and the budget."""
+        return are_asked and self.race, self.budget
+
     def assistants_with(self, assistant: object, tts_drafter: str) -> dict[str, Any]:
         """The assistant of each of `drafters` that has one. `assistant`, i.e. `assistant_model`, is for the one that
         lacks its own; `tts_drafter` is the one that learns under "tts".

@@ -54,8 +54,8 @@ WARM_UPS = 2
 class GraphRunner(EagerRunner):
     """An :class:`EagerRunner` that replays captured forwards for the few tokens per row of drafting and verifying.
 
-    Returned logits are in memory that all captured forwards of its budget share: valid until the next forward. Races
-    (`forward_at`) run eagerly.
+    Returned logits are in memory that all captured forwards of its budget share: valid until the next forward. Chains
+    of several drafters (`forward_at`) are verified eagerly.
 
     Args:
         network: as for the eager runner.
