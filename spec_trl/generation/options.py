@@ -157,7 +157,7 @@ class SpeculativeConfig(DeclaredOptions):
     def choice_of_draft_lengths(self) -> tuple[int, ...]:
         """Each γ that a planner may choose, ascending: those given, for a single number it and twice it, and half of
         the shortest where there are several, which is cheap to try. Drafting ahead plans for one γ alone."""
-        if self.specactor.ahead is not None:
+        if self.specactor.decoupled_execution != "never" or self.specactor.draft_ranks:
             return (self.first_draft_length,)
         single = self.first_draft_length
         lengths = self.draft_length

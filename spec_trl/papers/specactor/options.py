@@ -48,10 +48,9 @@ class SpecActorOptions(DeclaredOptions):
             require_folder_or_id(f"specactor.assistants[{name!r}]", assistant)
 
     @property
-    def ahead(self) -> tuple[str, int] | None:
-        """How drafts are made while the target verifies; None: they are not."""
-        ahead = self.decoupled_execution, self.draft_ranks
-        return None if ahead == ("never", 0) else ahead
+    def ahead(self) -> str:
+        """Where drafts are made while the target verifies."""
+        return f"{self.decoupled_execution} {self.draft_ranks}"
 
     def chains(self, are_asked: bool) -> tuple[bool, int | None]:
         """Whether a row may have chains of several drafters, if these `are_asked` for, and the budget."""
