@@ -15,7 +15,7 @@ from ...value_checks import require_folder_or_id
 from ..engine.drafter import DraftCost, DraftSession, Forward, NetworkDraft
 from ..engine.forwards.runner import COLUMN_BUCKET
 from ..engine.kv.cache import RowStates, autocast_dtype
-from ..engine.network.linear_layers import NarrowProduct
+from ..engine.network.products import Product
 from ..engine.rows import Admission
 from ..engine.sampling.accept import Proposal
 from ..engine.sampling.noise import RoundNoise
@@ -297,7 +297,7 @@ class FeatureDrafter(TrainableDrafter):
     @property
     def casts_weights(self) -> bool:
         """Whether autocast casts weights of a draft: once as long as it lasts, but in every replay of a graph."""
-        if isinstance(self._head, NarrowProduct) and self._head.copies is not None:
+        if isinstance(self._head, Product) and self._head.copies is not None:
             return False
         weight = next(self._head.parameters(), None)
         narrow = autocast_dtype(self.network.fc.weight.device)

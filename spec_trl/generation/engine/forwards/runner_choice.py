@@ -15,7 +15,8 @@ from ..kv.memory import free_memory
 from ..kv.pages import PagedCache
 from ..kv.states import States
 from ..network.linear_layers import make_copies, refresh_copies
-from ..network.shadow import make_shadow, not_exact
+from ..network.shadow import make_shadow
+from ..network.swap import not_exact
 from .exactness import inexact_parts
 from .runner import EagerRunner, cpu_runner
 

@@ -1,6 +1,4 @@
-"""Linear layers of a shadow: exact ones on CUDA, and copies of float32 weights in autocast's dtype.
-
-An exact layer sums in one order for every number of rows.
+"""Copies of float32 weights of a shadow's linear layers, in autocast's dtype.
 
 Autocast casts a wide weight in every product, or caches the cast of a trained weight. A captured forward would cast in
 every replay. So the linear layers of a shadow have copies, equal bit for bit to the casts, which every generation
@@ -10,107 +8,22 @@ autocast, and a quantized copy is made from the trained weights.
 
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from ....native.cpu_products import DenseConv1D, DenseLinear, is_plain, multiply
 from ....quantization.linear import PackedLayer
 from ..kv.cache import autocast_dtype
-from .attention import takes_spans
+from .products import Copies, Product, is_linear
 from .training_marks import patched_forward
-
-
-class ExactLinear(nn.Linear):
-    """nn.Linear with rows that do not depend on other rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → y [..., out]"""
-        product = multiply_exactly(x, self.weight, self.bias)
-        return super().forward(x) if product is None else product
-
-
-class ExactConv1D(Conv1D):
-    """The same for GPT-2's layer; its weight is [in, out]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → y [..., out]"""
-        product = multiply_exactly(x, self.weight.t(), self.bias)
-        result: Tensor = super().forward(x) if product is None else product
-        return result
-
-
-_KINDS: dict[type, type] = {nn.Linear: ExactLinear, Conv1D: ExactConv1D}
-
-
-def exact_kind(kind: type) -> type:
-    """The class that a layer of class `kind` has in an exact shadow."""
-    return _KINDS.get(kind, kind)
-
-
-def multiply_exactly(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """x [..., in] times weight [out, in] plus bias [out], in the dtype that autocast gives x; None if the kernel
-    cannot: with gradient, not on CUDA, or in another dtype than that of the weight."""
-    dtype = autocast_dtype(x.device) or x.dtype
-    if torch.is_grad_enabled() or weight.dtype != dtype or not takes_spans(x.device, dtype):
-        return None
-    from ..cuda.kernels.dense_product import dense_product  # imports Triton
-
-    return dense_product(x.to(dtype), weight, bias)
 
 
 warned: set[type] = set()
 """Classes of models for which this process has warned that most of their weights have no copies."""
 
 
-class Copies(NamedTuple):
-    """Copies of the weight of a linear layer and of its bias."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-class NarrowProduct(nn.Module):
-    """A linear layer of a shadow, which reads copies of its weights, if any, under their autocast and without
-    gradient."""
-
-    weight: Tensor
-    bias: Tensor | None
-    copies: Copies | None = None
-    _is_transposed: bool
-    _is_exact: bool
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → y [..., out]"""
-        copies = self.copies
-        if copies is not None and "weight" not in self._parameters:
-            copies = None  # peft's ParamWrapper parametrizes the weight during its forward
-        if copies is None or torch.is_grad_enabled() or autocast_dtype(x.device) != copies.weight.dtype:
-            product: Tensor = super().forward(x)
-            return product
-        weight = copies.weight.T if self._is_transposed else copies.weight  # [out, in]
-        if self._is_exact and (exact := multiply_exactly(x, weight, copies.bias)) is not None:
-            return exact
-        if is_plain(x, *copies, transposed=self._is_transposed):
-            return multiply(x, weight, copies.bias)
-        if not self._is_transposed:
-            return F.linear(x, *copies)
-        assert copies.bias is not None
-        rows = torch.addmm(copies.bias, x.reshape(-1, x.shape[-1]), copies.weight)  # [m, out]
-        return rows.view(*x.shape[:-1], -1)
-
-
-# By the forward of a class (another forward may use the weight differently): whether the weight is transposed, and the
-# layer exact.
-_LAYERS = {
-    nn.Linear.forward: (False, False), DenseLinear.forward: (False, False), ExactLinear.forward: (False, True),
-    Conv1D.forward: (True, False), DenseConv1D.forward: (True, False), ExactConv1D.forward: (True, True),
-}  # fmt: skip
-_classes: dict[type, type] = {}  # class with copies, by class without
 _Key: TypeAlias = tuple[int, int]
 
 
@@ -125,7 +38,7 @@ def make_copies(shadow: PreTrainedModel) -> None:
         if _key(layer) not in made:  # two layers may share their weights
             bias = None if layer.bias is None else torch.empty_like(layer.bias, dtype=dtype, requires_grad=False)
             made[_key(layer)] = Copies(torch.empty_like(layer.weight, dtype=dtype, requires_grad=False), bias)
-        _give(layer, made[_key(layer)])
+        layer.copies = made[_key(layer)]
     refresh_copies(shadow)
     _warn_of_others(shadow, dtype)
 
@@ -147,14 +60,13 @@ def lend_copies(shadow: PreTrainedModel, network: PreTrainedModel) -> None:
     lent = _with_copies(shadow)
     for layer in _linear_layers(network) if lent else ():
         if _key(layer) in lent:
-            _give(layer, lent[_key(layer)].copies)
+            layer.copies = lent[_key(layer)].copies
 
 
 def take_copies_back(network: PreTrainedModel) -> None:
     """Makes the layers of `network` read their weights again."""
     for layer in _linear_layers(network):
-        if isinstance(layer, NarrowProduct):
-            layer.copies = None
+        layer.copies = None
 
 
 def bytes_of_copies(model: PreTrainedModel, dtype: torch.dtype) -> int:
@@ -170,21 +82,9 @@ def copied_bytes(shadow: PreTrainedModel) -> int:
     return sum(tensor.nbytes for tensor in copies if tensor is not None)
 
 
-def _with_copies(shadow: PreTrainedModel) -> dict[_Key, NarrowProduct]:
+def _with_copies(shadow: PreTrainedModel) -> dict[_Key, Product]:
     """One layer per copy of `shadow`."""
-    layers = (layer for layer in _linear_layers(shadow) if isinstance(layer, NarrowProduct))
-    return {_key(layer): layer for layer in layers if layer.copies is not None}
-
-
-def _give(layer: Any, copies: Copies | None) -> None:
-    kind = type(layer)
-    if not isinstance(layer, NarrowProduct):
-        if kind not in _classes:
-            is_transposed, is_exact = _LAYERS[kind.forward]
-            members = {"_is_transposed": is_transposed, "_is_exact": is_exact}
-            _classes[kind] = type(f"Narrow{kind.__name__}", (NarrowProduct, kind), members)
-        layer.__class__ = _classes[kind]  # no other tree has the modules of a shadow
-    layer.copies = copies
+    return {_key(layer): layer for layer in _linear_layers(shadow) if layer.copies is not None}
 
 
 def _key(layer: Any) -> _Key:
@@ -224,15 +124,15 @@ def _below(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether the class of a module is a linear layer whose forward only multiplies with its weight."""
-    is_known = isinstance(module, NarrowProduct) or type(module).forward in _LAYERS
+    """Whether a module is a linear layer whose forward only multiplies with its weight."""
     # Pruning and parametrizations compute the weight in every forward.
+    is_known = isinstance(module, Product) or is_linear(type(module))
     return is_known and {"weight", "bias"} <= module._parameters.keys()
 
 
 def weight_in_use(layer: Any) -> Tensor:
     """The weight that a linear layer multiplies with now, without gradient: under autocast its copy, if it has one."""
-    copies = layer.copies if isinstance(layer, NarrowProduct) else None
+    copies = layer.copies if isinstance(layer, Product) else None
     use = copies is not None and copies.weight.dtype == autocast_dtype(layer.weight.device)
     weight: Tensor = copies.weight if copies is not None and use else layer.weight
     return weight
