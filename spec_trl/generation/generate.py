@@ -40,7 +40,7 @@ from .engine.kv.states import state_bytes
 from .engine.lockstep import RolloutInStep
 from .engine.network.attention import keeps_states
 from .engine.network.image_prompts import IMAGES, ImagePrompt, have_offsets, image_prompts, take_inputs
-from .engine.network.linear_layers import copied_bytes
+from .engine.network.products import copied_bytes
 from .engine.record import Completion
 from .engine.requirements import check_input_ids, check_not_diverted
 from .engine.rollout import Rollout

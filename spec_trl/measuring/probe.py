@@ -18,7 +18,7 @@ from ..generation.engine.forwards.model_costs import model_constants
 from ..generation.engine.forwards.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
 from ..generation.engine.kv.cache import autocast_dtype
 from ..generation.engine.kv.states import cache_for
-from ..generation.engine.network.linear_layers import lend_copies, take_copies_back
+from ..generation.engine.network.products import lend_copies, take_copies_back
 from ..generation.options import SpeculativeConfig
 from ..generation.planner.ledger import ForwardSeconds, ProbedRounds
 from ..generation.session import Session

@@ -17,7 +17,7 @@ from ..engine.kv.cache import RowStates, autocast_dtype
 from ..engine.kv.memory import sent
 from ..engine.kv.states import cache_for, state_bytes
 from ..engine.network.attention import keeps_states
-from ..engine.network.linear_layers import lend_copies, take_copies_back
+from ..engine.network.products import lend_copies, take_copies_back
 from ..engine.network.shadow import decoder_layers
 from ..engine.rows import Admission
 from ..engine.sampling.accept import Integers, Proposal

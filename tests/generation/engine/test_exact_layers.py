@@ -15,8 +15,7 @@ from spec_trl.generation.engine.forwards.runner import EagerRunner
 from spec_trl.generation.engine.kv.cache import RaggedCache
 from spec_trl.generation.engine.kv.pages import PagedCache
 from spec_trl.generation.engine.network import attention, fused_layers, products, shadow
-from spec_trl.generation.engine.network.linear_layers import make_copies
-from spec_trl.generation.engine.network.products import Product
+from spec_trl.generation.engine.network.products import Product, make_copies
 from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.generation.engine.network.swap import not_exact
 from spec_trl.generation.session import Session

@@ -22,7 +22,7 @@ from ..drafter import NetworkDraft
 from ..forwards.runner import EagerRunner, FeatureRunner, Heard
 from ..kv.cache import RaggedCache, autocast_dtype
 from ..network.attention import attended, keeps_states
-from ..network.linear_layers import copied_bytes
+from ..network.products import copied_bytes
 from ..network.scans import Taken
 from ..network.shadow import decoder_layers, make_shadow
 from ..sampling.accept import Proposal

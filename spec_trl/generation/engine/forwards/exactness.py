@@ -28,8 +28,7 @@ from ....user_cache import cache_directory, read_cached, save_cached
 from ..kv.cache import RaggedCache, autocast_dtype
 from ..kv.states import cache_for
 from ..network.foreign_layers import is_foreign, mixing_layers
-from ..network.linear_layers import make_copies
-from ..network.products import native_products
+from ..network.products import make_copies, native_products
 from ..network.shadow import decoder_layers, make_shadow
 from ..network.training_marks import HOOK_DICTS, patched_forward
 from ..sampling.accept import ChainLayout

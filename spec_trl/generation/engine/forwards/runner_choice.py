@@ -14,7 +14,7 @@ from ..kv.cache import RaggedCache, autocast_dtype, pages_of
 from ..kv.memory import free_memory
 from ..kv.pages import PagedCache
 from ..kv.states import States
-from ..network.linear_layers import make_copies, refresh_copies
+from ..network.products import make_copies, refresh_copies
 from ..network.shadow import make_shadow
 from ..network.swap import not_exact
 from .exactness import inexact_parts

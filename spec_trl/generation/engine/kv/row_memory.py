@@ -13,7 +13,7 @@ from ..drafter import Drafter
 from ..forwards.model_costs import attention_shape, kv_bytes
 from ..forwards.runner import QUERIES_PER_FORWARD, TOKENS_PER_FORWARD
 from ..network.attention import MaskPlan, calls_attention, reads_spans
-from ..network.linear_layers import bytes_of_copies
+from ..network.products import bytes_of_copies
 from ..parked_rows import ParkedRows
 from ..rows import Request, Rows
 from ..sampling.accept import Integers

@@ -18,9 +18,8 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import load_assistant
 from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.kv.row_memory import RowNeeds
-from spec_trl.generation.engine.network import linear_layers
-from spec_trl.generation.engine.network.linear_layers import bytes_of_copies, copied_bytes, make_copies
-from spec_trl.generation.engine.network.products import Copies, Product
+from spec_trl.generation.engine.network import products
+from spec_trl.generation.engine.network.products import Copies, Product, bytes_of_copies, copied_bytes, make_copies
 from spec_trl.generation.engine.network.shadow import make_shadow, share_weights
 from spec_trl.native import cpu_products
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -354,7 +353,7 @@ def test_room_for_rows_counts_them(tape) -> None:
 
 @pytest.fixture
 def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_layers, "warned", set())
+    monkeypatch.setattr(products, "warned", set())
 
 
 def test_stacked_experts_are_said_to_be_cast(no_warnings_yet: None) -> None:
