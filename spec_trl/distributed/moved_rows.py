@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from ..generation.engine.kv.cache import RowStates
+from ..generation.engine.kv.base import RowStates
 from ..generation.engine.rows import Request
 from ..generation.planner.shared_work import measured_send_seconds
 from .link import Link

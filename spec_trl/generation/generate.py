@@ -32,7 +32,8 @@ from .engine import requirements
 from .engine.cuda.graph_capture import SMALLEST_COLUMNS
 from .engine.drafter import Drafter
 from .engine.forwards.runner_choice import captures, exactness, free_for_cache, runner_for, runner_mode, takes_pool
-from .engine.kv.cache import PAGE_COLUMNS, autocast_dtype
+from .engine.kv.base import PAGE_COLUMNS
+from .engine.kv.cache import autocast_dtype
 from .engine.kv.memory import check_memory, takes_memory_late
 from .engine.kv.pages import PagedCache
 from .engine.kv.row_memory import PagedRowMemory, RowMemory, RowNeeds, warn_of_little_memory

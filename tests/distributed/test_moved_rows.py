@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spec_trl.distributed.link import Link
 from spec_trl.distributed.moved_rows import MovedRows, Sending
-from spec_trl.generation.engine.kv.cache import RowStates
+from spec_trl.generation.engine.kv.base import RowStates
 from spec_trl.generation.engine.rows import Request
 from tests.distributed.ranks import ThreadLink, links, run_ranks
 

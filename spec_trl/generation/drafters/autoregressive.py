@@ -11,10 +11,11 @@ from transformers.pytorch_utils import Conv1D
 
 from ...quantization.linear import QuantizedLinear
 from ..engine.drafter import DraftSession, NetworkDraft
-from ..engine.forwards.model_costs import kv_bytes
 from ..engine.forwards.runner import EagerRunner
-from ..engine.kv.cache import RowStates, autocast_dtype
+from ..engine.kv.base import RowStates
+from ..engine.kv.cache import autocast_dtype
 from ..engine.kv.memory import sent
+from ..engine.kv.row_memory import kv_bytes
 from ..engine.kv.states import cache_for, state_bytes
 from ..engine.network.attention import keeps_states
 from ..engine.network.products import lend_copies, take_copies_back

@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...value_checks import require_folder_or_id
 from ..engine.drafter import DraftCost, DraftSession, Forward, NetworkDraft
 from ..engine.forwards.runner import COLUMN_BUCKET
-from ..engine.kv.cache import RowStates, autocast_dtype
+from ..engine.kv.base import RowStates
+from ..engine.kv.cache import autocast_dtype
 from ..engine.network.products import Product
 from ..engine.rows import Admission
 from ..engine.sampling.accept import Proposal

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..engine.drafter import Drafter
-from ..engine.kv.cache import RaggedCache, ReplayCache
+from ..engine.kv.base import KVCache
+from ..engine.kv.cache import ReplayCache
 from ..options import SpeculativeConfig
 
 
@@ -77,7 +78,7 @@ class TrainableDrafter(Drafter):
     network: nn.Module
     width: int
     """Width of the network's hidden states."""
-    cache: RaggedCache
+    cache: KVCache
     """K/V that it drafts from; during a generation."""
     target_ids: Tensor | None = None
     """`[draft vocabulary]` int64, the target's token by token of the drafter; None: they are the same."""

@@ -16,7 +16,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..options import SpeculativeConfig
 from ..planner.acceptance import MAX_DRAFT_LENGTH
-from .kv.cache import RaggedCache, RowStates
+from .kv.base import KVCache, RowStates
 from .rows import Admission, PrefixView, Request, Rows
 from .sampling.accept import Integers, Proposal
 from .sampling.noise import Draw, RoundNoise, draw, stream_keys, widen
@@ -53,7 +53,7 @@ class DraftSession:
     keep_logits: bool
     most_drafted: int = MAX_DRAFT_LENGTH
     spend: Callable[[float], bool] = lambda _: True
-    tail: RaggedCache | None = None
+    tail: KVCache | None = None
 
     @property
     def most_columns(self) -> list[int]:

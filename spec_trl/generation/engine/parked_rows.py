@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from operator import methodcaller
 from typing import TYPE_CHECKING
 
-from .kv.cache import RowStates
+from .kv.base import RowStates
 from .kv.memory import free_memory
 from .rows import Admission, Request, Spans
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kv.cache import RaggedCache, RowStates
+from .kv.base import KVCache, RowStates
 from .kv.memory import check_memory, sent
 from .sampling.accept import Integers
 from .sampling.noise import position_keys
@@ -192,7 +192,7 @@ class Admission:
         request = self.requests[row - self.first]
         return request.pieces(0, len(request.prompt))[-1].short
 
-    def bring_back(self, strategy: str, cache: RaggedCache) -> dict[int, int]:
+    def bring_back(self, strategy: str, cache: KVCache) -> dict[int, int]:
         """Writes the K/V that was parked for the drafter of this `strategy` into its `cache`; returns the number of
         columns, by row, that the drafter need not compute."""
         known = {}

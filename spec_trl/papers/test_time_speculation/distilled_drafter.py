@@ -21,7 +21,7 @@ from ...generation.drafters.self_copy import SelfDrafter
 from ...generation.drafters.small_model import SmallModelDrafter, as_assistant, refuse_states
 from ...generation.drafters.trainable_drafter import Canvas, TrainableDrafter
 from ...generation.engine.drafter import DraftCost, Drafter, DraftSession
-from ...generation.engine.kv.cache import RowStates
+from ...generation.engine.kv.base import RowStates
 from ...generation.engine.rows import Admission
 from ...generation.engine.sampling.accept import Integers, Proposal
 from ...generation.engine.sampling.noise import RoundNoise

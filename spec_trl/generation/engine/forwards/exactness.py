@@ -25,7 +25,8 @@ from ....json_files import write_atomically
 from ....native import native_code
 from ....native.cpu_products import reading_prompts
 from ....user_cache import cache_directory, read_cached, save_cached
-from ..kv.cache import RaggedCache, autocast_dtype
+from ..kv.base import KVCache
+from ..kv.cache import autocast_dtype
 from ..kv.states import cache_for
 from ..network.foreign_layers import is_foreign, mixing_layers
 from ..network.products import make_copies, native_products
@@ -54,7 +55,7 @@ _NUMBERS = 1 << 19  # of results, at least: of another order of sums one in 20,0
 
 
 def inexact_parts(
-    model: PreTrainedModel, make: Callable[[PreTrainedModel, RaggedCache], EagerRunner], settings: str
+    model: PreTrainedModel, make: Callable[[PreTrainedModel, KVCache], EagerRunner], settings: str
 ) -> list[str]:
     """Names the parts of `model` that are not exact in the runners that `make` makes under `settings`; [] if all are.
     Tested once per machine, and cached; one warning names them.

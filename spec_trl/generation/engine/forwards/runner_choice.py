@@ -10,7 +10,8 @@ from ...options import SpeculativeConfig
 from ...session import Session, Shadow, Snapshot, addresses
 from ..cuda.graph_capture import SMALLEST_COLUMNS, CudaRecorder, GraphBudget, cache_rows
 from ..cuda.graph_runner import GraphRunner
-from ..kv.cache import RaggedCache, autocast_dtype, pages_of
+from ..kv.base import KVCache, pages_of
+from ..kv.cache import RaggedCache, autocast_dtype
 from ..kv.memory import free_memory
 from ..kv.pages import PagedCache
 from ..kv.states import States
@@ -103,7 +104,7 @@ def runner_for(
         exact: as of :func:`~.make_shadow`. "auto" then compiles nothing: compiled
             layers round differently, and would replace others while rows are in flight.
         has_states: whether layers keep states; nothing is compiled then: torch.compile does not trace their mixers.
-        has_offsets: whether positions of some rows are not their columns (`RaggedCache.offsets`).
+        has_offsets: whether positions of some rows are not their columns (`KVCache.offsets`).
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
@@ -113,7 +114,7 @@ def runner_for(
         make = cpu_runner if mode == "compiled" else EagerRunner
         network = shadow_for(session, model, exact)
         if takes_pool(config, model.device, has_states):
-            cache: RaggedCache = PagedCache.with_pages(model, rows, columns, pages)
+            cache: KVCache = PagedCache.with_pages(model, rows, columns, pages)
         else:
             cache = (States if has_states else RaggedCache).for_network(model, rows, columns)
         return make(network, cache.with_offsets(model.device) if has_offsets else cache)

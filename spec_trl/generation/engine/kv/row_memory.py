@@ -10,14 +10,14 @@ from transformers import PreTrainedModel
 
 from ..cuda.kernels import WORK_SPACE
 from ..drafter import Drafter
-from ..forwards.model_costs import attention_shape, kv_bytes
 from ..forwards.runner import QUERIES_PER_FORWARD, TOKENS_PER_FORWARD
-from ..network.attention import MaskPlan, calls_attention, reads_spans
+from ..network.attention import MaskPlan, attends, calls_attention, reads_spans
 from ..network.products import bytes_of_copies
 from ..parked_rows import ParkedRows
 from ..rows import Request, Rows
 from ..sampling.accept import Integers
-from .cache import PAGE_COLUMNS, autocast_dtype, pages_of
+from .base import PAGE_COLUMNS, pages_of
+from .cache import autocast_dtype
 from .memory import free_memory
 from .pages import PagedCache
 
@@ -257,3 +257,22 @@ def _expected(request: Request) -> int:
     """Expected columns of a request: as many more as it has generated, or a page."""
     length = request.length
     return min(length + max(length - len(request.prompt), PAGE_COLUMNS), request.limit)
+
+
+def kv_bytes(model: PreTrainedModel, dtype: torch.dtype | None = None) -> float:
+    """κ, the bytes of K/V per token of `model`, which computes in `dtype`; None: the weights' dtype."""
+    _heads, layers, kv_heads, head_dim = attention_shape(model)
+    return 2.0 * layers * kv_heads * head_dim * (dtype or model.dtype).itemsize
+
+
+def attention_shape(model: PreTrainedModel) -> tuple[int, int, int, int]:
+    """Heads, layers that attend, K/V heads and the size of a head."""
+    config = model.config.get_text_config(decoder=True)
+    shape = vars(config)  # architectures leave out different keys
+    types = getattr(config, "layer_types", None)
+    layers = config.num_hidden_layers if types is None else sum(map(attends, types))
+    if not layers:
+        return 0, 0, 0, 0
+    heads = config.num_attention_heads
+    head_dim = shape.get("head_dim") or config.hidden_size // heads
+    return heads, layers, shape.get("num_key_value_heads") or heads, head_dim

@@ -19,7 +19,8 @@ from transformers.cache_utils import Cache
 from ....native.native_code import compiler, untraced
 from ....quantization.linear import QuantizedLinear, is_unwatched
 from ..cuda.kernels import run_on
-from ..kv.cache import RaggedCache, RaggedLayer, autocast_dtype
+from ..kv.base import KVCache
+from ..kv.cache import RaggedLayer, autocast_dtype
 from ..kv.pages import PagedLayer
 from . import cpu_layers
 from .adapted_layers import AdaptedLinear, only_multiplies, project, project_gated
@@ -399,7 +400,7 @@ def _goes_with(x: Tensor, wide: Tensor) -> bool:
 
 def _layer_of(cache: Any, index: int) -> Any:
     """The layer `index` of a ragged cache, which a forward writes to; None: it does not write to one alone."""
-    if cache is None or (isinstance(cache, Cache) and not isinstance(cache, RaggedCache)):
+    if cache is None or (isinstance(cache, Cache) and not isinstance(cache, KVCache)):
         return None
     layer = cache.layer_at(index)
     return layer if type(layer) in (RaggedLayer, PagedLayer) else None
