@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from ..generation.engine.kv.base import RowStates
+from ..generation.engine.kv.base import RowKV
 from ..generation.engine.rows import Request
 from ..generation.planner.shared_work import measured_send_seconds
 from .link import Link
@@ -83,7 +83,7 @@ class MovedRows:
         ]
         self._transfers = [link.receive(part, rank) for part in self._parts]
         self._begun = time.perf_counter()
-        self._states: dict[int, RowStates] = {}
+        self._states: dict[int, RowKV] = {}
         self.send_seconds: float | None = None
         self.is_race = note["method"] is not None
         self.requests = [
@@ -96,7 +96,7 @@ class MovedRows:
             )
         ]  # fmt: skip
 
-    def _tail(self, place: int) -> RowStates:
+    def _tail(self, place: int) -> RowKV:
         """Waits for the K/V of the row at `place` and returns it. The pool outlives the rollout, so it drops its
         reference."""
         if self._transfers:
@@ -111,9 +111,9 @@ class MovedRows:
             self._transfers, self._parts = [], []
         return self._states.pop(place, {})
 
-    def _split(self, place: int) -> RowStates:
+    def _split(self, place: int) -> RowKV:
         """The states of the row at `place`."""
-        states: RowStates = {}
+        states: RowKV = {}
         for (layer, (heads, d_k, d_v, _)), part in zip(self._layers.items(), self._parts, strict=True):
             keys, values = part.split([heads * d_k * sum(self._tails), heads * d_v * sum(self._tails)])
             row_keys, row_values = (

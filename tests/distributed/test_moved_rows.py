@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spec_trl.distributed.link import Link
 from spec_trl.distributed.moved_rows import MovedRows, Sending
-from spec_trl.generation.engine.kv.base import RowStates
+from spec_trl.generation.engine.kv.base import RowKV
 from spec_trl.generation.engine.rows import Request
 from tests.distributed.ranks import ThreadLink, links, run_ranks
 
@@ -21,7 +21,7 @@ from tests.distributed.ranks import ThreadLink, links, run_ranks
 NOTE = "work/1"
 
 
-def states(columns: int, row: int) -> RowStates:
+def states(columns: int, row: int) -> RowKV:
     """K/V of two layers whose numbers say where they belong; nothing for no columns, as a cache gives it."""
 
     def numbers(first: float, width: int) -> Tensor:

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from ...quantization.linear import QuantizedLinear
 from ..engine.drafter import DraftSession, NetworkDraft
 from ..engine.forwards.runner import EagerRunner
-from ..engine.kv.base import RowStates
+from ..engine.kv.base import RowKV
 from ..engine.kv.cache import autocast_dtype
 from ..engine.kv.memory import sent
 from ..engine.kv.row_memory import kv_bytes
@@ -93,7 +93,7 @@ class NetworkDrafter(TrainableDrafter):
             self._runner.read(rows, admission, [length - 1 for length in admission.lengths], known)
             self._cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
 
-    def park(self, row: int) -> dict[str, tuple[int, RowStates]]:
+    def park(self, row: int) -> dict[str, tuple[int, RowKV]]:
         if self._cached is None:
             return {}
         columns = min(int(self._cached[row]), int(self.session.rows.host_lengths[row]) - 1)

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...value_checks import require_folder_or_id
 from ..engine.drafter import DraftCost, DraftSession, Forward, NetworkDraft
 from ..engine.forwards.runner import COLUMN_BUCKET
-from ..engine.kv.base import RowStates
+from ..engine.kv.base import RowKV
 from ..engine.kv.cache import autocast_dtype
 from ..engine.network.products import Product
 from ..engine.rows import Admission
@@ -247,7 +247,7 @@ class FeatureDrafter(TrainableDrafter):
     def feed_texts(self, admission: Admission, known: Mapping[int, int]) -> None:
         """Computes K/V of admitted texts that no intake of features gives, except the `known` first columns by row."""
 
-    def park(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
+    def park(self, row: int) -> dict[str, tuple[int, RowKV]] | None:
         if self.context or self.failure is not None:  # features of the newest columns are not in the cache
             return None
         columns = int(self.session.rows.host_lengths[row]) - 1

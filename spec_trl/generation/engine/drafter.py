@@ -16,7 +16,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..options import SpeculativeConfig
 from ..planner.acceptance import MAX_DRAFT_LENGTH
-from .kv.base import KVCache, RowStates
+from .kv.base import KVCache, RowKV
 from .rows import Admission, PrefixView, Request, Rows
 from .sampling.accept import Integers, Proposal
 from .sampling.noise import Draw, RoundNoise, draw, stream_keys, widen
@@ -212,7 +212,7 @@ class Drafter(CandidateGenerator):
     def admit(self, admission: Admission) -> None:
         """Rows have entered."""
 
-    def park(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
+    def park(self, row: int) -> dict[str, tuple[int, RowKV]] | None:
         """Returns K/V of its cache for `row`, which has ended, and the number of first columns that it need not
         compute in the next turn of the conversation, by strategy; nothing if it has no cache, or computes all again.
         None: it must hear the target's forwards over the whole text."""

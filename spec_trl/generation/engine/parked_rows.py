@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from operator import methodcaller
 from typing import TYPE_CHECKING
 
-from .kv.base import RowStates
+from .kv.base import RowKV
 from .kv.memory import free_memory
 from .rows import Admission, Request, Spans
 
@@ -26,8 +26,8 @@ class ParkedRow:
     """
 
     columns: int
-    states: RowStates
-    drafters: dict[str, tuple[int, RowStates]]
+    states: RowKV
+    drafters: dict[str, tuple[int, RowKV]]
     names: set[str]
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kv.base import KVCache, RowStates
+from .kv.base import KVCache, RowKV
 from .kv.memory import check_memory, sent
 from .sampling.accept import Integers
 from .sampling.noise import position_keys
@@ -68,7 +68,7 @@ class Request:
     generated: Tensor | None = None
     logprobs: Tensor | None = None
     head: int = 0
-    tail: Callable[[], RowStates] = dict
+    tail: Callable[[], RowKV] = dict
     method: str | None = None
     spans: Spans = ()
     images: "ImagePrompt | None" = None

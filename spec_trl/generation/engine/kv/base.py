@@ -17,7 +17,7 @@ PAGE_COLUMNS = 64
 """Columns of a page: a row's columns are counted, copied and shared by pages. A power of two, like the blocks of
 columns that a kernel reads, so that no block crosses pages."""
 
-RowStates: TypeAlias = dict[Any, tuple[Tensor, ...]]
+RowKV: TypeAlias = dict[Any, tuple[Tensor, ...]]
 """Keys and values `[kv_heads, columns, head_dim]` of some columns of a row, by layer; and the row's states
 (:class:`~.States`), by layer and index."""
 
@@ -128,16 +128,16 @@ class KVCache(Cache, ABC):
             layer.keys[to_rows, :, to_columns] = layer.keys[rows, :, columns]  # [B, n, kv, d]
             layer.values[to_rows, :, to_columns] = layer.values[rows, :, columns]
 
-    def export_row(self, row: int, start: int, stop: int) -> RowStates:
+    def export_row(self, row: int, start: int, stop: int) -> RowKV:
         """Copies a row's columns `start..stop`; empty if there are none."""
-        states: RowStates = {}
+        states: RowKV = {}
         for index, layer in enumerate(self.layers):
             if layer.is_initialized and stop > start:
                 keys, values = layer.read(row, 1, stop)  # [1, kv, stop, d] each
                 states[index] = keys[0, :, start:].clone(), values[0, :, start:].clone()
         return states
 
-    def import_row(self, row: int, start: int, states: RowStates) -> None:
+    def import_row(self, row: int, start: int, states: RowKV) -> None:
         """Writes the result of :meth:`export_row` to a row's columns from `start` on."""
         for index, (keys, values) in states.items():
             stop = start + keys.shape[1]

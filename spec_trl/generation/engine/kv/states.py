@@ -23,7 +23,7 @@ from ..network import cpu_states
 from ..network.attention import keeps_states
 from ..network.family_hooks import CACHE_NAMES
 from ..network.scans import Taken, convolves, forward_of, keeps_windows, steps_compiled
-from .base import KVCache, RowStates, copy_rows_of
+from .base import KVCache, RowKV, copy_rows_of
 from .cache import RaggedCache
 from .memory import sent
 
@@ -190,7 +190,7 @@ class States(RaggedCache):
         super().copy_rows(source, destination, columns, differing)
         copy_rows_of(self.states, source, destination)
 
-    def export_row(self, row: int, start: int, stop: int) -> RowStates:
+    def export_row(self, row: int, start: int, stop: int) -> RowKV:
         """Copies also the states, which are those after the columns of the row, if `start` is 0."""
         exported = super().export_row(row, start, stop)
         if start == 0 < stop:
@@ -198,7 +198,7 @@ class States(RaggedCache):
             exported |= {(layer, _SCAN): (state[row].clone(),) for layer, state in self._recurrent.items()}
         return exported
 
-    def import_row(self, row: int, start: int, states: RowStates) -> None:
+    def import_row(self, row: int, start: int, states: RowKV) -> None:
         super().import_row(row, start, {layer: pair for layer, pair in states.items() if isinstance(layer, int)})
         for key, (state, *_) in states.items():
             if not isinstance(key, tuple):
