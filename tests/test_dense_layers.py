@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from spec_trl.generation.engine.network import products
-from spec_trl.generation.engine.network.products import Product, is_activation
+from spec_trl.generation.engine.network.products import ACTIVATIONS, Product
 from spec_trl.generation.engine.network.shadow import make_shadow, share_weights
 from spec_trl.native import cpu_products
 from spec_trl.native.cpu_products import by_registers, float32_gain, has_instructions, warn_of_slow_dtype
@@ -191,7 +191,7 @@ def test_a_number_has_the_same_bits_everywhere(function, threads: int) -> None:
 
 
 def test_which_modules_are_activations() -> None:
-    assert is_activation(nn.SiLU) and not is_activation(nn.Softmax) and not is_activation(nn.Linear)
+    assert nn.SiLU in ACTIVATIONS and nn.Softmax not in ACTIVATIONS and nn.Linear not in ACTIVATIONS
 
 
 # ---- a slow dtype ---------------------------------------------------------------------------------------------------

@@ -60,14 +60,8 @@ def run_experts(
     multiply: Callable[[int, int, Tensor], Tensor],
     activating: AbstractContextManager[object] | None = None,
 ) -> Tensor:
-    """Runs each expert on the tokens that chose it; a token adds the results in the order of experts.
-
-    Args:
-        x: `[tokens, hidden]`, as is the result.
-        chosen, shares: `[tokens, top_k]`.
-        multiply: gets 0 for an expert's first matrix or 1 for its second, the expert, and `[m, in]`.
-        activating: what activations run within.
-    """
+    """Runs each expert on the tokens that chose it; a token adds the results in the order of experts. `multiply` gets
+    0 for an expert's first matrix or 1 for its second, the expert, and its tokens; activations run in `activating`."""
     y = torch.zeros_like(x)  # [tokens, hidden]
     for expert in chosen.unique().tolist():
         token, slot = torch.where(chosen == expert)  # [m], [m]

@@ -299,7 +299,7 @@ def _is_served(module: nn.Module) -> bool:
     if "forward" in vars(module):
         return False
     if isinstance(module, Product):
-        return module.routine == "native" and not module.is_transposed and cpu_products.library() is not None
+        return module.routine == "native" and isinstance(module, nn.Linear) and cpu_products.library() is not None
     is_native = type(module) is QuantizedLinear and isinstance(module.packed, Native)
     return is_native and module.inverse_scales is None
 

@@ -34,9 +34,9 @@ from .training_marks import patched_forward
 
 FORWARDS = nn.Linear.forward, Conv1D.forward
 """Forwards that only multiply with a weight and add a bias; that of a subclass may use the weight otherwise."""
-EXACT_DTYPES = torch.float32, torch.bfloat16, torch.float16
-"""Dtypes of the exact kernel."""
-_ACTIVATIONS = frozenset(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values())
+_EXACT = torch.float32, torch.bfloat16, torch.float16  # dtypes of the exact kernel
+ACTIVATIONS = frozenset(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values())
+"""Classes of activations of transformers."""
 
 
 class Copies(NamedTuple):
@@ -56,7 +56,6 @@ class Product(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
-    is_transposed: bool
     routine: Literal["torch", "native", "exact"] = "torch"
     copies: Copies | None = None
 
@@ -72,13 +71,14 @@ class Product(nn.Module):
             weight, bias = self.weight, self.bias
         else:
             weight, bias = copies
-        if self.routine == "native" and is_plain(x, weight, bias, self.is_transposed):
-            return multiply(x, weight.T if self.is_transposed else weight, bias)
+        is_transposed = isinstance(self, Conv1D)
+        if self.routine == "native" and is_plain(x, weight, bias, is_transposed):
+            return multiply(x, weight.T if is_transposed else weight, bias)
         if self.routine == "exact":
-            y = multiply_exactly(x, weight.T if self.is_transposed else weight, bias)
+            y = multiply_exactly(x, weight.T if is_transposed else weight, bias)
             if y is not None:
                 return y
-        if not self.is_transposed:
+        if not is_transposed:
             return F.linear(x, weight, bias)
         assert bias is not None
         return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
@@ -88,21 +88,17 @@ def multiply_exactly(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
     """x [..., in] times weight [out, in] plus bias [out], in the dtype that autocast gives x; None if the kernel
     cannot: with gradient, not on CUDA, or in another dtype than that of the weight."""
     dtype = autocast_dtype(x.device) or x.dtype
-    if torch.is_grad_enabled() or weight.dtype != dtype or dtype not in EXACT_DTYPES or not run_on(x.device):
+    if torch.is_grad_enabled() or weight.dtype != dtype or dtype not in _EXACT or not run_on(x.device):
         return None
     from ..cuda.kernels.dense_product import dense_product  # imports Triton
 
     return dense_product(x.to(dtype), weight, bias)
 
 
-def product_class(kind: type) -> type:
-    """:class:`Product` before `kind`, a class with one of :data:`FORWARDS`."""
-    return _before(Product, kind, is_transposed=issubclass(kind, Conv1D))
-
-
 @functools.cache
-def _before(mixin: type, kind: type, **members: object) -> type:
-    return type(f"{mixin.__name__}Of{kind.__name__}", (mixin, kind), members)
+def before(mixin: type, kind: type) -> type:
+    """A subclass of `kind` with a mixin of this module before it."""
+    return type(f"{mixin.__name__}Of{kind.__name__}", (mixin, kind), {})
 
 
 def is_linear(kind: Any) -> bool:
@@ -136,10 +132,9 @@ class Experts(nn.Module):
 
 
 def has_experts(kind: Any, module: nn.Module) -> bool:
-    """Whether `module`, on a CPU, has the experts interface of transformers, and :class:`Experts` computes all of
-    it."""
-    has = is_on_cpu(module) and "is_transposed" in vars(module) and "down_proj" in module._parameters
-    return has and not issubclass(kind, Experts) and not vars(module).get("has_post_expert_norm")
+    """Whether :class:`Experts` computes all of `module`, on a CPU, of class `kind`."""
+    is_ours = issubclass(kind, Experts) or vars(module).get("has_post_expert_norm")
+    return is_on_cpu(module) and _is_stacked(module) and not is_ours
 
 
 _MATMULS = torch.matmul, Tensor.matmul, Tensor.__matmul__
@@ -174,8 +169,11 @@ def has_matrices(kind: Any, module: nn.Module) -> bool:
     """Whether :class:`Matrices` serves `module`, on a CPU, of class `kind`."""
     has = any(weight is not None and weight.dim() in (2, 3) for weight in module._parameters.values())
     is_theirs = kind.__module__.startswith("transformers.") and not isinstance(module, nn.Embedding)
-    is_experts = "is_transposed" in vars(module) and "down_proj" in module._parameters
-    return has and is_theirs and not is_experts and not is_linear(kind) and is_on_cpu(module)
+    return has and is_theirs and not _is_stacked(module) and not is_linear(kind) and is_on_cpu(module)
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    return "is_transposed" in vars(module) and "down_proj" in module._parameters  # transformers' experts interface
 
 
 class Activation(nn.Module):
@@ -186,21 +184,12 @@ class Activation(nn.Module):
         return by_registers(super().forward, x)
 
 
-def is_activation(kind: Any) -> bool:
-    """Whether `kind` is the class of an activation of transformers."""
-    return kind in _ACTIVATIONS
-
-
-experts_class, matrices_class = partial(_before, Experts), partial(_before, Matrices)
-activation_class = partial(_before, Activation)
-
-
 def native_products(network: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
     """Names, matrices [out, in] and products with them of what :func:`multiply` multiplies in `network`; of stacked
     matrices the first."""
     for name, module in network.named_modules():
         if isinstance(module, Product) and module.routine == "native":
-            yield name, module.weight.T if module.is_transposed else module.weight, module
+            yield name, module.weight.T if isinstance(module, Conv1D) else module.weight, module
         for weight in module.parameters(recurse=False) if isinstance(module, Experts | Matrices) else ():
             if weight.dim() in (2, 3):
                 matrix = weight[0] if weight.dim() == 3 else weight

@@ -14,17 +14,7 @@ from transformers import PreTrainedModel
 from ....quantization.source_weight import WRAPPED
 from .attention import attends_exactly, attention_class, is_rewritten
 from .fused_layers import AdaptedLinear, fused_class, fuses, has_fused_sums
-from .products import (
-    Product,
-    activation_class,
-    experts_class,
-    has_experts,
-    has_matrices,
-    is_activation,
-    is_linear,
-    matrices_class,
-    product_class,
-)
+from .products import ACTIVATIONS, Activation, Experts, Matrices, Product, before, has_experts, has_matrices, is_linear
 from .scans import is_mixer, mixer_class
 
 
@@ -50,12 +40,12 @@ class Swap(NamedTuple):
 TABLE = (
     Swap(lambda kind, module, place: is_mixer(kind), mixer_class,
          "it holds inputs of its states until drafts are accepted, for rows of different lengths"),
-    Swap(lambda kind, module, place: is_linear(kind), product_class,
+    Swap(lambda kind, module, place: is_linear(kind), partial(before, Product),
          "products sum in one order (in C++ or oneDNN on a CPU, in a kernel in an exact shadow on CUDA), and read "
          "16-bit copies under autocast", lambda module: isinstance(module, Product) and module.routine == "exact"),
-    Swap(lambda kind, module, place: not place.exact and has_experts(kind, module), experts_class,
+    Swap(lambda kind, module, place: not place.exact and has_experts(kind, module), partial(before, Experts),
          "experts run one by one in C++, in one order"),
-    Swap(lambda kind, module, place: not place.exact and has_matrices(kind, module), matrices_class,
+    Swap(lambda kind, module, place: not place.exact and has_matrices(kind, module), partial(before, Matrices),
          "products sum in one order in C++"),
     Swap(lambda kind, module, place: is_rewritten(kind), attention_class,
          "its family ignores the attention function of the config"),
@@ -63,7 +53,7 @@ TABLE = (
          "C++ replaces many small operations, or computes a whole layer"),
     Swap(lambda kind, module, place: fuses(kind, module, place.exact, False), partial(fused_class, on_cpu=False),
          "kernels of Triton replace many small ones", has_fused_sums),
-    Swap(lambda kind, module, place: place.on_cpu and is_activation(kind), activation_class,
+    Swap(lambda kind, module, place: place.on_cpu and kind in ACTIVATIONS, partial(before, Activation),
          "numbers at the end of a thread's share round like the others"),
 )  # fmt: skip
 """Applied in this order: a later row gets the class that an earlier one made."""
