@@ -16,7 +16,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..options import SpeculativeConfig
 from ..planner.acceptance import MAX_DRAFT_LENGTH
-from .kv.cache import RaggedCache, RowStates
+from .kv.base import KVCache, RowKV
 from .rows import Admission, Integers, PrefixView, Request, Rows
 from .sampling.accept import Proposal
 from .sampling.noise import Draw, RoundNoise, draw, stream_keys, widen
@@ -49,7 +49,7 @@ class DraftSession:
     keep_logits: bool
     most_drafted: int = MAX_DRAFT_LENGTH
     spend: Callable[[float], bool] = lambda _: True
-    tail: RaggedCache | None = None
+    tail: KVCache | None = None
 
     @property
     def most_columns(self) -> list[int]:
@@ -214,7 +214,7 @@ class Drafter(CandidateGenerator):
     def admit(self, admission: Admission) -> None:
         """Rows have entered."""
 
-    def save_row(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
+    def save_row(self, row: int) -> dict[str, tuple[int, RowKV]] | None:
         """Saves `row`, which has ended, for the next turn of the conversation. Returns, by strategy, the number of
         first columns that the drafter then need not compute, and K/V of its cache; nothing if it has no cache, or
         computes all again; None if it reads the target's hidden states of the whole text, which cannot be saved."""

@@ -21,8 +21,8 @@ from .network.family_hooks import CACHE_NAMES, asks_for_length, cache_argument, 
 from .network.foreign_layers import check_foreign_layers
 from .network.patches import unfollowed_patch
 from .network.scans import follows_states
-from .network.shadow import unwrapped
 from .network.snapshot import Snapshot, snapshot_of
+from .network.swap import unwrapped
 
 
 if TYPE_CHECKING:

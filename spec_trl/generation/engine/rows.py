@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .kv.cache import RaggedCache
+from .kv.base import KVCache
 from .kv.memory import check_memory, sent
 from .network.image_prompts import ImagePrompt
 from .sampling.noise import CPU_CHUNK, MOST_ROUNDS, RoundNoise, position_keys
@@ -134,7 +134,7 @@ class Admission:
         request = self.requests[row - self.first]
         return request.pieces(0, len(request.prompt))[-1].short
 
-    def restore(self, owner: str, cache: RaggedCache) -> dict[int, int]:
+    def restore(self, owner: str, cache: KVCache) -> dict[int, int]:
         """Writes the saved K/V of `owner` into its `cache`; returns, by row, the number of first columns that `owner`
         need not compute. Where columns before the saved ones are missing, :meth:`read_prompts` of the target computes
         them first."""
@@ -280,7 +280,7 @@ class Rows:
         span = self.generated_span(row)
         return self.tokens[row, span].clone(), self.logprobs[row, span].clone() if want_logprobs else None
 
-    def save(self, row: int, cache: RaggedCache, first: int, want_logprobs: bool) -> SavedRow:
+    def save(self, row: int, cache: KVCache, first: int, want_logprobs: bool) -> SavedRow:
         """Copies the tokens of `row`, and the target's K/V from column `first` on, without the last token, which the
         next forward feeds."""
         tokens, logprobs = self.output(row, want_logprobs)

@@ -7,12 +7,12 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from .kv.cache import RaggedCache, RowStates
+from .kv.base import KVCache, RowKV
 
 
 TARGET = "the target"
 """The target, as an owner of K/V."""
-SavedStates: TypeAlias = dict[str, tuple[int, Callable[[], RowStates]]]
+SavedStates: TypeAlias = dict[str, tuple[int, Callable[[], RowKV]]]
 """By owner, :data:`TARGET` or a drafter's strategy: the first column that its forwards must compute, and a function
 that returns the K/V, and waits if another rank still sends it."""
 
@@ -33,7 +33,7 @@ class SavedRow:
     first: int
     kv: SavedStates
 
-    def restore(self, row: int, owner: str, cache: RaggedCache) -> int:
+    def restore(self, row: int, owner: str, cache: KVCache) -> int:
         """Writes the K/V of `owner` to `row` of its `cache`; returns the first column that a forward must compute."""
         if owner not in self.kv:
             return 0
