@@ -96,8 +96,9 @@ def make_drafters(
             if made_for is not None:
                 session.drafters[name] = drafter
         drafters.append(drafter)
-    for copied in policy_copies(drafters):
-        copied.refresh_if_changed()
+    for drafter in drafters:
+        for copied in drafter.policy_copies:
+            copied.refresh_if_changed()
     return drafters
 
 

@@ -62,7 +62,7 @@ _WAYS_OUT = {
         ("use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit"), "assistant_strategy says what drafts"
     ),
 }
-# Settings of generate with their values in sampling and greedy search; of others `neutral_settings.py` says why they
+# Settings of generate with their values in sampling and greedy search; of others `keyword.py` says why they
 # need not be served.
 _SERVED: dict[str, tuple[object, ...]] = {
     "num_beams": (0, 1),
