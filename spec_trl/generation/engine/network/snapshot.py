@@ -261,17 +261,13 @@ _WRAPPERS = ("torch.amp", "accelerate.utils.operations")
 _LOSSES = ("trl.", "liger_kernel.")
 
 
-def class_forward(module: nn.Module) -> Any:
-    """The forward of the class of `module`; None for modules of torch.jit, whose classes have none."""
-    return getattr(type(module), "forward", None)
-
-
 def patched_forward(module: nn.Module) -> Any:
     """Returns the forward that was set on `module` and differs from that of its class, or None; without what
     torch.compile made of it, or of that of the class."""
     forward: Any = vars(module).get("forward")
+    of_class = getattr(type(module), "forward", None)  # modules of torch.jit have none
     owner: Any = None
-    if forward is None and (inside := uncompiled(class_forward(module))) is not None:
+    if forward is None and (inside := uncompiled(of_class)) is not None:
         return MethodType(inside, module)
     while forward is not None:
         if (inside := uncompiled(forward)) is not None:
@@ -279,7 +275,7 @@ def patched_forward(module: nn.Module) -> Any:
             continue
         if isinstance(forward, MethodType):
             forward, owner = forward.__func__, forward.__self__
-        if forward is class_forward(module) and owner in (None, module):
+        if forward is of_class and owner in (None, module):
             return None
         home = _home(forward)
         if not home.startswith(_WRAPPERS) and not (home == "accelerate.hooks" and _only_moves_inputs(module)):
