@@ -20,7 +20,7 @@ from spec_trl import SpeculativeConfig, SpeculativeOutput
 from spec_trl.cli.arguments import DTYPES, add_option, non_negative, whole_number
 from spec_trl.cli.loading import PROMPTS, find_device, load_model, pad_left, read_prompts, token_ids
 from spec_trl.generation.options import OPTIONS
-from spec_trl.generation.registry import needing_assistant, strategies, taking_assistant
+from spec_trl.generation.registry import assistant_of, needing_assistant, strategies
 from spec_trl.papers.specactor.options import SpecActorOptions
 from spec_trl.papers.test_time_speculation.options import TTSOptions
 from spec_trl.value_checks import kinds_of
@@ -108,7 +108,7 @@ def completions_of(output: SpeculativeOutput) -> list[list[int]]:
 def main() -> None:
     arguments = parse_arguments()
     strategy, assistant = arguments.assistant_strategy, arguments.assistant_model
-    if assistant is not None and strategy not in taking_assistant():
+    if assistant is not None and assistant_of(strategy) == "none":
         raise ValueError(f"--assistant_strategy {strategy} uses no --assistant_model {assistant}; drop one of them.")
     if assistant is None and strategy in needing_assistant():
         raise ValueError(f"--assistant_strategy {strategy} needs a drafter; give --assistant_model.")

@@ -18,6 +18,8 @@ from tests.cli.sample_run import make_profile
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "spec_trl").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+# Only types: the options of a call have those of the papers.
+OPTIONS = tuple(f"papers.{room}.options" for room in ("efficient_rollout", "test_time_speculation", "specactor"))
 # Each imports from its own room and from those before it.
 FLOORS: list[tuple[str, ...]] = [
     ("cuda_graphs", "hardware", "json_files", "once", "papers", "random_state", "user_cache"),
@@ -26,14 +28,13 @@ FLOORS: list[tuple[str, ...]] = [
     ("generation.planner", "quantization"),
     ("generation.registry",),
     ("generation.refusals",),
-    ("generation.engine.network.training_marks",),
-    tuple(f"papers.{room}.options" for room in ("efficient_rollout", "test_time_speculation", "specactor")),
+    ("generation.engine.network.snapshot",),
+    OPTIONS,
     ("generation.session", "generation.options"),
     ("generation.engine",),
     ("generation.drafters",),
-    ("papers.test_time_speculation", "papers.specactor.decoupled"),
     ("generation",),
-    ("papers.efficient_rollout",),
+    ("papers.test_time_speculation", "papers.efficient_rollout"),
     ("papers.specactor",),
     ("drafter_training", "distributed"),
     ("papers.specactor.draft_ranks", "papers.specactor.rank_races"),
@@ -55,11 +56,11 @@ def room_of(module: str) -> str:
     return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len, default="")
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """Absolute names of what a file imports, wherever in it; without what type checkers alone read."""
+def imports_of(path: Path, types: bool = False) -> Iterator[str]:
+    """Absolute names of what a file imports, wherever in it. `types`: also what type checkers alone read."""
 
     def visit(node: ast.AST) -> Iterator[str]:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             return
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -85,21 +86,30 @@ def test_imports_run_one_way() -> None:
     assert not wrong
 
 
+def test_no_modules_import_each_other() -> None:
+    """Not by way of others, nor for type checkers alone."""
+    modules = {f"spec_trl.{name_of(path)}".removesuffix(".__init__"): path for path in SOURCES}
+    left = {
+        module: {name if name in modules else name.rpartition(".")[0] for name in imports_of(path, types=True)}
+        for module, path in modules.items()
+    }
+    while free := {module for module, names in left.items() if not names & left.keys() - {module}}:
+        left = {module: names for module, names in left.items() if module not in free}
+    assert not left
+
+
 @pytest.mark.parametrize("room", ["json_files", "value_checks", "papers", "generation.planner"])
 def test_plain_python(room: str) -> None:
     names = {name for path in SOURCES if room_of(name_of(path)) == room for name in imports_of(path)}
     assert names and not {name.partition(".")[0] for name in names} & {"torch", "transformers", "trl", "datasets"}
 
 
-NAMED = ("spec_trl.papers.test_time_speculation", "spec_trl.papers.specactor.d")  # still imported by name
-
-
 def test_papers_are_reached_by_name_alone() -> None:
     """Outside of their rooms nothing imports them, and `load` names modules that there are."""
     outside = [path for path in SOURCES if not room_of(name_of(path)).startswith("papers.")]
-    imported = {name for path in outside for name in imports_of(path) if name.startswith("spec_trl.papers.")}
-    imported.discard("spec_trl.papers.load")
-    assert not {name for name in imported if not name.startswith(NAMED)}
+    imported = {name.rpartition(".")[0] for path in outside for name in imports_of(path, types=True)}
+    imported = {name for name in imported if name.startswith("spec_trl.papers.")}
+    assert imported == {f"spec_trl.{room}" for room in OPTIONS}
     loaded = {name for path in outside for name in re.findall(r'\bload\("([\w.]+)"\)', path.read_text())}
     assert len(loaded) > 8 and loaded <= {name_of(path) for path in SOURCES}
 
@@ -134,8 +144,8 @@ before = set(sys.modules)
 import spec_trl
 
 def papers():
-    rooms = "spec_trl.papers.efficient_rollout.", "spec_trl.papers.specactor.l"
-    return [name for name in sys.modules if name.startswith(rooms) and not name.endswith(".options")]
+    names = {name.removeprefix("spec_trl.papers.") for name in sys.modules if name.startswith("spec_trl.papers.")}
+    return {name.partition(".")[0] for name in names if "." in name and not name.endswith(".options")}
 
 def generate(strategy, **options):
     return model.generate(
@@ -145,7 +155,7 @@ def generate(strategy, **options):
 
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
 model = LlamaForCausalLM(config).eval()
-rounds = [generate(strategy).statistics.rounds for strategy in ("none", "self", "auto", "ngram", "history", "tts")]
+rounds = [generate(strategy).statistics.rounds for strategy in ("none", "self", "auto", "ngram", "history")]
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 heavy = {"bitsandbytes", "datasets", "matplotlib", "pandas", "peft", "pydantic", "scipy", "triton", "trl"}
 print(*sorted(new & heavy))
@@ -153,12 +163,14 @@ print(*sorted({"SpecGRPOConfig", "SpecGRPOTrainer"} & set(dir(spec_trl))))
 from spec_trl import SpecDistillationTrainer, SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOTrainer
 SpecGRPOConfig(use_cpu=True)
 print("trl.experimental.gmpo" in sys.modules)
-print(papers(), min(rounds) > 0)
+print(*papers(), min(rounds) > 0)
+generate("tts")
+print(*papers())
 generate("self", speculative_config={"sd_toggle": "roofline"})
-print("spec_trl.papers.efficient_rollout.toggle" in papers())
+print(*sorted(papers()))
 """).splitlines()
     assert printed[:2] == ["", "SpecGRPOConfig SpecGRPOTrainer"]
-    assert printed[-3:] == ["False", "[] True", "True"]
+    assert printed[-4:] == ["False", "True", "test_time_speculation", "efficient_rollout test_time_speculation"]
 
 
 def test_unknown_names_are_missing_as_anywhere() -> None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,12 +23,8 @@ from ..generation.engine.statistics import SpeculationStatistics
 from ..generation.options import SpeculativeConfig
 from ..generation.session import Session
 from ..generation.strategies import make_drafters
-from ..papers import load
+from ..papers import Calibration, load
 from .loading import pad_left
-
-
-if TYPE_CHECKING:
-    from ..papers.efficient_rollout.profile import Profile
 
 
 GENERATE = "generate"
@@ -306,7 +301,7 @@ class Gain:
 
 
 def summarise(
-    model: PreTrainedModel, work: Work, seed: int, calls: Mapping[Way, Sequence[Call]], profile: "Profile | None",
+    model: PreTrainedModel, work: Work, seed: int, calls: Mapping[Way, Sequence[Call]], profile: Calibration,
     until: float = math.inf,
 ) -> list[Gain]:  # fmt: skip
     """Returns the gains of all strategies; empty without calls of GENERATE and "none". Of several visits the first
@@ -349,7 +344,7 @@ def summarise(
 
 
 def _predicted(
-    way: Way, work: Work, calls: Sequence[Call], tau: float | None, profile: "Profile | None"
+    way: Way, work: Work, calls: Sequence[Call], tau: float | None, profile: Calibration
 ) -> float | None:
     if way.drafter is None or tau is None or profile is None:
         return None

@@ -8,20 +8,15 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from ..json_files import write_atomically
-from ..papers import load
+from ..papers import Calibration, load
 from ..trainers.run_log import Run, read_run
 from ..trainers.run_verdict import verdict_of
 from . import figures
 from .plotting import Drawing
-
-
-if TYPE_CHECKING:
-    from ..papers.efficient_rollout.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"written: {page} and {len(images)} PNG files next to it")
 
 
-def _build(log: Run, profile: "Profile | None", margin: float, missing: str) -> list[Section]:
+def _build(log: Run, profile: Calibration, margin: float, missing: str) -> list[Section]:
     """All sections of the report; `missing` says why there is no `profile`."""
     train = log.of("train")
     boundary, whose = None, ""
@@ -121,7 +116,7 @@ def _render(log: Run, sections: Sequence[Section], images: dict[str, bytes]) -> 
     return "\n".join(parts)
 
 
-def _profile_of(log: Run, named: Path | None) -> "tuple[Profile | None, str]":
+def _profile_of(log: Run, named: Path | None) -> tuple[Calibration, str]:
     """Returns the profile to draw with, or the reason why there is none. A profile that the user names must be
     readable; that of the run may be missing."""
     if named is not None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..generation.engine.rollout import Rollout
-from ..generation.engine.rows import Request, RequestQueue
+from ..generation.engine.rollout import RequestQueue, Rollout
+from ..generation.engine.rows import Request
 from .link import IDLE, Link
 from .moved_rows import MovedRows, Sending
 from .shared_work import MoveCosts, dealt, rows_to_give, step_seconds

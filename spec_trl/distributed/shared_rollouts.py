@@ -12,7 +12,8 @@ from accelerate.utils import gather_object
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..generation.engine.parked_rows import ParkedRows
-from ..generation.engine.rows import Request, RequestQueue, prompt_key
+from ..generation.engine.rollout import RequestQueue
+from ..generation.engine.rows import Request, prompt_key
 from ..papers import load
 from .link import Link, naming_the_remedy
 from .pool import SharedPool

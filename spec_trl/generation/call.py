@@ -18,12 +18,12 @@ from .engine.drafter import Drafter
 from .engine.forwards.runner_choice import captures
 from .engine.network.attention import keeps_states
 from .engine.network.image_prompts import ImagePrompt, have_offsets, image_prompts
+from .engine.network.snapshot import Snapshot
 from .engine.sampling.stopping import needing_rows
 from .options import SpeculativeConfig
 from .planner.control import Control
 from .refusals import ALWAYS, IMAGES, REJECTION, STATES, Asked, Features, check, of_drafting
 from .registry import CHOOSING, DRAFTERS, strategies
-from .session import Snapshot
 
 
 class Family(NamedTuple):

@@ -35,8 +35,8 @@ from .engine.kv.row_memory import Capacity, plan_memory, watch_memory
 from .engine.lockstep import RolloutInStep
 from .engine.network.products import copied_bytes
 from .engine.record import Completion
-from .engine.rollout import Rollout
-from .engine.rows import PrefixView, Request, RequestQueue, Rows
+from .engine.rollout import RequestQueue, Rollout
+from .engine.rows import PrefixView, Request, Rows
 from .engine.sampling.noise import stream_keys
 from .engine.sampling.processors import LogitsPipeline
 from .engine.sampling.stopping import Stopping
@@ -44,7 +44,7 @@ from .engine.statistics import SpeculationStatistics
 from .options import SpeculativeConfig
 from .planner.control import Control
 from .session import Session
-from .strategies import decoupled, keep_acceptance, make_drafting
+from .strategies import make_drafting
 
 
 @dataclass
@@ -115,8 +115,9 @@ def speculative_decoding(
         )  # fmt: skip
         drafters, control = make_drafting(session, call, claims)
         capacity = plan_memory(session, call, drafters, max(config.first_draft_length, control.most_drafted))
-        if config.specactor.decoupled_execution != "never":
-            drafters = decoupled(drafters, call, capacity.rows)
+        ahead = config.specactor.decoupled_execution != "never" and load("papers.specactor.decoupled.execution")
+        if ahead:
+            drafters = ahead.decoupled(drafters, call, capacity.rows)
         for each in drafters:
             each.check_length(capacity.columns)
         runner = runner_for(
@@ -138,8 +139,8 @@ def speculative_decoding(
             raise
         statistics.exact, statistics.copied_bytes = exact, copied
         statistics.setup_seconds = time.perf_counter() - began - statistics.seconds
-        if config.specactor.decoupled_execution != "never":
-            keep_acceptance(session, drafters, statistics)
+        if ahead:
+            ahead.keep_acceptance(session, drafters, statistics)
         session.check_shadow()
         del rollout, runner
         if not config.keep_graphs:
@@ -175,7 +176,7 @@ def _rollout(
         memory.parked = queue.parked
     make: Callable[..., Rollout] = Rollout
     if control.several_chains:
-        make = load("papers.specactor.races").RacingRollout
+        make = load("papers.specactor.racing_rollout").RacingRollout
     if call.in_step:
         ends = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)  # as generate asks
         make = partial(RolloutInStep, padding=call.padding if ends else None)

@@ -4,13 +4,12 @@ import hashlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from ..hardware import hardware_name
-from ..papers import load
+from ..papers import Calibration, load
 from ..quantization.kernels import find_kernel
 from ..quantization.quantized_copy import choose_scheme, layer_specs
 from ..user_cache import cache_directory, read_cached
@@ -22,10 +21,6 @@ from .planner.clock import PROBE_ERROR, Clock
 from .planner.model_constants import ProfileKey
 from .probe import probe
 
-
-if TYPE_CHECKING:
-    from ..papers.efficient_rollout.profile import Profile
-    from ..papers.specactor.ladder import Ladder
 
 NO_KERNEL = "none"
 
@@ -39,7 +34,7 @@ def find_clock(
         return None
     # One file per hardware, shape, dtype, kernel, version of torch, set of drafters, and their devices.
     members = [(each.strategy, type(each).__name__, each.cost) for each in drafters]
-    text = f"{members} {config.specactor.decoupled_execution} {config.specactor.draft_ranks} {torch.__version__}"
+    text = f"{members} {config.specactor.ahead} {torch.__version__}"
     stem = profile_key(model, config).file_name.removesuffix(".json")
     path = cache_directory("profiles") / f"{stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.rounds.json"
     found = read_cached(path, partial(Clock.read, error=PROBE_ERROR), ", and rounds are measured anew")
@@ -52,16 +47,15 @@ def find_profile(
     max_batch_size: int = 64,
     max_length: int = 4096,
     extra_copy: Path | None = None,
-) -> "Profile | None":
+) -> Calibration:
     """Returns the profile that :func:`~.find_profile` finds or makes."""
     if config.sd_toggle == "measured" and config.efficient_rollout.profile is None:
         paths = cache_directory("profiles").glob("*.json")
         if all(path.name.endswith((".rounds.json", ".ladder.json")) for path in paths):
             return None
-    found: Profile | None = load("papers.efficient_rollout.profile_cache").find_profile(
+    return load("papers.efficient_rollout.profile_cache").find_profile(
         model, config, max_batch_size, max_length, extra_copy
     )
-    return found
 
 
 def find_ladder(
@@ -70,14 +64,13 @@ def find_ladder(
     config: SpeculativeConfig,
     max_batch_size: int,
     draft_lengths: Sequence[int],
-) -> "Ladder | None":
+) -> Calibration:
     """Returns the ladder that :func:`~.find_ladder` finds or profiles."""
     if config.sd_toggle != "roofline" and not any(ladder_folder(config).glob("*.ladder.json")):
         return None
-    found: Ladder | None = load("papers.specactor.ladder_calibration").find_ladder(
+    return load("papers.specactor.ladder_calibration").find_ladder(
         model, drafters, config, max_batch_size, draft_lengths
     )
-    return found
 
 
 def ladder_folder(config: SpeculativeConfig) -> Path:

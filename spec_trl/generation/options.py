@@ -98,7 +98,7 @@ class SpeculativeConfig(DeclaredOptions):
         load("papers.test_time_speculation.options").TTSOptions(), 'How the drafter of "tts" learns.'
     )
     specactor: "SpecActorOptions" = option(
-        load("papers.specactor.options").SpecActorOptions(), "Decoupled execution, and races of drafters."
+        load("papers.specactor.options").SpecActorOptions(), "Drafting ahead, and with several drafters."
     )
 
     def __post_init__(self) -> None:

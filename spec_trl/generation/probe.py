@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
 from ..quantization.awq import ActivationAware
 from ..quantization.linear import QuantizedLinear
-from .drafters.self_copy import SelfDrafter
 from .engine.cuda.graph_capture import CudaRecorder, Outputs
 from .engine.drafter import Drafter
 from .engine.forwards import runner_choice
@@ -52,15 +50,14 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
         target = _captured(runner, recorder) or _of_products(runner, model)
         found = {}
         for drafter in drafters:
-            student = drafter.student if isinstance(drafter, DistilledDrafter) else drafter
-            if isinstance(student, SelfDrafter):
-                lend_copies(runner.network, student.network)
+            for copied in drafter.policy_copies:
+                lend_copies(runner.network, copied.network)
                 try:
-                    copy = make(student.network, cache)
-                    found[drafter.strategy] = _captured(copy, recorder) or _of_products(copy, model, student.is_stale)
+                    copy = make(copied.network, cache)
+                    found[drafter.strategy] = _captured(copy, recorder) or _of_products(copy, model, copied.is_stale)
                 finally:
-                    take_copies_back(student.network)
-            elif drafter.cost is not None:
+                    take_copies_back(copied.network)
+            if not drafter.policy_copies and drafter.cost is not None:
                 share = drafter.cost.weight_bytes / drafter.cost.tokens / model_constants(model).weight_bytes
                 found[drafter.strategy] = target.scaled(share)
     return ProbedRounds(target, found)

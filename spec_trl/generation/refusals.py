@@ -7,7 +7,7 @@ of them. The page docs/refusals.md is made from the table.
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from .registry import CHOOSING, DRAFTERS, drafting_ahead, taking_assistant
+from .registry import CHOOSING, DRAFTERS, assistant_of, find
 
 
 if TYPE_CHECKING:
@@ -164,12 +164,12 @@ def of_drafting(
         "another strategy": words,
         "an option of one strategy": own and _unread(strategy, options or config),
         "assistant_model": assistant is not None,
-        "a strategy without assistant": lambda: own and strategy not in taking_assistant() and words,
+        "a strategy without assistant": lambda: own and assistant_of(strategy) == "none" and words,
         "several drafters": lambda: (strategy in CHOOSING if own else len(kinds()) > 1) and words,
         "drafters without probabilities": lambda: (
             not all(getattr(kind, "has_probabilities", True) for kind in kinds()) and words
         ),
-        NOT_AHEAD: lambda: own and strategy not in drafting_ahead() and words,
+        NOT_AHEAD: lambda: own and not getattr(find(strategy), "drafts_ahead", False) and words,
         "drafters that read prompts": lambda: (
             any(kind.reads_prompts and not kind.looks_up for kind in kinds()) and words
         ),

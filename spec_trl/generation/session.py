@@ -2,49 +2,31 @@
 
 A call borrows the session of its model. When it begins, the fingerprint of the model (modules, hooks, plain attributes
 such as active adapters and their scaling, dtypes and devices) is compared with that of the last call, and objects made
-for another structure are dropped. The values of the weights may change: copies of weights compare
-:class:`WeightState`, and captured forwards, which read weights by address, compare :func:`addresses`.
+for another structure are dropped.
 """
 
-import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain
 from threading import Lock
-from types import FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
-from .engine.network.training_marks import HOOK_DICTS, held, lasting_attributes
+from ..papers import Calibration
+from .engine.network.snapshot import SNAPSHOTS, Snapshot, snapshot_of, structure
+from .planner.clock import Clock
+from .planner.control import Control
 
 
 if TYPE_CHECKING:
-    from ..papers.specactor.ladder import Ladder
     from .engine.cuda.graph_runner import GraphRunner
     from .engine.drafter import Drafter
-    from .strategies import CachedControl
 
 
-T = TypeVar("T")
-_TENSORS = "_parameters", "_buffers"  # a shadow has the same dicts; copies would keep removed entries alive
-_CODE = {FunctionType, MethodType, partial}
-_PLAIN = (bool, int, float, str)
-_OF_TRAINING = ("training", "gradient_checkpointing")  # ignored by a shadow, which is in eval mode
-# Objects that attributes may lead to, beside what lies in them: to look at these takes a few milliseconds.
-_MOST_OBJECTS = 10_000
-_VALUES = 256  # values of a weight that are compared; an optimizer step changes most of them
 _sessions: "WeakKeyDictionary[nn.Module, Session]" = WeakKeyDictionary()
-_snapshots: "WeakKeyDictionary[nn.Module, Snapshot]" = WeakKeyDictionary()
-
-
-# ---- sessions -----------------------------------------------------------------------------------------------------
 
 
 class Shadow(NamedTuple):
@@ -52,7 +34,15 @@ class Shadow(NamedTuple):
 
     network: PreTrainedModel
     exact: bool
-    snapshot: "Snapshot"
+    snapshot: Snapshot
+
+
+class CachedControl(NamedTuple):
+    """A control, made from the `sources` profile and ladder, or from a probed `clock`."""
+
+    sources: tuple[Calibration, Calibration]
+    control: Control
+    clock: Clock | None
 
 
 class Session:
@@ -76,7 +66,7 @@ class Session:
         self.runner: GraphRunner | None = None
         self.drafters: dict[str, Drafter] = {}
         self.controls: dict[str, CachedControl] = {}
-        self.ladder: Ladder | None = None
+        self.ladder: Calibration = None
         self.acceptance: dict[str, float] = {}
         self.heads: dict[str, bool] = {}
         self._structure: tuple[object, ...] | None = None  # of the model for which drafters and runner were made
@@ -129,7 +119,7 @@ class Session:
         if snapshot is self.snapshot:
             return
         self.snapshot, self.shadow = snapshot, None
-        present = snapshot.find("structure", partial(_structure, model)) if self._depends else None
+        present = snapshot.structure(model) if self._depends else None
         if present != self._structure:
             self.drafters = {name: drafter for name, drafter in self.drafters.items() if drafter.outlives_changes}
             self.drop_runner()
@@ -174,191 +164,7 @@ def release(model: nn.Module) -> None:
     calls, and measurements of drafters and rounds. Objects of a running call are freed when that call ends.
     """
     for module in model.modules():
-        _snapshots.pop(module, None)
+        SNAPSHOTS.pop(module, None)
         session = _sessions.pop(module, None)
         if session is not None and session._in_use.acquire(blocking=False):
             session.clear()
-
-
-# ---- fingerprints -------------------------------------------------------------------------------------------------
-
-
-def structure(model: nn.Module) -> tuple[object, ...]:
-    """Structure of `model` without its weights: modules, their hooks and plain attributes, such as which adapters are
-    active, merged or scaled, and the dtypes and devices of tensors. While it is equal, a copy of `model` needs at most
-    new weights."""
-    return snapshot_of(model).find("structure", partial(_structure, model))
-
-
-def addresses(network: nn.Module) -> tuple[int, ...]:
-    """Addresses of the parameters and buffers of `network`."""
-    return tuple(tensor.data_ptr() for tensor in (*network.parameters(), *network.buffers()))
-
-
-class WeightState:
-    """Addresses of the parameters of `network`, their version counters, and some of their values, since fused
-    optimizers and writes through `.data` do not count versions. Such a write that changes only other values is not
-    seen. Takes 3 ms with 272 parameters on a CPU."""
-
-    def __init__(self, network: nn.Module) -> None:
-        parameters = list(chain.from_iterable(map(_stored, network.parameters())))
-        # Tensors made in inference mode have no counter.
-        self._counters = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in parameters]
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for parameter in parameters:
-            points = round(_VALUES ** (1 / max(1, parameter.dim())))  # in a dimension: at most twice as many
-            grid = tuple(slice(None, None, max(1, size // points)) for size in parameter.shape)
-            values = parameter.detach()[grid].flatten().contiguous().view(torch.uint8)  # NaN, too, equals itself
-            by_device.setdefault(parameter.device, []).append(values)
-        self._values = [torch.cat(values) for values in by_device.values()]
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, WeightState)
-            and self._counters == other._counters
-            and all(map(torch.equal, self._values, other._values))
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _stored(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold the numbers of `tensor`: itself, or those in a wrapper, as torchao's quantized weights."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [inner for name in names for inner in _stored(getattr(tensor, name))]
-
-
-def _structure(model: Any) -> tuple[object, ...]:
-    marks: list[object] = [repr(_settings(model.config.to_dict()))]
-    for module in model.modules():
-        marks += [id(module), type(module), getattr(type(module), "forward", None)]
-        for name, value in lasting_attributes(module).items():
-            if "_hooks_" in name or name in _OF_TRAINING:  # the former name hooks that take keywords
-                continue
-            if isinstance(value, _PLAIN):
-                marks.append((name, value))
-            elif name in HOOK_DICTS:
-                marks += map(id, value.values())
-            elif isinstance(value, list | tuple) and all(isinstance(item, _PLAIN) for item in value):
-                marks.append((name, tuple(value)))
-            elif isinstance(value, dict) and all(isinstance(item, _PLAIN) for item in value.values()):
-                marks.append((name, tuple(value.items())))
-            elif name == "forward":
-                marks.append(id(value))
-    tensors = (*model.parameters(), *model.buffers())
-    return (*marks, *((tensor.dtype, tensor.device) for tensor in tensors))
-
-
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """A config without the entries that `save_pretrained` adds."""
-    written = ("architectures", "dtype")
-    return {
-        name: _settings(value) if isinstance(value, dict) else value
-        for name, value in config.items()
-        if name not in written
-    }
-
-
-# ---- snapshots: to read all modules anew takes as long as a forward -------------------------------------------------
-
-
-class Snapshot:
-    """Content of the modules of `network`: classes and forwards, attributes, elements of attributes that are
-    containers, configs, and kind, dtype and device of tensors, but not their identity; and without the marks of
-    training (:mod:`~spec_trl.generation.engine.network.training_marks`).
-
-    Attributes:
-        is_complete: False for a network with hooks, methods or closures as attributes, whose effect may change unseen,
-            and for a network whose attributes lead back to it: a reference would keep it alive for ever. Such a
-            snapshot is empty, and serves one call.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        self._facts: dict[str, Any] = {}
-        modules = list(network.modules())
-        states = [_state_of(module) for module in modules]
-        values = [value for state in states for value in state.values()]
-        is_hooked = any(state.get(name) for state in states for name in HOOK_DICTS)
-        self.is_complete = not (is_hooked or any(map(_may_change, values)) or _lead_to(network, values, modules[1:]))
-        if not self.is_complete:
-            return
-        self._below = modules[1:]
-        # A forward may be replaced.
-        self._kinds = [(type(module), getattr(type(module), "forward", None)) for module in modules]
-        self._states = states
-        self._owners = [state.get(name) for state in states for name in _TENSORS]
-        self._kinds_of_tensors = self._read_tensors()
-        configs = {id(value): value for value in values if isinstance(value, PreTrainedConfig)}
-        self._configs = [(config, copy.deepcopy(vars(config))) for config in configs.values()]
-
-    def find(self, name: str, find: Callable[[], T]) -> T:
-        """Returns the fact `name`, computed by `find` at the first call."""
-        if name not in self._facts:
-            self._facts[name] = find()
-        fact: T = self._facts[name]
-        return fact
-
-    def holds(self, network: nn.Module) -> bool:
-        """Whether nothing of it has changed."""
-        try:
-            for module, kind, state in zip([network, *self._below], self._kinds, self._states, strict=True):
-                # Comparing identities is cheap; few modules have marks of training.
-                if kind != (type(module), getattr(type(module), "forward", None)) or (
-                    vars(module) != state and _state_of(module) != state
-                ):
-                    return False
-            for config, settings in self._configs:
-                if vars(config) != settings:
-                    return False
-            return self._read_tensors() == self._kinds_of_tensors
-        except (RuntimeError, ValueError):  # a different tensor or array: its comparison has no single truth value
-            return False
-
-    def _read_tensors(self) -> list[Any]:
-        tensors = chain.from_iterable(map(dict.values, filter(None, self._owners)))
-        return [tensor if tensor is None else (type(tensor), tensor.dtype, tensor.device) for tensor in tensors]
-
-
-def snapshot_of(network: nn.Module) -> Snapshot:
-    """Returns the last snapshot of `network` if it still holds; else a new one."""
-    snapshot = _snapshots.get(network)
-    if snapshot is None or not snapshot.holds(network):
-        snapshot = Snapshot(network)
-        if snapshot.is_complete:
-            _snapshots[network] = snapshot
-    return snapshot
-
-
-def _state_of(module: nn.Module) -> dict[str, Any]:
-    """Content of `module`, without marks of training; containers are copied."""
-    return {
-        name: value.copy() if name not in _TENSORS and isinstance(value, dict | list | set) else value
-        for name, value in lasting_attributes(module).items()
-    }
-
-
-def _may_change(value: Any) -> bool:
-    """Whether `value` is code with bound values, not a plain function of a module."""
-    if type(value) not in _CODE:
-        return False
-    if not isinstance(value, FunctionType):
-        return True
-    return bool(value.__closure__) or not all(isinstance(default, (*_PLAIN, type(None))) for default in held(value))
-
-
-def _lead_to(network: nn.Module, values: Sequence[Any], below: Sequence[nn.Module]) -> bool:
-    """Whether `values`, shared with the modules `below` the network, reference `network`, or too many objects to
-    tell."""
-    seen: dict[int, Any] = {id(module): module for module in below}  # holds the objects, so that ids stay unique
-    left, most = list(values), len(values) + len(below) + _MOST_OBJECTS
-    while left and len(seen) <= most:
-        value = left.pop()
-        if value is network:
-            return True
-        if id(value) in seen or not gc.is_tracked(value) or isinstance(value, type | ModuleType):
-            continue
-        seen[id(value)] = value
-        left += [*held(value), vars(value)] if isinstance(value, FunctionType) else gc.get_referents(value)
-    return bool(left)

@@ -1,26 +1,18 @@
-"""The meaning of an `assistant_strategy`: its drafters, whether they run decoupled (SA §4.1), and the control that
-decides when they draft."""
+"""The meaning of an `assistant_strategy`: its drafters, and the control that decides when they draft."""
 
-import math
 import os
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..papers import load
-from ..papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
-from ..papers.specactor.decoupled.pipe import DraftThread, idle_cores
-from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
+from ..papers import Calibration, load
 from .drafters.mtp.mtp_drafter import MtpDrafter, has_head
 from .drafters.self_copy import SelfDrafter
 from .engine.drafter import Drafter
-from .engine.statistics import SpeculationStatistics
 from .measuring import find_clock, find_ladder, find_profile
 from .options import SpeculativeConfig
 from .planner.acceptance import Drafts
@@ -29,13 +21,10 @@ from .planner.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate
 from .planner.planner import Planner
 from .refusals import CHAINS, check
 from .registry import CHOOSING, DRAFTERS
-from .session import Session
+from .session import CachedControl, Session
 
 
 if TYPE_CHECKING:
-    from ..papers.efficient_rollout.profile import Profile
-    from ..papers.specactor.ladder import Ladder
-    from ..papers.specactor.reconfiguration import RequestPlans
     from .call import Call
 
 
@@ -107,15 +96,15 @@ def make_drafters(
             if made_for is not None:
                 session.drafters[name] = drafter
         drafters.append(drafter)
-    for copied in policy_copies(drafters):
-        copied.refresh_if_changed()
+    for drafter in drafters:
+        for copied in drafter.policy_copies:
+            copied.refresh_if_changed()
     return drafters
 
 
 def policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
     """Returns the policy's quantized copies among `drafters`, including those that learn low-rank corrections."""
-    drafting = [drafter.student if isinstance(drafter, DistilledDrafter) else drafter for drafter in drafters]
-    return [drafter for drafter in drafting if isinstance(drafter, SelfDrafter)]
+    return [copied for drafter in drafters for copied in drafter.policy_copies]
 
 
 def refresh(model: nn.Module) -> None:
@@ -133,10 +122,9 @@ def copy_again(drafters: list[Drafter], model: PreTrainedModel, config: Speculat
     """Makes the copies of `model` among `drafters` again, in place, after its structure has changed (other adapters);
     learned corrections stay."""
     for place, drafter in enumerate(drafters):
-        if policy_copies([drafter]):
-            memory = drafter.state_dict() if isinstance(drafter, DistilledDrafter) else None
+        if drafter.policy_copies:
             drafters[place] = made = DRAFTERS[drafter.strategy].make(model, None, config)
-            if isinstance(made, DistilledDrafter) and memory:
+            if memory := drafter.state_dict():
                 made.load_state_dict(memory)
 
 
@@ -155,61 +143,6 @@ def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeCon
             DRAFTERS[member].check_assistant(argument, of_member, target, config)
 
 
-# ---- decoupled execution ------------------------------------------------------------------------------------------
-
-
-def decoupled(drafters: list[Drafter], call: "Call", rows: int) -> list[Drafter]:
-    """Returns the `drafters` of `call`, with at most `rows` rows in flight; those that run decoupled get a thread.
-    Raises ValueError if one must run decoupled and cannot."""
-    model, config = call.model, call.config
-    if call.images:
-        return drafters
-    if config.specactor.decoupled_execution == "always":
-        return [
-            drafter
-            if isinstance(drafter, DecoupledDrafter)
-            else DecoupledDrafter(DraftThread(drafter), _plans(drafter, model, config, rows, call.longest))
-            for drafter in drafters
-        ]
-    # A thread would share a GPU with the target: only idle CPU cores are a second worker.
-    is_open = model.device.type == "cpu" and _drafting_share() > 0
-    if is_open and len(drafters) == 1 and drafters[0].drafts_ahead and not call.rejects:
-        plans = _plans(drafters[0], model, config, rows, call.longest)
-        if plans is not None and plans.group.mode == "decoupled":
-            return [DecoupledDrafter(DraftThread(drafters[0]), plans)]
-    return drafters
-
-
-def keep_acceptance(session: Session, drafters: Sequence[Drafter], statistics: SpeculationStatistics) -> None:
-    """Stores the acceptance of first drafts, by which later calls plan decoupled execution."""
-    for drafter in drafters:
-        acceptance = statistics.per_drafter[drafter.strategy].first_token_acceptance
-        if not math.isnan(acceptance):
-            session.acceptance[drafter.strategy] = acceptance
-
-
-def _drafting_share() -> float:
-    """Cores of the drafter's thread over those that a profile was measured with, at most 1."""
-    return min(idle_cores() / torch.get_num_threads(), 1.0)
-
-
-def _plans(
-    drafter: Drafter, model: PreTrainedModel, config: SpeculativeConfig, capacity: int, length: int
-) -> "RequestPlans[int] | None":
-    """Returns the plans of requests, which begin as the machine's; None without a profile or an earlier call's
-    acceptance."""
-    acceptance = Session.of(model).acceptance.get(drafter.strategy)
-    if acceptance is None:
-        return None
-    profile = find_profile(model, replace(config, sd_toggle="measured"), capacity, length)  # profiles nothing
-    if profile is None:
-        return None
-    plans: RequestPlans[int] = load("papers.specactor.reconfiguration").request_plans(
-        drafter, profile, config, acceptance, capacity, length, _drafting_share()
-    )
-    return plans
-
-
 # ---- control ------------------------------------------------------------------------------------------------------
 
 
@@ -217,8 +150,8 @@ def make_control(
     drafters: Sequence[Drafter],
     config: SpeculativeConfig,
     draft_lengths: Sequence[int],
-    profile: "Profile | None" = None,
-    ladder: "Ladder | None" = None,
+    profile: Calibration = None,
+    ladder: Calibration = None,
     clock: Clock | None = None,
     several_chains: bool = True,
 ) -> Control:
@@ -257,16 +190,7 @@ def make_control(
     clock = clock if costs is None else Clock(costs)
     assert clock is not None
     drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
-    chains = several_chains and config.specactor.race, config.specactor.budget
-    return Planner(candidates, draft_lengths, clock, drafts, margin, *chains)
-
-
-class CachedControl(NamedTuple):
-    """A control, made from the `sources` profile and ladder, or from a probed `clock`."""
-
-    sources: "tuple[Profile | None, Ladder | None]"
-    control: Control
-    clock: Clock | None
+    return Planner(candidates, draft_lengths, clock, drafts, margin, *config.specactor.chains(several_chains))
 
 
 def control_for(

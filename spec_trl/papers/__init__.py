@@ -3,6 +3,11 @@ them. The default never loads them (`tests/test_imports.py`)."""
 
 from importlib import import_module
 from types import ModuleType
+from typing import Any, TypeAlias
+
+
+Calibration: TypeAlias = Any
+"""A profile or a ladder of a paper's room, where the core only passes it on."""
 
 
 def load(module: str) -> ModuleType:

@@ -15,13 +15,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..generation.drafters.history import HistoryDrafter, damage_of
 from ..generation.planner.acceptance import Drafts
 from ..generation.planner.clock import Clock
+from ..generation.registry import drafter_names
 from ..json_files import read_json, replacing, write_json
-from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
 
 
 STATE_FILE = "rollout_state.json"
 _LEDGER_FILE = "rollout_acceptance_{}.json"
-_MEMORY_FILES = {HistoryDrafter.strategy: "rollout_history_{}.pt", DistilledDrafter.strategy: "rollout_tts_{}.pt"}
+_MEMORY_FILE = "rollout_{}_{}.pt"  # of a drafter by its strategy
 
 
 def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | bool | None:
@@ -130,15 +130,15 @@ class RankState:
         if self.ledger is not None:
             write_json(Path(folder) / _LEDGER_FILE.format(rank), self.ledger)
         for strategy, memory in self.memories.items():
-            with replacing(Path(folder) / _MEMORY_FILES[strategy].format(rank)) as file:
+            with replacing(Path(folder) / _MEMORY_FILE.format(strategy, rank)) as file:
                 torch.save(memory, file)
 
     @classmethod
     def load(cls, folder: str | Path, rank: int) -> "RankState":
         """Reads this rank's files in `folder`, which may be missing; warns once per damaged file."""
         memories: dict[str, dict[str, Any]] = {}
-        for strategy, name in _MEMORY_FILES.items():
-            path = Path(folder) / name.format(rank)
+        for strategy in drafter_names():
+            path = Path(folder) / _MEMORY_FILE.format(strategy, rank)
             with only_for_speed(path):
                 if path.exists():
                     memory = torch.load(path, map_location="cpu", weights_only=True)

@@ -9,9 +9,10 @@ input, as under gradient checkpointing, with its ordinary gradient.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
 
@@ -20,22 +21,20 @@ from ..generation.engine.forwards.runner_choice import exactness, runner_for
 from ..generation.engine.kv.cache import autocast_dtype
 from ..generation.engine.network.attention import keeps_states
 from ..generation.engine.network.shadow import decoder_layers
+from ..generation.engine.network.snapshot import snapshot_of
 from ..generation.engine.requirements import policy_in
 from ..generation.engine.rows import Request, Rows
 from ..generation.engine.sampling.noise import token_logprobs, widen
 from ..generation.options import SpeculativeConfig
-from ..generation.session import Session, snapshot_of
-
-
-if TYPE_CHECKING:
-    from .speculative_rollouts import SpeculativeRollouts
+from ..generation.session import Session
 
 
 class ExactLogprobs:
     """Computes log-probabilities of completions by the sampler's engine, with the gradient of TRL's forward.
 
     Args:
-        trainer: its rollouts are repeated.
+        model: trained; may wrap the policy.
+        accelerator: of the training.
         config: of rollouts.
         processors: of rollouts; each acts on one position at a time.
 
@@ -44,16 +43,20 @@ class ExactLogprobs:
     """
 
     def __init__(
-        self, trainer: "SpeculativeRollouts", config: SpeculativeConfig, processors: Iterable[LogitsProcessor] | None
+        self,
+        model: nn.Module,
+        accelerator: Accelerator,
+        config: SpeculativeConfig,
+        processors: Iterable[LogitsProcessor] | None,
     ) -> None:
-        policy = policy_in(trainer.model)
-        with trainer.accelerator.autocast():
+        policy = policy_in(model)
+        with accelerator.autocast():
             exact = exactness(snapshot_of(policy), policy, replace(config, exact="auto"), policy)
         if exact is not True:
             raise _refusal(f"{type(policy).__name__} is not exact on this machine: {exact}")
-        self._accelerator, self._config, self._processors = trainer.accelerator, config, list(processors or ())
+        self._accelerator, self._config, self._processors = accelerator, config, list(processors or ())
         self._beside: list[tuple[None, ...] | None] = _returned_beside(policy)
-        self._rehearse(trainer.model)
+        self._rehearse(model)
 
     def _rehearse(self, model: nn.Module) -> None:
         """Scores four tokens, with a gradient, by layers that return what was stored."""

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, Trainer
 from ..drafter_training.adaptation import ADAPTABLE, AdaptationOptions
 from ..generation.options import SpeculativeConfig, place_of
 from ..generation.refusals import ADAPTATION, EXACT_LOGPROBS, LEARNING_MODEL, RANKS, Asked, check, of_drafting
-from ..generation.registry import needing_assistant, strategies, taking_assistant
+from ..generation.registry import assistant_of, strategies
 from ..json_files import jsonable
 from ..value_checks import did_you_mean, document, option, require_choice, require_folder_or_id, require_value
 
@@ -142,8 +142,8 @@ class RolloutOptions(TrainerConfig):
         return asked | {
             "no sd_toggle": words if strategy == "none" else asked["no sd_toggle"],
             "assistant_model=None": self.assistant_model is None,
-            "a strategy without assistant": drafter not in taking_assistant() and words,
-            "a strategy with an assistant": drafter in needing_assistant() and words,
+            "a strategy without assistant": assistant_of(drafter) == "none" and words,
+            "a strategy with an assistant": assistant_of(drafter) == "required" and words,
             "speculative rollouts": self.trainer,
             "another engine": f"{name}=True" if (name := next(engines, None)) else False,
             "ds3_gather_for_generation=False": not self.ds3_gather_for_generation,
@@ -168,8 +168,9 @@ class RolloutOptions(TrainerConfig):
 
     def adaptable_drafters(self) -> list[str]:
         """Strategies of the drafters that `drafter_adaptation` can train."""
-        races = self.assistant_strategy == "best_of_n"
-        members = self.rollout_config().specactor.drafters if races else [self.assistant_strategy]
+        members = [self.assistant_strategy]
+        if members == ["best_of_n"]:
+            members = list(self.rollout_config().specactor.drafters)
         return [name for name in members if name in ADAPTABLE]
 
     def rollout_config(self) -> SpeculativeConfig:

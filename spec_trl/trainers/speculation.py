@@ -23,7 +23,8 @@ from transformers.generation import BaseStreamer
 from ..generation.call import of_model
 from ..generation.engine.network.attention import keeps_states
 from ..generation.engine.requirements import check_model, policy_in, with_wrappers
-from ..generation.engine.rows import Request, RequestQueue
+from ..generation.engine.rollout import RequestQueue
+from ..generation.engine.rows import Request
 from ..generation.generate import SpeculativeOutput
 from ..generation.keyword import DEFAULTS, setting
 from ..generation.options import SpeculativeConfig

@@ -78,7 +78,9 @@ class SpeculativeRollouts(TrainerOfTRL):
         self._attempts = 0  # of a `train`, which begins again with a smaller batch under auto_find_batch_size
         in_place = self._dist.zero_stage != 3 and not self._dist.is_fsdp
         self._graphs = KeptGraphs(config.keep_graphs, self.accelerator.device, in_place)
-        self._exact = ExactLogprobs(self, config, self._processors) if args.exact_logprobs else None
+        self._exact: ExactLogprobs | None = None
+        if args.exact_logprobs:
+            self._exact = ExactLogprobs(self.model, self.accelerator, config, self._processors)
         self._clock = StepClock(self.accelerator.device, self._log_step, self._begin_attempt)
         self.add_callback(self._clock)
         speculator = ref(self._speculator)

@@ -28,7 +28,6 @@ from ..generation.engine.statistics import (
 )
 from ..generation.planner.control import Tally
 from ..generation.strategies import policy_copies
-from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
 from .run_log import TIMELINES, Mode, RolloutRecord
 
 
@@ -215,7 +214,7 @@ class RolloutSums:
             measured_speedup=speculation.measured_speedup if summed.drafted_rounds >= FEWEST_DRAFTED else None,
             tokens=summed.tokens, requests=summed.requests, race_wins=summed.race_wins, moved_rows=summed.moved_rows,
             per_depth=dict(sorted(summed.per_depth.items())),
-            drafter_updates=summed.drafter_updates if DistilledDrafter.strategy in drafted_by else None,
+            drafter_updates=summed.drafter_updates if "tts" in drafted_by else None,
             rank_seconds=self.rank_seconds, **own, **longest,
         )  # fmt: skip
 

@@ -36,8 +36,7 @@ from ..generation.engine.requirements import (
     policy_in,
     position_limit,
 )
-from ..generation.engine.sampling.neutral_settings import override
-from ..generation.keyword import move_stop_strings
+from ..generation.keyword import move_stop_strings, override
 from ..generation.options import SpeculativeConfig
 from ..generation.refusals import IMAGES, SHARDED, Asked, Features, check
 from ..generation.strategies import check_assistants

@@ -4,10 +4,10 @@ rollout, their control, and their state in checkpoints. One rank measures profil
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -20,6 +20,7 @@ from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
 from ..drafter_training.adaptation import Adaptable, AdaptationOptions, DrafterAdaptation
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.engine.drafter import Drafter
+from ..generation.engine.network.snapshot import structure
 from ..generation.engine.parked_rows import ParkedRows
 from ..generation.measuring import find_clock, find_ladder, find_profile, profile_key
 from ..generation.options import SpeculativeConfig
@@ -27,12 +28,10 @@ from ..generation.planner.clock import Clock
 from ..generation.planner.control import Control
 from ..generation.planner.planner import Planner
 from ..generation.registry import CHOOSING
-from ..generation.session import Session, structure
+from ..generation.session import Session
 from ..generation.strategies import copy_again, make_control, make_drafters, policy_copies
 from ..hardware import hardware_name
-from ..papers import load
-from ..papers.specactor.draft_ranks import DraftRanks
-from ..papers.test_time_speculation.distilled_drafter import DistilledDrafter
+from ..papers import Calibration, load
 from ..quantization.awq import ActivationStatistics
 from ..random_state import keeping_generators
 from .checkpoint import DraftLengthState, RankState, RolloutState, only_for_speed
@@ -42,12 +41,6 @@ from .run_verdict import CollapseAlarm
 from .speculator import Speculator
 
 
-if TYPE_CHECKING:
-    from ..papers.efficient_rollout.draft_length import DraftLengthController
-    from ..papers.efficient_rollout.profile import Profile
-    from ..papers.specactor.ladder import Ladder
-
-
 T = TypeVar("T")
 PROFILE_FILE = "roofline_profile.json"
 """Path of the profile's copy in the run's `output_dir`; the ladder's copy is next to it."""
@@ -55,10 +48,10 @@ PROFILE_FILE = "roofline_profile.json"
 
 def draft_length_controllers(
     config: SpeculativeConfig, strategies: Sequence[str], saved: Mapping[str, DraftLengthState]
-) -> "dict[str, DraftLengthController]":
-    """For each drafter by its strategy: where a checkpoint `saved` it, or at its start. None where a planner chooses γ
-    in each round."""
-    controllers: dict[str, DraftLengthController] = {}
+) -> dict[str, Any]:
+    """A :class:`~.DraftLengthController` by strategy: where a checkpoint `saved` it, or at its start. None where a
+    planner chooses γ in each round."""
+    controllers: dict[str, Any] = {}
     options = config.efficient_rollout
     for name in strategies if config.sd_toggle in ("always", "roofline") else ():
         controllers[name] = load("papers.efficient_rollout.draft_length").DraftLengthController(
@@ -99,8 +92,12 @@ class TrainerSpeculator(Speculator):
         super().__init__(args.assistant_strategy, config, folder)
         rank, ranks = accelerator.process_index, accelerator.num_processes
         self._args, self._accelerator, self._weights, self._adapts = args, accelerator, weights, adapts
-        self._draft_ranks = DraftRanks(config.specactor.draft_ranks, rank, ranks, args.ddp_timeout)
-        shares, decoding = args.rollout_sharing == "pool", self._draft_ranks.decoding
+        self._draft_ranks, decoding = None, ranks
+        if count := config.specactor.draft_ranks:
+            make = load("papers.specactor.draft_ranks").DraftRanks
+            self._draft_ranks = make(count, rank, ranks, args.ddp_timeout)
+            decoding = self._draft_ranks.decoding
+        shares = args.rollout_sharing == "pool"
         self._parked = ParkedRows() if parks else None
         several_chains = args.assistant_strategy == "best_of_n"
         self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding, self._parked, several_chains)
@@ -110,10 +107,10 @@ class TrainerSpeculator(Speculator):
         self.adaptation: DrafterAdaptation | None = None
         self.activations: ActivationStatistics | None = None
         self._control: Control | None = None
-        self._profile: Profile | None = None
+        self._profile: Calibration = None
         self._calibration_seconds = 0.0  # of a profile, a ladder or a probe; not yet logged
         self._clock: Clock | None = None
-        self._draft_lengths: dict[str, DraftLengthController] = {}  # by strategy
+        self._draft_lengths: dict[str, Any] = {}  # by strategy
         self._copied: tuple[object, ...] = ()  # structure of the policy that copies were made of; (): no copy was made
         self._is_stale = False  # the weights have changed since the last turn
         self._saved_lengths: dict[str, DraftLengthState] = {}
@@ -193,11 +190,12 @@ class TrainerSpeculator(Speculator):
 
         control = self._prepare(policy, rows, width)
         started = time.perf_counter()
-        if self._draft_ranks.drafts:
+        if self._draft_ranks is not None and self._draft_ranks.drafts:
             self._draft_ranks.serve(self.drafters[0], device, self._sharing.link())
             self._sums.longest["seconds"] += time.perf_counter() - started
         elif prompts:
-            with self._draft_ranks.ahead(self.drafters) as drafting:
+            ahead = nullcontext if self._draft_ranks is None else self._draft_ranks.ahead
+            with ahead(self.drafters) as drafting:
                 output = policy.generate(
                     input_ids=padded(prompts, padding),  # [B, width]
                     attention_mask=padded([[1] * len(prompt) for prompt in prompts], 0),
@@ -306,8 +304,8 @@ class TrainerSpeculator(Speculator):
         self._draft_lengths = draft_length_controllers(self._config, names, self._saved_lengths)
         for drafter in self.drafters:
             memory = self._saved.memories.pop(drafter.strategy, None)
-            if isinstance(drafter, HistoryDrafter | DistilledDrafter) and memory is not None:
-                drafter.load_state_dict(memory)
+            if memory is not None or (self._resumed_from is not None and drafter.learns):
+                drafter.load_state_dict(memory or {})  # a drafter that learns warns about an empty state
             if isinstance(drafter, Adaptable) and self._adapts:
                 longest, how = self._config.choice_of_draft_lengths()[-1], args.adaptation or AdaptationOptions()
                 self.adaptation = DrafterAdaptation(drafter, policy, self._accelerator, how, args.seed, longest)
@@ -345,7 +343,7 @@ class TrainerSpeculator(Speculator):
         self._calibration_seconds += time.perf_counter() - started
         return control
 
-    def _find_ladder(self, policy: PreTrainedModel, rows: int, lengths: tuple[int, ...]) -> "Ladder | None":
+    def _find_ladder(self, policy: PreTrainedModel, rows: int, lengths: tuple[int, ...]) -> Calibration:
         """Returns the draft ladder, stored or profiled, or None."""
         ladder = find_ladder(policy, self.drafters, self._config, rows, lengths)
         if ladder is not None:
@@ -374,8 +372,7 @@ class TrainerSpeculator(Speculator):
             RolloutState(self.counts, now or self._saved_lengths).save(folder)
             if self.adaptation is not None:
                 self.adaptation.save_state(folder)
-        learning = (one for one in self.drafters if isinstance(one, HistoryDrafter | DistilledDrafter))
-        memories = {drafter.strategy: memory for drafter in learning if (memory := drafter.state_dict())}
+        memories = {drafter.strategy: memory for drafter in self.drafters if (memory := drafter.state_dict())}
         ledger = self._control.state_dict() if isinstance(self._control, Planner) else self._saved.ledger
         RankState(memories, ledger).save(folder, self._accelerator.process_index)
 
@@ -383,8 +380,6 @@ class TrainerSpeculator(Speculator):
         """Restores a checkpoint at the next rollout, also if it lacks our state."""
         if (state := RolloutState.load(folder)) is None:
             return
-        saved = RankState.load(folder, self._accelerator.process_index)
-        # "tts" warns about an empty state.
-        self._saved = RankState({DistilledDrafter.strategy: {}, **saved.memories}, saved.ledger)
+        self._saved = RankState.load(folder, self._accelerator.process_index)
         self._saved_lengths, self._resumed_from = state.draft_lengths, Path(folder)
         self.counts, self.drafters, self._copied, self._control, self.adaptation = state.rollouts, [], (), None, None

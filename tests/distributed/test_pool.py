@@ -17,7 +17,8 @@ from spec_trl.distributed.pool import SharedPool
 from spec_trl.distributed.shared_work import MoveCosts, longest_first
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.engine.network.shadow import make_shadow
-from spec_trl.generation.engine.rows import Request, RequestQueue
+from spec_trl.generation.engine.rollout import RequestQueue
+from spec_trl.generation.engine.rows import Request
 from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.papers.specactor.decoupled.pipe import DraftThread
 from tests.conftest import TRANSFORMERS, WIDE, add_noise

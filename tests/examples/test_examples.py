@@ -16,7 +16,7 @@ import spec_trl
 from examples import generate, grpo_gsm8k, online_dpo, own_loop, rloo
 from examples.demo.task import build_tokenizer
 from spec_trl import SpeculativeConfig
-from spec_trl.generation.registry import taking_assistant
+from spec_trl.generation.registry import assistant_of, strategies
 from spec_trl.trainers.run_log import read_run
 from tests.conftest import DATA, STORY_MODEL
 from tests.trainers.harness import tiny_policy
@@ -142,7 +142,7 @@ def test_generate_hands_its_options_to_every_strategy(monkeypatch: pytest.Monkey
     options = ["--assistant_model", "small", "--tts_drafter", "model", "--best_of_n_drafters", "self", "model"]
     options += ["--draft_length", "2", "--batch_size", "1", "--seed", "3", "--temperature", "2", "--top_p", "0.1"]
     monkeypatch.setattr(sys, "argv", ["generate.py", *options, "--verification", "rejection"])
-    for strategy in ("none", *taking_assistant()):
+    for strategy in ("none", *(name for name in strategies() if assistant_of(name) != "none")):
         given: Any = generate.sample(Model(), {}, strategy, generate.parse_arguments(), new_tokens=1)
         assert (given["assistant_strategy"], given["temperature"], given["top_p"]) == (strategy, 2.0, 0.1)
         assert given["assistant_model"] == (None if strategy == "none" else "small")

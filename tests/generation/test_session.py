@@ -17,13 +17,14 @@ from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from spec_trl.generation import session as sessions
 from spec_trl.generation.drafters import self_copy
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.forwards import runner_choice
 from spec_trl.generation.engine.kv.memory import limited_groups
-from spec_trl.generation.session import Session, release, snapshot_of, structure
+from spec_trl.generation.engine.network import snapshot
+from spec_trl.generation.engine.network.snapshot import snapshot_of, structure
+from spec_trl.generation.session import Session, release
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.tiny_families import make
@@ -69,7 +70,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     watch(inspect, "signature")
     watch(runner_choice, "make_shadow")
     watch(self_copy, "make_shadow")
-    watch(sessions, "_structure")
+    watch(snapshot, "_structure")
     return counter
 
 

@@ -20,8 +20,8 @@ from ..engine.kv.states import cache_for, state_bytes
 from ..engine.network.attention import keeps_states
 from ..engine.network.products import lend_copies, take_copies_back
 from ..engine.network.shadow import decoder_layers
-from ..engine.rows import Admission
-from ..engine.sampling.accept import Integers, Proposal
+from ..engine.rows import Admission, Integers
+from ..engine.sampling.accept import Proposal
 from ..engine.sampling.noise import RoundNoise
 from .trainable_drafter import Canvas, TrainableDrafter
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from ...value_checks import require_value
 from ..engine.drafter import Drafter, DraftSession
-from ..engine.rows import Admission
-from ..engine.sampling.accept import Integers, Proposal
+from ..engine.rows import Admission, Integers
+from ..engine.sampling.accept import Proposal
 from ..engine.sampling.noise import RoundNoise
 from ..options import SpeculativeConfig
 from ..registry import register_drafter

@@ -18,11 +18,11 @@ from ...quantization.source_weight import modules_by_name
 from ..engine.kv.states import state_bytes
 from ..engine.network.foreign_layers import is_foreign
 from ..engine.network.shadow import make_shadow
+from ..engine.network.snapshot import WeightState
 from ..engine.sampling.accept import Proposal
 from ..engine.sampling.noise import RoundNoise
 from ..options import SpeculativeConfig
 from ..registry import register_drafter
-from ..session import WeightState
 from .autoregressive import NetworkDrafter
 
 
@@ -106,6 +106,10 @@ class SelfDrafter(NetworkDrafter):
     def refresh_before_drafting(self, statistics: ActivationStatistics | None = None) -> None:
         """Refreshes before the next draft: a rollout without drafts does not pay for it."""
         self.is_stale, self._statistics = True, statistics
+
+    @property
+    def policy_copies(self) -> "tuple[SelfDrafter]":  # type: ignore[override]
+        return (self,)
 
     @functools.cached_property
     def row_bytes(self) -> int:

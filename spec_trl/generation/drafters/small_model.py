@@ -23,10 +23,10 @@ from ..engine.forwards.model_costs import model_constants
 from ..engine.kv.cache import autocast_dtype
 from ..engine.network.attention import keeps_states
 from ..engine.network.shadow import make_shadow
+from ..engine.network.snapshot import addresses, structure
 from ..engine.requirements import check_model, policy_in
 from ..options import SpeculativeConfig
 from ..registry import register_drafter
-from ..session import addresses, structure
 from .autoregressive import NetworkDrafter
 from .checkpoints import state_of
 from .target_parts import check_sizes

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..engine.drafter import Drafter
 from ..engine.kv.base import KVCache
 from ..engine.kv.cache import ReplayCache
-from ..engine.sampling.accept import Integers
+from ..engine.rows import Integers
 from ..options import SpeculativeConfig
 
 

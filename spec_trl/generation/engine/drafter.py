@@ -2,11 +2,11 @@
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,16 +17,12 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ..options import SpeculativeConfig
 from ..planner.acceptance import MAX_DRAFT_LENGTH
 from .kv.base import KVCache, RowKV
-from .rows import Admission, PrefixView, Request, Rows
-from .sampling.accept import Integers, Proposal
+from .rows import Admission, Integers, PrefixView, Request, Rows
+from .sampling.accept import Proposal
 from .sampling.noise import Draw, RoundNoise, draw, stream_keys, widen
 from .sampling.penalty import Seen
 from .sampling.processors import Filters, LogitsPipeline, draw_processed
 from .statistics import LearningStatistics
-
-
-if TYPE_CHECKING:
-    from .forwards.runner import EagerRunner
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class DraftSession:
         pipeline: the target's processors: a drafter that samples applies them too (ER: the drafter uses the target's
             temperature, top-k and top-p).
         do_sample: False: greedy.
-        target: the target's runner; None inside transformers' loop, where the target has another cache.
+        target: the :class:`~.EagerRunner` of the target; None inside transformers' loop, where it has another cache.
         keep_logits: whether proposals must carry their logits (rejection verification).
         most_drafted: largest γ of a round.
         spend: takes seconds from the control's exploration budget, for learning; False: it holds less.
@@ -49,7 +45,7 @@ class DraftSession:
     rows: Rows
     pipeline: LogitsPipeline
     do_sample: bool
-    target: "EagerRunner | None"
+    target: Any
     keep_logits: bool
     most_drafted: int = MAX_DRAFT_LENGTH
     spend: Callable[[float], bool] = lambda _: True
@@ -142,6 +138,8 @@ class Drafter(CandidateGenerator):
     """Whether it serves further calls after modules, hooks or plain attributes of the target have changed."""
     learns: bool = False
     """Whether it learns from the target's logits (`learn`)."""
+    policy_copies: Sequence[Any] = ()
+    """The policy's quantized copies (:class:`~.SelfDrafter`) with which it drafts."""
     learning: LearningStatistics
     """Statistics since `begin`, if it `learns`."""
     forwards: int = 0
@@ -249,6 +247,13 @@ class Drafter(CandidateGenerator):
     def end(self) -> None:
         """Drops the session: the generation is over."""
         del self.session
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it has stored or learned for later generations, for a checkpoint; empty: nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the result of :meth:`state_dict`."""
 
     @property
     def cache_bytes(self) -> int:

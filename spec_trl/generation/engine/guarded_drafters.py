@@ -17,8 +17,7 @@ from ..planner.control import Control
 from ..planner.planner import SHARE
 from .drafter import Drafter
 from .forwards.runner import EagerRunner
-from .rows import Rows
-from .sampling.accept import Integers
+from .rows import Integers, Rows
 
 
 T = TypeVar("T")

@@ -4,15 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import methodcaller
-from typing import TYPE_CHECKING
 
+from .forwards.runner import EagerRunner
+from .guarded_drafters import GuardedDrafters
 from .kv.memory import free_memory
-from .rows import Request, Spans
+from .rows import Request, Rows, Spans
 from .saved_row import SavedRow, SavedStates
-
-
-if TYPE_CHECKING:
-    from .rollout import Rollout
 
 
 class ParkedRows:
@@ -49,12 +46,11 @@ class ParkedRows:
         for number, (prompt, completion) in lengths.items():
             self._spans[number] = (*self._spans.get(number, ()), (prompt, prompt + completion - 1))
 
-    def add(self, rollout: "Rollout", row: int) -> None:
-        """Parks `row`, which has ended, unless memory lacks, or a drafter reads hidden states of the whole text."""
-        cache, drafters, rows = rollout.target.cache, rollout.drafters, rollout.rows
-        index, number = rows.indices[row], self._numbers[rows.indices[row]]
+    def add(self, request: Request, row: int, rows: Rows, target: EagerRunner, drafters: GuardedDrafters) -> None:
+        """Parks `row`, as `request` has ended, unless memory lacks or a drafter reads its hidden states."""
+        cache, number = target.cache, self._numbers[request.index]
         self._pop(number)  # another rank has decoded the turns since
-        if rollout.queue.requests[index].images is not None:
+        if request.images is not None:
             return  # the family reads whole prompts
         needed = (int(rows.host_lengths[row]) - 1) * cache.column_bytes + cache.state_bytes // cache.rows
         free = free_memory(rows.tokens.device)
@@ -68,20 +64,22 @@ class ParkedRows:
             if answer is not None:
                 kv[drafters.names[drafter]] = 0, dict  # whoever is missing must read hidden states again
                 kv |= {owner: (end, partial(dict, states)) for owner, (end, states) in answer.items()}
-        if needed > free or (rollout.target.is_heard and must_read):
+        if needed > free or (target.is_heard and must_read):
             return
-        saved = SavedRow.save(row, rows, cache, 0, want_logprobs=False)
+        saved = rows.save(row, cache, 0, want_logprobs=False)
         self._rows[number] = replace(saved, tokens=None, kv=kv | saved.kv)  # the next prompt has the tokens
         self._bytes += self._rows[number].bytes
 
-    def saved_of(self, requests: Sequence[Request], rollout: "Rollout") -> list[Request]:
+    def saved_of(
+        self, requests: Sequence[Request], target: EagerRunner, drafters: GuardedDrafters
+    ) -> list[Request]:
         """Returns `requests`, which enter rows now, with the rows that were parked for them, which are no longer
         parked."""
-        in_use = {rollout.drafters.names[drafter] for drafter in rollout.drafters.in_use}
+        in_use = {drafters.names[drafter] for drafter in drafters.in_use}
         found = []
         for request in requests:
             saved = self._pop(self._numbers[request.index])
-            reads = saved is None or (rollout.target.is_heard and not in_use <= saved.kv.keys())
+            reads = saved is None or (target.is_heard and not in_use <= saved.kv.keys())
             found.append(request if reads or request.saved is not None else replace(request, saved=saved))
         return found
 

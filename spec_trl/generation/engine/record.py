@@ -17,8 +17,7 @@ from ..planner.admission import PlainRounds, plain_rounds
 from ..planner.control import Chain, Control, Tally
 from .drafter import Drafter
 from .forwards.runner import EagerRunner
-from .rows import Request, Rows, prompt_key
-from .sampling.accept import Integers
+from .rows import Integers, Request, Rows, prompt_key
 from .statistics import (
     DEPTH_EDGES,
     MOST_CHANGES,

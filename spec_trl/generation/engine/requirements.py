@@ -16,13 +16,13 @@ from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedMo
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..session import Snapshot, snapshot_of
 from .network.attention import STATELESS, MaskPlan, keeps_states
 from .network.family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
 from .network.foreign_layers import check_foreign_layers
+from .network.patches import unfollowed_patch
 from .network.scans import follows_states
+from .network.snapshot import Snapshot, snapshot_of
 from .network.swap import unwrapped
-from .network.training_marks import unfollowed_patch
 
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ _WAYS_OUT = {
         ("use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit"), "assistant_strategy says what drafts"
     ),
 }
-# Settings of generate with their values in sampling and greedy search; of others `neutral_settings.py` says why they
+# Settings of generate with their values in sampling and greedy search; of others `keyword.py` says why they
 # need not be served.
 _SERVED: dict[str, tuple[object, ...]] = {
     "num_beams": (0, 1),

@@ -16,14 +16,55 @@ from .forwards.runner import EagerRunner
 from .guarded_drafters import GuardedDrafters, LookupEvaluation, broken_logits, report_broken
 from .kv.memory import free_memory, sent
 from .kv.row_memory import RowMemory
+from .parked_rows import ParkedRows
 from .record import Completion, DraftedChains, Record
-from .rows import Admission, Request, RequestQueue, Rows
+from .rows import Admission, NoiseAhead, Request, Rows
 from .sampling.accept import Drafts, Outcome, Proposal, draft_lengths, verify_rejection
-from .sampling.noise import Draw, NoiseAhead, RoundNoise, derive, position_keys
+from .sampling.noise import Draw, RoundNoise, derive, position_keys
 from .sampling.processors import LogitsPipeline
 from .sampling.stopping import Stopping
-from .saved_row import SavedRow
 from .statistics import SpeculationStatistics
+
+
+class RequestQueue:
+    """Hands out `requests` in order. `distributed/pool.py` has a queue that several ranks share.
+
+    Attributes:
+        requests: all of the batch, by index.
+        waiting: number of requests that no rank decodes yet, as far as this rank knows.
+        parked: takes the K/V of rows that end, for the next turn of a conversation; None: it is dropped.
+    """
+
+    parked: ParkedRows | None = None
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self._dealt = list(requests)  # requests that this rank gives out
+        self.waiting = len(requests)
+
+    @property
+    def upcoming(self) -> Request | None:
+        """The next request, if that is known."""
+        return self._dealt[0] if self._dealt else None
+
+    def take(self, free: int, active: int) -> list[Request]:
+        """Returns up to `free` requests to start now, next to `active` rows. No request while `active` is 0 ends the
+        rollout."""
+        taken, self._dealt = self._dealt[:free], self._dealt[free:]
+        self.waiting = len(self._dealt)
+        return taken
+
+    def put_back(self, requests: list[Request]) -> None:
+        """Puts taken `requests` back, in front."""
+        self._dealt = requests + self._dealt
+        self.waiting += len(requests)
+
+    def keeps(self, index: int) -> bool:
+        """Called once when request `index` ends; False discards its completion: another rank ended it first."""
+        return True
+
+    def after_round(self, rollout: "Rollout") -> None:
+        """Called after a round, when ended rows have left; the queue may take further rows out of `rollout`."""
 
 
 class Rollout:
@@ -134,7 +175,7 @@ class Rollout:
             fitting = memory.fitting(taken)
             queue.put_back(taken[fitting:])
             taken = taken[:fitting]
-        return taken if queue.parked is None else queue.parked.saved_of(taken, self)
+        return taken if queue.parked is None else queue.parked.saved_of(taken, self.target, self.drafters)
 
     def _first_tokens(self, admission: Admission, logits: Tensor) -> Outcome:
         """Draws the first token of every row that needs one, with the noise of its position; all copies of a prompt
@@ -290,7 +331,8 @@ class Rollout:
             if self.queue.keeps(rows.indices[row]):
                 ended[rows.indices[row]] = Completion(*rows.output(row, self.want_logprobs))
                 if self.queue.parked is not None:
-                    self.queue.parked.add(self, row)
+                    request = self.queue.requests[rows.indices[row]]
+                    self.queue.parked.add(request, row, rows, self.target, self.drafters)
         self.record.end([rows.indices[row] for row in finished], ended)
 
     def _free(self, leaving: list[int]) -> None:
@@ -326,6 +368,6 @@ class Rollout:
         requests = []
         for row in leaving:
             first = round(share * (int(rows.host_lengths[row]) - 1))
-            saved = SavedRow.save(row, rows, cache, first, self.want_logprobs)
+            saved = rows.save(row, cache, first, self.want_logprobs)
             requests.append(replace(self.queue.requests[rows.indices[row]], saved=saved))
         return requests

@@ -1,34 +1,30 @@
-"""The rows in flight: the request in each row of the cache, its tokens, also as `generate` shows them; the queue."""
+"""The rows in flight: the request in each row of the cache, its tokens, also as `generate` shows them; their noise."""
 
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .kv.base import KVCache
 from .kv.memory import check_memory, sent
-from .sampling.accept import Integers
-from .sampling.noise import position_keys
-from .saved_row import SavedRow
+from .network.image_prompts import ImagePrompt
+from .sampling.noise import CPU_CHUNK, MOST_ROUNDS, RoundNoise, position_keys
+from .saved_row import TARGET, SavedRow
 
 
-if TYPE_CHECKING:
-    from .network.image_prompts import ImagePrompt
-    from .parked_rows import ParkedRows
-    from .rollout import Rollout
-
-
+Integers = NDArray[np.int64]
 SHORT_PROMPT = 16
 """Prompts of so few tokens are read like generated tokens on a CPU, where a decoder layer of few tokens is one call
 (`cpu_layers.py`). Only the prompt's length decides, so that its sums do not depend on other rows."""
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
-Text: TypeAlias = "tuple[bytes, Spans, ImagePrompt | None]"
+Text: TypeAlias = tuple[bytes, Spans, ImagePrompt | None]
 """Tokens of a prompt, its spans and images: of equal ones K/V is equal."""
 
 
@@ -63,7 +59,7 @@ class Request:
     stream: int
     saved: SavedRow | None = None
     spans: Spans = ()
-    images: "ImagePrompt | None" = None
+    images: ImagePrompt | None = None
     device: torch.device | None = None
 
     @property
@@ -99,47 +95,6 @@ def prompt_key(prompt: Tensor) -> str:
     return hashlib.blake2b(prompt.cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
 
-class RequestQueue:
-    """Hands out `requests` in order. `distributed/pool.py` has a queue that several ranks share.
-
-    Attributes:
-        requests: all of the batch, by index.
-        waiting: number of requests that no rank decodes yet, as far as this rank knows.
-        parked: takes the K/V of rows that end, for the next turn of a conversation; None: it is dropped.
-    """
-
-    parked: "ParkedRows | None" = None
-
-    def __init__(self, requests: list[Request]) -> None:
-        self.requests = requests
-        self._dealt = list(requests)  # requests that this rank gives out
-        self.waiting = len(requests)
-
-    @property
-    def upcoming(self) -> Request | None:
-        """The next request, if that is known."""
-        return self._dealt[0] if self._dealt else None
-
-    def take(self, free: int, active: int) -> list[Request]:
-        """Returns up to `free` requests to start now, next to `active` rows. No request while `active` is 0 ends the
-        rollout."""
-        taken, self._dealt = self._dealt[:free], self._dealt[free:]
-        self.waiting = len(self._dealt)
-        return taken
-
-    def put_back(self, requests: list[Request]) -> None:
-        """Puts taken `requests` back, in front."""
-        self._dealt = requests + self._dealt
-        self.waiting += len(requests)
-
-    def keeps(self, index: int) -> bool:
-        """Called once when request `index` ends; False discards its completion: another rank ended it first."""
-        return True
-
-    def after_round(self, rollout: "Rollout") -> None:
-        """Called after a round, when ended rows have left; the queue may take further rows out of `rollout`."""
-
-
 @dataclass(frozen=True)
 class Admission:
     """Requests that have just entered rows.
@@ -156,7 +111,7 @@ class Admission:
     sources: list[int]
     lengths: list[int]
     requests: list[Request]
-    images: "dict[int, ImagePrompt]" = field(default_factory=dict)
+    images: dict[int, ImagePrompt] = field(default_factory=dict)
     saved: dict[int, SavedRow] = field(default_factory=dict)
 
     @functools.cached_property
@@ -325,6 +280,16 @@ class Rows:
         span = self.generated_span(row)
         return self.tokens[row, span].clone(), self.logprobs[row, span].clone() if want_logprobs else None
 
+    def save(self, row: int, cache: KVCache, first: int, want_logprobs: bool) -> SavedRow:
+        """Copies the tokens of `row`, and the target's K/V from column `first` on, without the last token, which the
+        next forward feeds."""
+        tokens, logprobs = self.output(row, want_logprobs)
+        columns = int(self.host_lengths[row]) - 1
+        if first >= columns:
+            return SavedRow(tokens, logprobs, 0, {})
+        states = cache.export_row(row, first, columns)
+        return SavedRow(tokens, logprobs, first, {TARGET: (columns, lambda: states)})
+
     def write(self, offset: int, tokens: Tensor) -> None:
         """Writes `[active, n]` tokens after the committed ones, from `offset` on."""
         self.tokens[: self.active].scatter_(1, self.columns_after(offset, tokens.shape[1]), tokens)
@@ -375,6 +340,30 @@ class Rows:
         del self.prompts[remaining:], self.indices[remaining:], self.texts[remaining:]
         self.set_active(remaining)
         return source, destination
+
+
+class NoiseAhead:
+    """Makes the noise of a round. On a CPU, for rounds that draw one token per row, it hashes several rounds ahead."""
+
+    def __init__(self, rows: Rows, vocabulary: int) -> None:
+        self._rows, self._vocabulary = rows, vocabulary
+        self._indices: list[int] = []  # of the rows whose noise is hashed
+        self._lengths = rows.host_lengths  # of the same, when it was hashed
+        self._taken = self._hashed = 0  # rounds
+
+    def of_round(self, count: int) -> RoundNoise:
+        """Noise of the next `count` positions of the rows in flight."""
+        rows = self._rows
+        if count > 1 or rows.tokens.device.type != "cpu":
+            return RoundNoise(rows.noise_keys(count), self._vocabulary)
+        goes_on = rows.indices == self._indices and (rows.host_lengths == self._lengths + self._taken).all()
+        if not goes_on or self._taken == self._hashed:
+            most = min(MOST_ROUNDS, CPU_CHUNK // (rows.active * self._vocabulary), rows.columns - rows.longest)
+            self._hashed, self._taken = max(most, 1), 0
+            self._indices, self._lengths = list(rows.indices), rows.host_lengths.copy()
+            self._noise = RoundNoise(rows.noise_keys(self._hashed), self._vocabulary)
+        self._taken += 1
+        return self._noise.part(self._taken - 1)
 
 
 class PrefixView:

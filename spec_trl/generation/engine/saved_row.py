@@ -3,15 +3,11 @@ another rank, or in the next turn of a conversation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
 from .kv.base import KVCache, RowKV
-
-
-if TYPE_CHECKING:
-    from .rows import Rows
 
 
 TARGET = "the target"
@@ -36,17 +32,6 @@ class SavedRow:
     logprobs: Tensor | None
     first: int
     kv: SavedStates
-
-    @classmethod
-    def save(cls, row: int, rows: "Rows", cache: KVCache, first: int, want_logprobs: bool) -> "SavedRow":
-        """Copies the tokens of `row`, and the target's K/V from column `first` on, without the last token, which the
-        next forward feeds."""
-        tokens, logprobs = rows.output(row, want_logprobs)
-        columns = int(rows.host_lengths[row]) - 1
-        if first >= columns:
-            return cls(tokens, logprobs, 0, {})
-        states = cache.export_row(row, first, columns)
-        return cls(tokens, logprobs, first, {TARGET: (columns, lambda: states)})
 
     def restore(self, row: int, owner: str, cache: KVCache) -> int:
         """Writes the K/V of `owner` to `row` of its `cache`; returns the first column that a forward must compute."""

@@ -29,8 +29,8 @@ from ...generation.engine.forwards.runner_choice import captures, runner_for
 from ...generation.engine.kv.memory import free_memory
 from ...generation.engine.network.attention import keeps_states
 from ...generation.engine.requirements import position_limit
-from ...generation.engine.rollout import Rollout
-from ...generation.engine.rows import PrefixView, Request, RequestQueue, Rows
+from ...generation.engine.rollout import RequestQueue, Rollout
+from ...generation.engine.rows import PrefixView, Request, Rows
 from ...generation.engine.sampling.accept import Proposal
 from ...generation.engine.sampling.noise import RoundNoise
 from ...generation.engine.sampling.processors import LogitsPipeline

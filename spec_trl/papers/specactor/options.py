@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...generation.registry import DRAFTERS, needing_assistant, taking_assistant
+from ...generation.registry import assistant_of, drafter_names, needing_assistant
 from ...value_checks import DeclaredOptions, option, require_folder_or_id
 
 
@@ -33,13 +33,12 @@ class SpecActorOptions(DeclaredOptions):
         super().__post_init__()
         if self.drafters is type(self).drafters and self.assistants is None:
             return
-        names = self.drafters
-        known = isinstance(names, tuple) and set(names) <= DRAFTERS.keys()
-        if not names or not known or len(set(names)) < len(names):
-            raise ValueError(f"specactor.drafters={names!r} must be one or more different ones of {list(DRAFTERS)}.")
+        names, known = self.drafters, drafter_names()
+        if not isinstance(names, tuple) or not names or set(names) - {*known} or len(set(names)) < len(names):
+            raise ValueError(f"specactor.drafters={names!r} must be one or more different ones of {list(known)}.")
         if self.assistants is None:
             return
-        takers = [name for name in names if name in taking_assistant()]
+        takers = [name for name in names if assistant_of(name) != "none"]
         if not isinstance(self.assistants, Mapping) or not self.assistants or set(self.assistants) - {*takers}:
             raise ValueError(
                 f"specactor.assistants={self.assistants!r} must be a dict with some of {takers}, the members of "
@@ -47,6 +46,15 @@ class SpecActorOptions(DeclaredOptions):
             )
         for name, assistant in self.assistants.items():
             require_folder_or_id(f"specactor.assistants[{name!r}]", assistant)
+
+    @property
+    def ahead(self) -> str:
+        """Where drafts are made while the target verifies."""
+        return f"{self.decoupled_execution} {self.draft_ranks}"
+
+    def chains(self, are_asked: bool) -> tuple[bool, int | None]:
+        """Whether a row may have chains of several drafters, if these `are_asked` for, and the budget."""
+        return are_asked and self.race, self.budget
 
     def assistants_with(self, assistant: object, tts_drafter: str) -> dict[str, Any]:
         """The assistant of each of `drafters` that has one. `assistant`, i.e. `assistant_model`, is for the one that

@@ -1,14 +1,13 @@
 """SA Algorithm 2: requests of low acceptance get a separate window and mode; and such plans for one machine."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from ...generation.planner.clock import AffineSeconds, fit_affine
-from ..efficient_rollout.profile import Profile, roofline_of
 from ..efficient_rollout.roofline import Roofline
-from .decoupled_plan import ExecutionPlan, Mode, SpeedModel, best_window, plan_of_machine
+from .decoupled_plan import ExecutionPlan, Mode, SpeedModel, best_window
 from .token_speed import (
     DraftSeconds,
     VerifySeconds,
@@ -19,10 +18,6 @@ from .token_speed import (
     decoupled_speed,
 )
 
-
-if TYPE_CHECKING:
-    from ...generation.engine.drafter import Drafter
-    from ...generation.options import SpeculativeConfig
 
 Request = TypeVar("Request", bound=Hashable)
 
@@ -136,36 +131,6 @@ class RequestPlans(Generic[Request]):
         if request not in self._counts:
             self._counts[request] = _Counts(RequestPlan(self.group.mode, self.group.window))
         return self._counts[request]
-
-
-def request_plans(
-    drafter: "Drafter",
-    profile: Profile,
-    config: "SpeculativeConfig",
-    acceptance: float,
-    capacity: int,
-    length: int,
-    share: float,
-) -> RequestPlans[int]:
-    """The plans of a call's requests, which begin as the machine's (:func:`~.decoupled_plan.plan_of_machine`).
-
-    Args:
-        drafter: the drafter that may run decoupled.
-        profile: of the target on this machine.
-        config: `specactor.decoupled_execution="always"` decouples whatever the plan.
-        acceptance: p, of an earlier call.
-        capacity: most rows in flight.
-        length: the longest total length of a row, tokens.
-        share: the cores that the drafter's thread gets over those that the profile was measured with; 0 or less counts
-            as 1.
-    """
-    roofline = roofline_of(drafter, profile)
-    draft, verify = affine_times(roofline, capacity, length / 2, share if share > 0 else 1.0)
-    alone, _ = affine_times(roofline, capacity, length / 2)
-    plan = plan_of_machine(acceptance, config.first_draft_length, capacity, alone(1), draft(1), partial(verify, 1))
-    if config.specactor.decoupled_execution == "always":
-        plan = replace(plan, mode="decoupled", window=config.first_draft_length + 1)
-    return RequestPlans(plan, draft, verify)
 
 
 def affine_times(

@@ -336,7 +336,7 @@ class _Simulation:
     def _help(self, now: float) -> Iterable[_Worker]:
         """Moves requests of other workers to freed workers. Returns the workers whose requests have changed."""
         if self.method.shared_pool:
-            enough = self.cluster.max_helped if self.method.best_of_n else 1  # so few gain more by races
+            enough = self.cluster.max_helped if self.method.best_of_n else 1  # so few gain more by further drafters
             while self.freed:
                 fullest = max(self.workers, key=lambda worker: len(worker.copies))
                 if len(fullest.copies) <= enough:

@@ -6,7 +6,7 @@ drafter's distribution q nearer to p before the next draft (TTS §4.1, Algorithm
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -23,14 +23,14 @@ from ...generation.drafters.small_model import SmallModelDrafter, as_assistant, 
 from ...generation.drafters.trainable_drafter import Canvas, TrainableDrafter
 from ...generation.engine.drafter import DraftCost, Drafter, DraftSession
 from ...generation.engine.kv.base import RowKV
-from ...generation.engine.rows import Admission
-from ...generation.engine.sampling.accept import Integers, Proposal
+from ...generation.engine.network.snapshot import WeightState, structure
+from ...generation.engine.rows import Admission, Integers
+from ...generation.engine.sampling.accept import Proposal
 from ...generation.engine.sampling.noise import RoundNoise
 from ...generation.engine.statistics import LearningStatistics
 from ...generation.options import SpeculativeConfig
 from ...generation.refusals import LEARNING_MODEL, check
 from ...generation.registry import DRAFTERS, register_drafter
-from ...generation.session import WeightState, structure
 from .distillation import distillation_loss, expected_tokens
 from .options import TTSOptions
 from .trained_weights import Learner, make_learner
@@ -102,6 +102,10 @@ class DistilledDrafter(Drafter):
         student.check_assistant(argument, assistant, target, config)
         if student is SmallModelDrafter and assistant is not None:
             check({"an assistant with states": states_of(argument, assistant), LEARNING_MODEL: 'tts.drafter="model"'})
+
+    @property
+    def policy_copies(self) -> Sequence[Any]:  # type: ignore[override]
+        return self.student.policy_copies
 
     @property
     def cost(self) -> DraftCost | None:  # type: ignore[override]

@@ -15,7 +15,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 import spec_trl
 from spec_trl import SpeculativeConfig
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.session import Session, WeightState
+from spec_trl.generation.engine.network.snapshot import WeightState
+from spec_trl.generation.session import Session
 from spec_trl.generation.strategies import make_drafters
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows

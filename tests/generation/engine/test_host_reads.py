@@ -13,9 +13,9 @@ from spec_trl.generation.engine.cuda import graph_runner
 from spec_trl.generation.engine.cuda.graph_capture import Outputs, Recording
 from spec_trl.generation.engine.kv.pages import PagedCache
 from spec_trl.generation.engine.rollout import Rollout
-from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.generation.engine.rows import NoiseAhead, Request, Rows
 from spec_trl.generation.engine.sampling import processors
-from spec_trl.generation.engine.sampling.noise import NoiseAhead, RoundNoise
+from spec_trl.generation.engine.sampling.noise import RoundNoise
 from spec_trl.generation.planner.planner import Planner
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows

@@ -13,7 +13,8 @@ from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine import parked_rows
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.parked_rows import ParkedRows
-from spec_trl.generation.engine.rows import Request, RequestQueue
+from spec_trl.generation.engine.rollout import RequestQueue
+from spec_trl.generation.engine.rows import Request
 from spec_trl.generation.generate import SpeculativeOutput
 from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.papers.specactor.decoupled.pipe import DraftThread
@@ -86,7 +87,7 @@ def drafted(outputs: list[SpeculativeOutput]) -> int:
 class NeverParked(ParkedRows):
     """Drops what it is given."""
 
-    def add(self, rollout: Any, row: int) -> None:
+    def add(self, *_: Any) -> None:
         pass
 
 

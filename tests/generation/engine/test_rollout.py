@@ -18,7 +18,8 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.forwards.runner import EagerRunner
 from spec_trl.generation.engine.kv.cache import RaggedCache
 from spec_trl.generation.engine.network.shadow import make_shadow
-from spec_trl.generation.engine.rows import PrefixView, Request, RequestQueue, Rows
+from spec_trl.generation.engine.rollout import RequestQueue
+from spec_trl.generation.engine.rows import PrefixView, Request, Rows
 from spec_trl.generation.engine.sampling.accept import Proposal
 from spec_trl.generation.engine.sampling.noise import RoundNoise
 from spec_trl.generation.engine.sampling.stopping import Stopping

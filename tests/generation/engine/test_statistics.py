@@ -45,7 +45,7 @@ from spec_trl.generation.engine.statistics import (
 )
 from spec_trl.generation.planner.admission import PlainRounds
 from spec_trl.generation.planner.control import AlwaysSpeculate, Candidate, Chain, Tally
-from spec_trl.papers.specactor.races import RacedChains
+from spec_trl.papers.specactor.racing_rollout import RacedChains
 from tests.generation.calls import generate, pad_left, random_rows
 
 

@@ -12,8 +12,7 @@ from transformers import PreTrainedConfig
 from ...engine.drafter import DraftSession, Forward
 from ...engine.kv.memory import sent
 from ...engine.network.attention import FULL, MaskPlan, as_spans, attended
-from ...engine.rows import Admission
-from ...engine.sampling.accept import Integers
+from ...engine.rows import Admission, Integers
 from ...registry import register_drafter
 from ..autoregressive import CATCH_UP
 from ..feature_drafter import FeatureDrafter

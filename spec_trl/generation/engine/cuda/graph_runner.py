@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...session import addresses
 from ..drafter import NetworkDraft
 from ..forwards.runner import EagerRunner, FeatureRunner, Heard
 from ..kv.base import KVCache
@@ -26,6 +25,7 @@ from ..network.attention import attended, keeps_states
 from ..network.products import copied_bytes
 from ..network.scans import Taken
 from ..network.shadow import decoder_layers, make_shadow
+from ..network.snapshot import addresses
 from ..sampling.accept import Proposal
 from .graph_capture import (
     CapturedForward,
@@ -55,8 +55,8 @@ WARM_UPS = 2
 class GraphRunner(EagerRunner):
     """An :class:`EagerRunner` that replays captured forwards for the few tokens per row of drafting and verifying.
 
-    Returned logits are in memory that all captured forwards of its budget share: valid until the next forward. Races
-    (`forward_at`) run eagerly.
+    Returned logits are in memory that all captured forwards of its budget share: valid until the next forward. Chains
+    of several drafters (`forward_at`) are verified eagerly.
 
     Args:
         network: as for the eager runner.

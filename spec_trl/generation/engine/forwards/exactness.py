@@ -31,7 +31,7 @@ from ..kv.states import cache_for
 from ..network.foreign_layers import is_foreign, mixing_layers
 from ..network.products import make_copies, native_products
 from ..network.shadow import decoder_layers, make_shadow
-from ..network.training_marks import HOOK_DICTS, patched_forward
+from ..network.snapshot import HOOK_DICTS, patched_forward
 from .runner import EagerRunner
 
 

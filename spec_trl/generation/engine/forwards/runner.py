@@ -209,18 +209,18 @@ class EagerRunner:
             The number of tokens read, and logits `[n, 1, vocab]` after the prompts of the n rows in
             `admission.first_token_rows`, or None.
         """
-        lengths = admission.cached
+        lengths, leader_of = admission.cached, admission.first_token_rows
         known = admission.restore(TARGET, self.cache) if admission.saved else {}
         for row, saved in admission.saved.items():
             if saved.first:
                 lengths[row - admission.first] = saved.first
         count, logits = sum(lengths[: admission.leaders]) - sum(known.values()), list[Tensor]()
         if admission.images or self.cache.offsets is not None:
-            seen, logits = read_images(self.network, self.cache, admission, lengths)
+            leaders = range(admission.first, admission.first + admission.leaders)
+            seen, logits = read_images(self.network, self.cache, leaders, admission.images, leader_of, lengths)
             known |= seen
             self.forwards += len(seen)
             self.eager_forwards += len(seen)
-        leader_of = admission.first_token_rows
         logits += self.read(rows, admission, lengths, known, leader_of.keys() - admission.images.keys())
         for row, saved in admission.saved.items():
             if saved.first:  # its K/V may have arrived meanwhile

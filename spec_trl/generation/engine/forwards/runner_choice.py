@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ....native.native_code import compiler
 from ...options import SpeculativeConfig
-from ...session import Session, Shadow, Snapshot, addresses
+from ...session import Session, Shadow
 from ..cuda.graph_capture import SMALLEST_COLUMNS, CudaRecorder, GraphBudget, cache_rows
 from ..cuda.graph_runner import GraphRunner
 from ..kv.base import KVCache, pages_of
@@ -17,6 +17,7 @@ from ..kv.pages import PagedCache
 from ..kv.states import States
 from ..network.products import make_copies, refresh_copies
 from ..network.shadow import make_shadow
+from ..network.snapshot import Snapshot, addresses
 from ..network.swap import not_exact
 from .exactness import inexact_parts
 from .runner import EagerRunner, cpu_runner

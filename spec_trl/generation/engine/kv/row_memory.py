@@ -20,8 +20,7 @@ from ..forwards.runner_choice import captures, free_for_cache, takes_pool
 from ..network.attention import MaskPlan, attends, calls_attention, reads_spans
 from ..network.products import bytes_of_copies
 from ..parked_rows import ParkedRows
-from ..rows import Request, Rows
-from ..sampling.accept import Integers
+from ..rows import Integers, Request, Rows
 from .base import PAGE_COLUMNS, KVCache, pages_of
 from .cache import autocast_dtype
 from .memory import check_memory, free_memory, takes_memory_late

@@ -28,7 +28,7 @@ from .attention import ATTENTIONS, RAGGED_ATTENTION
 from .family_hooks import cache_name
 from .known_code import code_of, code_of_reference, has_its_forward
 from .products import Activation, Product
-from .training_marks import patched_forward
+from .snapshot import patched_forward
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -3,7 +3,7 @@ the text, and knows their positions and which tokens attend in both directions. 
 and the engine decodes text after it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,6 @@ from transformers import DynamicCache, PreTrainedModel
 from ....native.cpu_products import reading_prompts
 from ..kv.base import KVCache
 from ..kv.memory import sent
-from ..rows import Admission
 from .family_hooks import cache_argument, forward_parameters
 
 
@@ -71,21 +70,25 @@ class ImagePrompt:
 
 
 def read_images(
-    network: PreTrainedModel, cache: KVCache, admission: Admission, lengths: Sequence[int]
+    network: PreTrainedModel,
+    cache: KVCache,
+    rows: range,
+    prompts: Mapping[int, ImagePrompt],
+    begin: Collection[int],
+    lengths: Sequence[int],
 ) -> tuple[dict[int, int], list[Tensor]]:
-    """Writes the K/V of admitted prompts with images, within the first `lengths` columns of rows, and the offsets of
-    all admitted rows. Returns the number of written columns by row, and logits `[1, 1, vocab]` after the prompts of
-    rows that begin."""
-    first, read, logits = admission.first, dict[int, int](), list[Tensor]()
-    leaders = range(first, first + admission.leaders)
+    """Writes the K/V of the `prompts` with images by row, within the first `lengths` columns of the admitted `rows`,
+    and the offsets of these. Returns the number of written columns by row, and logits `[1, 1, vocab]` after the
+    prompts of rows that `begin`."""
+    read, logits = dict[int, int](), list[Tensor]()
     if cache.offsets is not None:
-        offsets = [admission.images[row].offset if row in admission.images else 0 for row in leaders]
-        cache.offsets[first : leaders.stop] = sent(torch.tensor(offsets), cache.offsets.device)
-    for row in leaders:
-        if (images := admission.images.get(row)) is not None:
-            read[row] = min(len(images.tokens), lengths[row - first])
+        offsets = [prompts[row].offset if row in prompts else 0 for row in rows]
+        cache.offsets[rows.start : rows.stop] = sent(torch.tensor(offsets), cache.offsets.device)
+    for row, length in zip(rows, lengths, strict=False):
+        if (images := prompts.get(row)) is not None:
+            read[row] = min(len(images.tokens), length)
             images.read(network, cache, row, read[row])
-            if row in admission.first_token_rows:
+            if row in begin:
                 logits.append(images.logits)
     return read, logits
 

@@ -30,7 +30,7 @@ from ....quantization.experts import matrix_names, run_experts
 from ....quantization.linear import PackedLayer
 from ..cuda.kernels import run_on
 from ..kv.cache import autocast_dtype
-from .training_marks import patched_forward
+from .snapshot import patched_forward
 
 
 FORWARDS = nn.Linear.forward, Conv1D.forward

@@ -22,9 +22,10 @@ from .attention import EXACT_ATTENTION, RAGGED_ATTENTION, calls_attention
 from .family_hooks import adapt
 from .foreign_layers import finish_loading, is_foreign
 from .fused_layers import launches
+from .patches import rebind
 from .products import Product, is_on_cpu
+from .snapshot import lasting_attributes, patched_forward
 from .swap import Place, class_in_shadow, unwrapped
-from .training_marks import lasting_attributes, patched_forward, rebind
 
 
 def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel:

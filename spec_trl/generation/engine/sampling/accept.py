@@ -5,7 +5,7 @@ sampling. A row has at most one chain of drafts in a round. The host reads the d
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,14 +15,10 @@ from torch import Tensor
 
 from ...planner.control import Chain
 from ..kv.memory import sent
+from ..rows import Integers, Rows
 from .noise import Draw, gumbel_noise, sample, token_logprobs, uniform_coins
 
 
-if TYPE_CHECKING:
-    from ..rows import Rows
-
-
-Integers = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
@@ -218,7 +214,7 @@ class Drafts:
     width: int
 
     @classmethod
-    def of(cls, rows: "Rows", lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> "Drafts":
+    def of(cls, rows: Rows, lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> "Drafts":
         """Combines `drafted` proposals, by drafter, for `rows`; `lengths`: planned (:func:`draft_lengths`)."""
         if not lengths:
             return cls(lengths, [-1] * rows.active, None, Proposal(rows.tokens[: rows.active, :0]), 0)

@@ -8,14 +8,9 @@ Suresh, arXiv 2408.07978).
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-
-if TYPE_CHECKING:
-    from ..rows import Rows
 
 
 # Elements hashed at a time: the scratch of a chunk stays in a CPU's cache; a GPU takes larger chunks, for fewer
@@ -142,30 +137,6 @@ class RoundNoise:
             return self.block[:, step : step + count]
         keys = self.keys[:, step : step + count]  # [B, count]
         return gumbel_noise(keys.reshape(-1), self._vocabulary).view(*keys.shape, self._vocabulary)
-
-
-class NoiseAhead:
-    """Makes the noise of a round. On a CPU, for rounds that draw one token per row, it hashes several rounds ahead."""
-
-    def __init__(self, rows: "Rows", vocabulary: int) -> None:
-        self._rows, self._vocabulary = rows, vocabulary
-        self._indices: list[int] = []  # of the rows whose noise is hashed
-        self._lengths = rows.host_lengths  # of the same, when it was hashed
-        self._taken = self._hashed = 0  # rounds
-
-    def of_round(self, count: int) -> RoundNoise:
-        """Noise of the next `count` positions of the rows in flight."""
-        rows = self._rows
-        if count > 1 or rows.tokens.device.type != "cpu":
-            return RoundNoise(rows.noise_keys(count), self._vocabulary)
-        goes_on = rows.indices == self._indices and (rows.host_lengths == self._lengths + self._taken).all()
-        if not goes_on or self._taken == self._hashed:
-            most = min(MOST_ROUNDS, CPU_CHUNK // (rows.active * self._vocabulary), rows.columns - rows.longest)
-            self._hashed, self._taken = max(most, 1), 0
-            self._indices, self._lengths = list(rows.indices), rows.host_lengths.copy()
-            self._noise = RoundNoise(rows.noise_keys(self._hashed), self._vocabulary)
-        self._taken += 1
-        return self._noise.part(self._taken - 1)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from ..rows import PrefixView
-from .accept import Bools, Integers
+from ..rows import Integers, PrefixView
+from .accept import Bools
 from .processors import is_known, needs_batch
 
 

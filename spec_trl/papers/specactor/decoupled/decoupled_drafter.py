@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ....generation.engine.drafter import Drafter, DraftSession
-from ....generation.engine.rows import Admission
-from ....generation.engine.sampling.accept import Integers, Proposal
+from ....generation.engine.rows import Admission, Integers
+from ....generation.engine.sampling.accept import Proposal
 from ....generation.engine.sampling.noise import RoundNoise
 from ....generation.planner.acceptance import MAX_DRAFT_LENGTH
 from .pipe import DraftPipe, DraftThread

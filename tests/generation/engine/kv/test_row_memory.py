@@ -22,7 +22,8 @@ from spec_trl.generation.engine.kv.cache import RaggedCache
 from spec_trl.generation.engine.kv.row_memory import RowMemory, RowNeeds
 from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.generation.engine.parked_rows import ParkedRows
-from spec_trl.generation.engine.rows import Request, RequestQueue, Rows
+from spec_trl.generation.engine.rollout import RequestQueue
+from spec_trl.generation.engine.rows import Request, Rows
 from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.papers.specactor.decoupled.pipe import DraftThread
 from tests.conftest import tiny_llama

@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from spec_trl.generation.engine.kv import memory
 from spec_trl.generation.engine.network.shadow import make_shadow, share_weights
+from spec_trl.generation.engine.network.snapshot import structure
 from spec_trl.generation.engine.network.swap import explain
-from spec_trl.generation.session import structure
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.tiny_families import make

@@ -7,10 +7,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.generation.engine.rows import NoiseAhead, Request, Rows
 from spec_trl.generation.engine.sampling import noise
 from spec_trl.generation.engine.sampling.noise import (
-    NoiseAhead,
     RoundNoise,
     derive,
     gumbel_noise,

@@ -19,8 +19,8 @@ from torch import Tensor
 from ...generation.engine.kv.memory import sent
 from ...generation.engine.record import DraftedChains, Round, counts_of
 from ...generation.engine.rollout import Rollout
-from ...generation.engine.rows import Request, Rows
-from ...generation.engine.sampling.accept import Drafts, Integers, Outcome, Proposal, judge, merge, on_host
+from ...generation.engine.rows import Integers, Request, Rows
+from ...generation.engine.sampling.accept import Drafts, Outcome, Proposal, judge, merge, on_host
 from ...generation.engine.sampling.noise import Draw, RoundNoise
 from ...generation.engine.statistics import DEPTH_EDGES, BestOfNStatistics, DraftCounts, SpeculationStatistics
 from ...generation.planner.admission import PlainRounds

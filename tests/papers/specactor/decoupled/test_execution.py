@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from spec_trl import release
-from spec_trl.generation import strategies
 from spec_trl.generation.options import SpeculativeConfig
 from spec_trl.papers.efficient_rollout.profile import Profile
 from spec_trl.papers.efficient_rollout.roofline import Coefficients, Roofline
+from spec_trl.papers.specactor.decoupled import execution
 from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs
@@ -35,12 +35,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Links to threads that were made; torch leaves one of two cores."""
     links: list[Any] = []
 
-    class Watched(strategies.DraftThread):
+    class Watched(execution.DraftThread):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             links.append(self)
 
-    monkeypatch.setattr(strategies, "DraftThread", Watched)
+    monkeypatch.setattr(execution, "DraftThread", Watched)
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS and Windows
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -64,7 +64,7 @@ def test_auto(draft_seconds: float | None, acceptance: float, missing: str | Non
     """Decouples from the second call on, when the acceptance is known, unless something is missing."""
     model = tiny_llama()
     texts = outputs(generate(model, PROMPTS))
-    monkeypatch.setattr(strategies, "find_profile", lambda *_: draft_seconds and profile_of(draft_seconds))
+    monkeypatch.setattr(execution, "find_profile", lambda *_: draft_seconds and profile_of(draft_seconds))
     if missing == "core":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     drafter = Chance(texts, acceptance)
@@ -85,7 +85,7 @@ def test_always_needs_no_prediction(made, monkeypatch) -> None:
     model = tiny_llama()
     drafter = Chance(outputs(generate(model, PROMPTS)), 0.7)
     for found in (None, profile_of(3.0)):
-        monkeypatch.setattr(strategies, "find_profile", lambda *_, found=found: found)
+        monkeypatch.setattr(execution, "find_profile", lambda *_, found=found: found)
         config = {"specactor": {"decoupled_execution": "always"}}
         statistics = [generate(model, PROMPTS, drafter=drafter, config=config).statistics for _ in range(2)]
         assert all(each.total.accepted > 0 for each in statistics)
@@ -94,14 +94,14 @@ def test_always_needs_no_prediction(made, monkeypatch) -> None:
 
 def test_auto_shares_no_gpu(made, monkeypatch) -> None:
     model, config = tiny_llama(), {"specactor": {"decoupled_execution": "auto"}, "draft_length": 4}
-    monkeypatch.setattr(strategies, "find_profile", lambda *_: profile_of(0.2))
+    monkeypatch.setattr(execution, "find_profile", lambda *_: profile_of(0.2))
     drafter = Chance(outputs(generate(model, PROMPTS)), 1.0)
     drafter.has_probabilities = True
     generate(model, PROMPTS, drafter=drafter, config=config)  # its acceptance is known from here on
     for device in ("cuda", "cpu"):
         monkeypatch.setattr(LlamaForCausalLM, "device", torch.device(device))
         call = SimpleNamespace(model=model, config=SpeculativeConfig(**config), images=None, rejects=False, longest=99)
-        strategies.decoupled([drafter], call, 4)
+        execution.decoupled([drafter], call, 4)
         assert len(made) == (device == "cpu")
 
 
