@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..value_checks import require_choice
 from .engine import requirements
 from .engine.drafter import Drafter
 from .engine.forwards.runner_choice import captures
-from .engine.network.attention import keeps_states
+from .engine.network.family import Family
 from .engine.network.image_prompts import ImagePrompt, have_offsets, image_prompts
 from .engine.sampling.stopping import needing_rows
 from .options import SpeculativeConfig
@@ -24,15 +24,6 @@ from .planner.control import Control
 from .refusals import ALWAYS, IMAGES, REJECTION, STATES, Asked, Features, check, of_drafting
 from .registry import CHOOSING, DRAFTERS, strategies
 from .session import Snapshot
-
-
-class Family(NamedTuple):
-    """What the engine must know of a kind of model and of its prompts."""
-
-    has_states: bool
-    """Whether layers keep states of convolutions or scans."""
-    has_offsets: bool
-    """Whether positions after some prompts are not columns (M-RoPE after images)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,8 @@ class Call:
     rejects: bool  # rejection sampling verifies
     padding: int  # the token after the end of a row
     in_step: bool  # processors or criteria must see all rows at each step
-    family: Family
+    has_offsets: bool  # positions after some prompts are not columns (M-RoPE after images)
+    family: Family  # of the model
     asked: Features = field(repr=False)
 
 
@@ -95,10 +87,10 @@ def check_call(
     drafters = None if drafter is None else as_drafters(drafter)
     needing = needing_rows([*processors, *criteria])
     rejects = do_sample and not needing and config.verification == "rejection"
-    has_states = snapshot.find("has states", partial(keeps_states, model.config))
+    family = snapshot.find("family", partial(Family.of, model))
     asked = {
         **of_drafting(strategy, config, assistant, drafters),
-        **of_model(model, config, model.device, has_states),
+        **of_model(family, config, model.device),
         ALWAYS: config.sd_toggle == "always" and control is None,
         REJECTION: rejects,
         IMAGES: bool(shown),
@@ -133,18 +125,17 @@ def check_call(
         rejects=rejects,
         padding=0 if settings._pad_token_tensor is None else int(settings._pad_token_tensor),
         in_step=bool(needing),
-        family=Family(has_states, images is not None and have_offsets(images)),
+        has_offsets=images is not None and have_offsets(images),
+        family=family,
         asked=asked,
     )  # fmt: skip
 
 
-def of_model(
-    model: PreTrainedModel, config: SpeculativeConfig, device: torch.device, has_states: bool
-) -> dict[str, Asked]:
-    """Features of `model` on `device`; `has_states`: whether it keeps states."""
+def of_model(family: Family, config: SpeculativeConfig, device: torch.device) -> dict[str, Asked]:
+    """Features of a model of `family` on `device`."""
     place = f"the model on {device}"
     return {
-        STATES: has_states and f"a model of type '{model.config.model_type}', which keeps states,",
+        STATES: family.with_states("a model"),
         "a model on a GPU": device.type != "cpu" and place,
         'runner="graph"': config.runner == "graph",
         "a model outside of CUDA": lambda: not captures(config, device) and place,

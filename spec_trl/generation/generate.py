@@ -119,10 +119,8 @@ def speculative_decoding(
             drafters = decoupled(drafters, call, capacity.rows)
         for each in drafters:
             each.check_length(capacity.columns)
-        runner = runner_for(
-            session, model, capacity.rows, capacity.columns, config, capacity.pages, capacity.graphs,
-            config.exact is True, call.family.has_states, call.family.has_offsets,
-        )  # fmt: skip
+        exact = config.exact is True
+        runner = runner_for(session, model, call.family, config, capacity, exact=exact, offsets=call.has_offsets)
         copied = 0 if autocast_dtype(model.device) is None else copied_bytes(runner.network)
         # Exactness is tried without images.
         exact = None if call.images else exactness(call.snapshot, model, config, runner.network)
@@ -169,7 +167,7 @@ def _rollout(
             for index, prompt in enumerate(call.prompts)
         ]
     )
-    rows = Rows(capacity.rows, capacity.columns, device, shares_prompts=not call.family.has_states)
+    rows = Rows(capacity.rows, capacity.columns, device, shares_prompts=call.family.shares_prompts)
     memory = watch_memory(call, capacity, rows, runner.cache, copied)
     if memory is not None:
         memory.parked = queue.parked

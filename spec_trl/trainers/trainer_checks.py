@@ -28,7 +28,7 @@ from trl.models import unwrap_model_for_generation
 from ..generation.call import of_model
 from ..generation.drafters.mtp.mtp_drafter import OWN, MtpDrafter, served_heads
 from ..generation.drafters.small_model import states_of
-from ..generation.engine.network.attention import keeps_states
+from ..generation.engine.network.family import Family
 from ..generation.engine.requirements import (
     check_generation_config,
     check_lengths,
@@ -122,7 +122,7 @@ def asked(trainer: Any, config: SpeculativeConfig) -> dict[str, Asked]:
     if generates:
         datasets = {name: vars(trainer)[name] for name in ("train_dataset", "eval_dataset")}
         reader = trainer.processing_class
-        found |= of_model(policy, config, device, keeps_states(policy.config)) | {
+        found |= of_model(Family.of(policy), config, device) | {
             "an assistant with states": assistant is not None and states_of("assistant_model", assistant),
             IMAGES: has_images(datasets),
             "a processing_class without images": not isinstance(reader, ProcessorMixin)

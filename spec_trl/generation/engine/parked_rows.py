@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .kv.memory import free_memory
 from .rows import Request, Spans
-from .saved_row import SavedRow, SavedStates
+from .saved_row import SavedKV, SavedRow
 
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ class ParkedRows:
         self._pop(number)  # another rank has decoded the turns since
         if rollout.queue.requests[index].images is not None:
             return  # the family reads whole prompts
-        needed = (int(rows.host_lengths[row]) - 1) * cache.column_bytes + cache.state_bytes // cache.rows
+        needed = (int(rows.host_lengths[row]) - 1) * cache.column_bytes + cache.fixed_bytes // cache.rows
         free = free_memory(rows.tokens.device)
         while self._bytes + needed > free and (freed := self.drop_oldest()):
             free += freed
-        kv: SavedStates = {}
+        kv: SavedKV = {}
         must_read = False
         for drafter in list(drafters.in_use):
             answer = drafters.ask(drafter, methodcaller("save_row", row))
@@ -68,7 +68,7 @@ class ParkedRows:
             if answer is not None:
                 kv[drafters.names[drafter]] = 0, dict  # whoever is missing must read hidden states again
                 kv |= {owner: (end, partial(dict, states)) for owner, (end, states) in answer.items()}
-        if needed > free or (rollout.target.is_heard and must_read):
+        if needed > free or (rollout.target.has_listeners and must_read):
             return
         saved = SavedRow.save(row, rows, cache, 0, want_logprobs=False)
         self._rows[number] = replace(saved, tokens=None, kv=kv | saved.kv)  # the next prompt has the tokens
@@ -81,7 +81,7 @@ class ParkedRows:
         found = []
         for request in requests:
             saved = self._pop(self._numbers[request.index])
-            reads = saved is None or (rollout.target.is_heard and not in_use <= saved.kv.keys())
+            reads = saved is None or (rollout.target.has_listeners and not in_use <= saved.kv.keys())
             found.append(request if reads or request.saved is not None else replace(request, saved=saved))
         return found
 

@@ -17,7 +17,8 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..session import Snapshot, snapshot_of
-from .network.attention import STATELESS, MaskPlan, keeps_states
+from .network.attention import STATELESS, MaskPlan
+from .network.family import Family
 from .network.family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
 from .network.foreign_layers import check_foreign_layers
 from .network.scans import follows_states
@@ -132,7 +133,7 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     if settings.get("alibi"):
         return "with alibi=True is not served: ALiBi needs a two-dimensional mask"
     types = set(getattr(config, "layer_types", None) or ())
-    has_states = keeps_states(config) or (model._is_stateful and not (types and types <= STATELESS))
+    has_states = Family(config).keeps_states or (model._is_stateful and not (types and types <= STATELESS))
     if has_states and not follows_states(model):
         return (
             "keeps a recurrent state in a way that is not known here, and rejected tokens must leave it. Generate "
@@ -421,7 +422,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
     context = config.max_position_embeddings
     scopes = _rope_scopes(config)
     if not scopes:  # beside states some attention has no positions at all
-        return None if keeps_states(config) else context
+        return None if Family(config).keeps_states else context
     words = model.get_input_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module is not words:

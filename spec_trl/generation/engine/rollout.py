@@ -321,7 +321,7 @@ class Rollout:
         """
         rows, cache = self.rows, self.target.cache
         needed = sum(int(rows.host_lengths[row]) for row in leaving) * cache.column_bytes
-        must_read = self.target.is_heard or cache.has_states
+        must_read = self.target.has_listeners or not cache.is_divisible
         share = 1.0 if must_read or 2 * needed > free_memory(rows.tokens.device) else head_share
         requests = []
         for row in leaving:

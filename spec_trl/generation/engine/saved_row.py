@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TARGET = "the target"
 """The target, as an owner of K/V."""
-SavedStates: TypeAlias = dict[str, tuple[int, Callable[[], RowKV]]]
+SavedKV: TypeAlias = dict[str, tuple[int, Callable[[], RowKV]]]
 """By owner, :data:`TARGET` or a drafter's strategy: the first column that its forwards must compute, and a function
 that returns the K/V, and waits if another rank still sends it."""
 
@@ -35,7 +35,7 @@ class SavedRow:
     tokens: Tensor | None
     logprobs: Tensor | None
     first: int
-    kv: SavedStates
+    kv: SavedKV
 
     @classmethod
     def save(cls, row: int, rows: "Rows", cache: KVCache, first: int, want_logprobs: bool) -> "SavedRow":

@@ -19,9 +19,9 @@ from ..drafter import Forward, NetworkDraft
 from ..kv.base import KVCache
 from ..kv.cache import ReplayCache, autocast_dtype
 from ..kv.memory import sent
-from ..kv.states import cache_for
-from ..network.attention import EXACT_ATTENTION, MaskPlan, attended, calls_attention, keeps_states, reads_spans
+from ..network.attention import EXACT_ATTENTION, MaskPlan, attended, calls_attention, reads_spans
 from ..network.cpu_layers import SCALARS
+from ..network.family import Family
 from ..network.family_hooks import cache_argument
 from ..network.image_prompts import read_images
 from ..network.shadow import keep_states
@@ -327,8 +327,8 @@ class EagerRunner:
     def _cache_for(self, network: PreTrainedModel, shares_cache: bool) -> KVCache:
         if shares_cache:
             return self.cache.for_drafts()
-        has_states = keeps_states(network.config)  # which no kind of cache but theirs has
-        return cache_for(network, self.cache.rows, self.cache.columns) if has_states else self.cache.like(network)
+        family, cache = Family.of(network), self.cache
+        return cache.like(network) if family.takes_pages else family.cache(network, cache.rows, cache.columns)
 
     def for_features(self, network: nn.Module, layers: int, more: int) -> FeatureRunner:
         """Makes a runner of this kind for a drafter's `network` that reads hidden states, over a new cache with
@@ -354,7 +354,7 @@ class EagerRunner:
         self._listeners.append((tuple(layers), heard))
 
     @property
-    def is_heard(self) -> bool:
+    def has_listeners(self) -> bool:
         """Whether a listener is registered."""
         return bool(self._listeners)
 
