@@ -20,7 +20,7 @@ SOURCES = sorted((ROOT / "spec_trl").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Each imports from its own room and from those before it.
 FLOORS: list[tuple[str, ...]] = [
-    ("cuda_graphs", "hardware", "json_files", "once", "papers", "random_state", "user_cache"),
+    ("cuda_graphs", "hardware", "json_files", "papers", "user_cache"),
     ("value_checks", "native.native_code"),
     ("native",),
     ("generation.planner", "quantization"),

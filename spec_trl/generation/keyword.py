@@ -1,17 +1,18 @@
 """The keyword `assistant_strategy` of `generate`, which runs :func:`~.speculative_decoding` by transformers'
 `custom_generate` hook. Installing the keyword is the only change to transformers."""
 
+import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
+from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList, StopStringCriteria
 
-from .engine.network.image_prompts import IMAGES, take_inputs
-from .engine.requirements import check_input_ids, check_not_diverted
-from .engine.sampling.neutral_settings import override
+from .engine.network.media import INPUTS, take_inputs
+from .engine.requirements import check_input_ids, check_not_diverted, refusal
 from .generate import speculative_decoding
 from .options import SpeculativeConfig
 from .refusals import check
@@ -56,8 +57,8 @@ def install() -> None:
         if len(args) > 1:  # more than the prompts
             args, kwargs = (), dict(zip(list(inspect.signature(original).parameters)[1:], args, strict=False)) | kwargs
         _prepare_call(self, args, kwargs)
-        # `generate` would encode images with the modules of the policy, which may train.
-        image_inputs = {} if IMAGES.isdisjoint(kwargs) else take_inputs(kwargs)
+        # `generate` would encode media with the modules of the policy, which may train.
+        media = {} if INPUTS.isdisjoint(kwargs) else take_inputs(kwargs)
         kwargs["custom_generate"] = custom = functools.partial(
             speculative_decoding,
             assistant_strategy="self" if assistant_strategy is None else assistant_strategy,
@@ -66,7 +67,7 @@ def install() -> None:
             # num_return_sequences. Private keywords pass them on.
             _assistant=kwargs.pop("assistant_model", None),
             _streamer=kwargs.get("streamer"),
-            _images=image_inputs,
+            _media=media,
         )
         custom.__signature__ = _SIGNATURE  # type: ignore[attr-defined]  # generate asks for it twice
         return original(self, *args, **kwargs)
@@ -119,3 +120,73 @@ def move_stop_strings(stop_strings: str | list[str], kwargs: dict[str, Any]) -> 
     kwargs["stop_strings"] = None
     criteria = list(kwargs.pop("stopping_criteria", None) or [])
     kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, stop_strings)])
+
+
+# ---- settings that change no token, which the engine does not read --------------------------------------------------
+
+Config = TypeVar("Config", GenerationConfig, GenerationConfig | None)
+_OWN_CACHE = "the engine has a K/V cache of its own"
+_DRAFT_LENGTH = "speculative_config={'draft_length': ...} says how many tokens are drafted"
+_TOGGLE = "speculative_config={'sd_toggle': 'measured'} drafts where it pays"
+_TOKENIZERS = "it is for an assistant of another tokenizer, which is not served"
+NEUTRAL = {
+    "use_cache": _OWN_CACHE,
+    "cache_implementation": _OWN_CACHE,
+    "cache_config": _OWN_CACHE,
+    "max_cache_len": _OWN_CACHE,
+    "prefill_chunk_size": "the engine reads prompts in pieces of at most 8192 tokens",
+    "compile_config": "speculative_config={'runner': ...} says how forwards run",
+    "num_assistant_tokens": _DRAFT_LENGTH,
+    "num_assistant_tokens_schedule": _TOGGLE,
+    "assistant_confidence_threshold": _TOGGLE,
+    "max_matching_ngram_size": "speculative_config={'ngram_size': ...} says how long a suffix is looked up",
+    "assistant_lookbehind": _TOKENIZERS,
+    "target_lookbehind": _TOKENIZERS,
+    "speculation_type": "assistant_strategy names the kind of drafter",
+}
+"""What holds instead, by setting. Without `disable_compile`, which TRL's trainers always set, `low_memory`, which
+`generate` does not read in sampling and greedy search, and `is_assistant`, which ends it with an error."""
+_DEFAULTS = {name: [None, GenerationConfig._get_default_generation_params().get(name)] for name in NEUTRAL}
+_DEFAULTS["cache_implementation"] += ["dynamic", "dynamic_full", "hybrid"]  # `generate` unsets the last one
+_said: set[str] = set()
+
+
+def override(model: Any, config: Config, keywords: dict[str, Any], of_config: str = "generation_config") -> Config:
+    """Overrides the settings of a call of `generate`.
+
+    Args:
+        model: its own generation config is the last place that a setting may come from.
+        config: of the call, if there is one.
+        keywords: of the call; loses the settings.
+        of_config: names `config` to the user.
+
+    Returns:
+        `config`, or a copy with which `generate` makes no cache of another kind.
+
+    Raises:
+        ValueError: the cache is quantized, on which tokens depend.
+    """
+    own = getattr(model, "generation_config", None)
+    fresh: Any = config
+    for name, instead in NEUTRAL.items():
+        value, place = keywords.get(name), "this call"
+        if value is None:
+            value, place = getattr(config, name, None), of_config
+        if value is None:
+            value, place = getattr(own, name, None), "model.generation_config"
+            if getattr(own, "_from_model_config", False) and value == getattr(model.config, name, None):
+                place = "model.config"
+        if value in _DEFAULTS[name]:
+            continue
+        if (name, value) == ("cache_implementation", "quantized"):
+            raise refusal(name, value)
+        if (said := f"{name}={value!r}") not in _said:
+            _said.add(said)
+            warnings.warn(f"{said} ({place}) is overridden, which changes no token: {instead}.", stacklevel=4)
+        keywords.pop(name, None)
+        if name == "cache_implementation" and config is None:
+            keywords[name] = None  # comes before model.generation_config
+        elif name == "cache_implementation":
+            fresh = copy.copy(config)
+            fresh.cache_implementation = "dynamic"
+    return cast(Config, fresh)

@@ -45,7 +45,7 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
     mode, recorder = runner_choice.runner_mode(config, model.device), None
     if runner_choice.captures(config, model.device):
         recorder = runner_choice.recorder_for(model.device)
-    cache = Family.of(model).cache(model, TOKENS[-1], COLUMN_BUCKET)
+    cache = Family.of(model).cache.for_network(model, TOKENS[-1], COLUMN_BUCKET)
     make = cpu_runner if recorder is None and mode == "compiled" else EagerRunner
     with torch.no_grad():
         runner = make(runner_choice.shadow_for(Session(), model), cache)

@@ -52,7 +52,7 @@ def make_drafting(session: Session, call: "Call", claims: ExitStack) -> tuple[li
         drafters = []
     else:
         drafters = make_drafters(session, call.strategy, call.model, call.assistant, config)
-        if call.images:  # other candidates of "auto" would read the images too
+        if call.media:  # other candidates of "auto" would read the prompts too
             drafters = [each for each in drafters if each.looks_up or not each.reads_prompts]
     for each in drafters:
         claims.enter_context(each.claim())
@@ -162,7 +162,7 @@ def decoupled(drafters: list[Drafter], call: "Call", rows: int) -> list[Drafter]
     """Returns the `drafters` of `call`, with at most `rows` rows in flight; those that run decoupled get a thread.
     Raises ValueError if one must run decoupled and cannot."""
     model, config = call.model, call.config
-    if call.images:
+    if call.media:
         return drafters
     if config.specactor.decoupled_execution == "always":
         return [

@@ -21,7 +21,7 @@ from spec_trl.generation.engine.network.family import Family
 from spec_trl.generation.refusals import REFUSALS, Refusal, check, of_drafting
 from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.papers.specactor.decoupled.pipe import DraftThread
-from spec_trl.trainers.prompt_images import check_images
+from spec_trl.trainers.prompt_media import check_media
 from spec_trl.trainers.trainer_checks import asked
 from tests import tiny_families
 from tests.conftest import tiny_llama
@@ -105,7 +105,7 @@ def made(**given: Any) -> Door:
 
 def images(tools: bool = False, **given: Any) -> Door:
     """A rollout whose prompts have images."""
-    return lambda *_: check_images(vision("gemma3"), arguments(**given), tools)
+    return lambda *_: check_media(vision("gemma3"), arguments(**given), tools)
 
 
 def on_gpu(*_: Any) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from spec_trl import SpecGRPOTrainer
-from spec_trl.generation.engine.sampling import neutral_settings
+from spec_trl.generation import keyword
 from spec_trl.trainers.run_log import read_run
 from tests.trainers.harness import tiny_policy
 from tests.trainers.script_of_recipes import OurConfig, StockConfig, main
@@ -34,7 +34,7 @@ RECIPE = dict(
 def test_a_script_trains_evaluates_saves_and_resumes(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(neutral_settings, "_said", set())
+    monkeypatch.setattr(keyword, "_said", set())
     model, output = tmp_path / "model", tmp_path / "out"
     tiny_policy().float().save_pretrained(model)
     make_chat_tokenizer().save_pretrained(model)

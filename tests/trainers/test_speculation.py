@@ -24,8 +24,8 @@ from trl import GRPOTrainer
 import spec_trl
 from spec_trl import SpecGRPOTrainer
 from spec_trl.cli.main import main
+from spec_trl.generation import keyword
 from spec_trl.generation.engine.requirements import policy_in
-from spec_trl.generation.engine.sampling import neutral_settings
 from spec_trl.trainers.run_log import read_run
 from spec_trl.trainers.run_verdict import verdict_of
 from tests.trainers.conftest import ignore_round_times
@@ -383,7 +383,7 @@ def test_a_trainer_of_trl_with_our_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["ours", "speculate"])
 def test_settings_that_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under each door; the model's are said too, and all of them once."""
-    monkeypatch.setattr(neutral_settings, "_said", set())
+    monkeypatch.setattr(keyword, "_said", set())
     policy = tiny_policy(use_cache=False)
     assert policy.generation_config.use_cache is False, "a model without a generation config takes it from its config"
     with warnings.catch_warnings(record=True) as caught:

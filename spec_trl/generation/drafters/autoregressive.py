@@ -69,10 +69,10 @@ class NetworkDrafter(TrainableDrafter):
                 lend_copies(session.target.network, self.network)
             self._runner = session.target.for_drafter(self.network, self._shares_target_cache, self._made_of)
         else:
-            own = self._family.cache(self.network, rows.capacity, rows.columns) if tail is None else tail
+            own = self._family.cache.for_network(self.network, rows.capacity, rows.columns) if tail is None else tail
             self._runner = EagerRunner(self.network, own)
         self.cache = self._runner.cache
-        # States of text are separate from those of drafts, which may be rejected.
+        # What text has left in scans is apart from what drafts leave, which may be rejected.
         with_text = self.drafts_ahead or not self._owns_cache
         self._drafting = self._runner if with_text else self._runner.for_drafter(self.network, True, self._made_of)
 

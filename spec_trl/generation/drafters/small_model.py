@@ -138,7 +138,7 @@ def states_of(argument: str, assistant: "PreTrainedModel | str") -> str:
     """Words for the `argument` if the `assistant` keeps states, for :func:`~.refusals.check`; else ""."""
     is_name = isinstance(assistant, str)
     config = read_assistant_config(assistant) if is_name else as_assistant(argument, assistant).config
-    return Family(config).with_states(argument)
+    return (words := Family(config).stateful) and f"{argument} {words}"
 
 
 def load_assistant(assistant: "PreTrainedModel | str | None", target: PreTrainedModel) -> PreTrainedModel:

@@ -54,7 +54,7 @@ class ParkedRows:
         cache, drafters, rows = rollout.target.cache, rollout.drafters, rollout.rows
         index, number = rows.indices[row], self._numbers[rows.indices[row]]
         self._pop(number)  # another rank has decoded the turns since
-        if rollout.queue.requests[index].images is not None:
+        if rollout.queue.requests[index].media is not None:
             return  # the family reads whole prompts
         needed = (int(rows.host_lengths[row]) - 1) * cache.column_bytes + cache.fixed_bytes // cache.rows
         free = free_memory(rows.tokens.device)

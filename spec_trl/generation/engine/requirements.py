@@ -18,7 +18,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..session import Snapshot, snapshot_of
 from .network.attention import STATELESS, MaskPlan
-from .network.family import Family
+from .network.family import TOKEN_TYPES, Family, has_token_types
 from .network.family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
 from .network.foreign_layers import check_foreign_layers
 from .network.scans import follows_states
@@ -63,7 +63,7 @@ _WAYS_OUT = {
         ("use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit"), "assistant_strategy says what drafts"
     ),
 }
-# Settings of generate with their values in sampling and greedy search; of others `neutral_settings.py` says why they
+# Settings of generate with their values in sampling and greedy search; of others `keyword.py` says why they
 # need not be served.
 _SERVED: dict[str, tuple[object, ...]] = {
     "num_beams": (0, 1),
@@ -264,8 +264,7 @@ def check_generation_config(config: GenerationConfig) -> None:
 
 def check_keywords(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
     """Raises ValueError for model inputs that the engine would drop, for a cache that holds tokens, and where prompts
-    hold more than text without the images (`image_prompts.py`)."""
-    types = ("token_type_ids", "mm_token_type_ids") if "image" in model.input_modalities else ()
+    hold more than text without its inputs (`media.py`)."""
     beyond_text = list(model_kwargs.get("mm_encoder_outputs") or ())  # generate passes an empty dict for text
     filled, unknown = [], []
     for name, value in model_kwargs.items():
@@ -274,19 +273,19 @@ def check_keywords(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> N
         if isinstance(value, Cache):
             if _is_filled(value):
                 filled.append(name)
-        elif name not in types:
+        elif name not in TOKEN_TYPES or not has_token_types(model):
             unknown.append(name)
         elif value.any():
             beyond_text.append(name)
     if beyond_text:
         raise ValueError(
-            f"the prompts hold more than text ({', '.join(beyond_text)}) and pixel_values are not given, from which "
-            "assistant_strategy reads images. Pass them, or generate without assistant_strategy."
+            f"the prompts hold more than text ({', '.join(beyond_text)}), and pixel_values, from which "
+            "assistant_strategy reads it, are not given. Pass them, or generate without assistant_strategy."
         )
     if unknown:
         raise ValueError(
             f"the model inputs {sorted(unknown)} cannot be combined with assistant_strategy, which takes input_ids, "
-            "attention_mask and images. Generate without assistant_strategy."
+            "attention_mask and pixel_values. Generate without assistant_strategy."
         )
     if filled:
         raise ValueError(

@@ -29,10 +29,9 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from spec_trl import speculative_decoding
-from spec_trl.generation import strategies
+from spec_trl.generation import keyword, strategies
 from spec_trl.generation.engine.kv import cache, memory
 from spec_trl.generation.engine.network.family_hooks import cache_argument
-from spec_trl.generation.engine.sampling import neutral_settings
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows
 
@@ -228,8 +227,8 @@ NEUTRAL_VALUES: dict[str, Any] = dict(
 @pytest.mark.parametrize("place", ["this call", "generation_config", "model.generation_config", "model.config"])
 def test_settings_that_change_no_token(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are overridden, wherever they stand, and a warning says so once."""
-    assert NEUTRAL_VALUES.keys() == neutral_settings.NEUTRAL.keys()
-    monkeypatch.setattr(neutral_settings, "_said", set())
+    assert NEUTRAL_VALUES.keys() == keyword.NEUTRAL.keys()
+    monkeypatch.setattr(keyword, "_said", set())
     model = tiny_llama()
     options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True)
     expected = model.generate(**PROMPTS, **options).sequences
@@ -251,7 +250,7 @@ def test_settings_that_change_no_token(place: str, monkeypatch: pytest.MonkeyPat
         assert torch.equal(found.sequences, expected) and found.statistics.total.drafted > 0
         said = [str(each.message) for each in caught if "changes no token" in str(each.message)]
         assert sorted(said) == sorted(
-            f"{name}={value!r} ({place}) is overridden, which changes no token: {neutral_settings.NEUTRAL[name]}."
+            f"{name}={value!r} ({place}) is overridden, which changes no token: {keyword.NEUTRAL[name]}."
             for name, value in settings.items()
         ) * times
 

@@ -68,7 +68,7 @@ def inexact_parts(
     # What the libraries compute, torch computes otherwise.
     if verdict is None or not native_code.loads(verdict.libraries):
         try:
-            parts = _try_out(make(_first_layers(model), Family.of(model).cache(model, ROWS, COLUMNS)))
+            parts = _try_out(make(_first_layers(model), Family.of(model).cache.for_network(model, ROWS, COLUMNS)))
         except Exception as error:  # the generation will raise the error, or succeed where the test cannot
             verdict, is_tried = Verdict([f"it could not be tried: {type(error).__name__}: {error}"], []), False
         else:

@@ -23,7 +23,7 @@ from ..network.attention import EXACT_ATTENTION, MaskPlan, attended, calls_atten
 from ..network.cpu_layers import SCALARS
 from ..network.family import Family
 from ..network.family_hooks import cache_argument
-from ..network.image_prompts import read_images
+from ..network.media import read_media
 from ..network.shadow import keep_states
 from ..requirements import position_limit
 from ..rows import Admission, Piece, Rows
@@ -215,19 +215,19 @@ class EagerRunner:
             if saved.first:
                 lengths[row - admission.first] = saved.first
         count, logits = sum(lengths[: admission.leaders]) - sum(known.values()), list[Tensor]()
-        if admission.images or self.cache.offsets is not None:
-            seen, logits = read_images(self.network, self.cache, admission, lengths)
+        if admission.media or self.cache.offsets is not None:
+            seen, logits = read_media(self.network, self.cache, admission, lengths)
             known |= seen
             self.forwards += len(seen)
             self.eager_forwards += len(seen)
         leader_of = admission.first_token_rows
-        logits += self.read(rows, admission, lengths, known, leader_of.keys() - admission.images.keys())
+        logits += self.read(rows, admission, lengths, known, leader_of.keys() - admission.media.keys())
         for row, saved in admission.saved.items():
             if saved.first:  # its K/V may have arrived meanwhile
                 saved.restore(row, TARGET, self.cache)
         late = [row for row in admission.followers if leader_of[row] == row]
-        # Logits of copies of prompts with images, the last ones, are known.
-        ends = [admission.images[row].logits for row in late if row in admission.images] if admission.images else []
+        # Logits of copies of prompts with media, the last ones, are known.
+        ends = [admission.media[row].logits for row in late if row in admission.media] if admission.media else []
         if text := late[: len(late) - len(ends)]:
             logits += self._read_ends(rows, admission, text)
         logits += ends
@@ -327,8 +327,8 @@ class EagerRunner:
     def _cache_for(self, network: PreTrainedModel, shares_cache: bool) -> KVCache:
         if shares_cache:
             return self.cache.for_drafts()
-        family, cache = Family.of(network), self.cache
-        return cache.like(network) if family.takes_pages else family.cache(network, cache.rows, cache.columns)
+        rows, columns, kind = self.cache.rows, self.cache.columns, Family.of(network)
+        return self.cache.like(network) if kind.takes_pages else kind.cache.for_network(network, rows, columns)
 
     def for_features(self, network: nn.Module, layers: int, more: int) -> FeatureRunner:
         """Makes a runner of this kind for a drafter's `network` that reads hidden states, over a new cache with

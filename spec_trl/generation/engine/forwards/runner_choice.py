@@ -110,7 +110,7 @@ def runner_for(
         if takes_pool(config, model.device, family):
             cache: KVCache = PagedCache.with_pages(model, rows, columns, pages)
         else:
-            cache = family.cache(model, rows, columns)
+            cache = family.cache.for_network(model, rows, columns)
         return make(network, cache.with_offsets(model.device) if offsets else cache)
     mode = "graph" if not family.is_compiled or (exact and mode == "auto") else mode
     # Autocast sets the dtype of K/V.
@@ -134,7 +134,7 @@ def runner_for(
     if family.takes_pages:
         cache = PagedCache.with_pages(model, cache_rows(rows), columns, pages)
     else:
-        cache = family.cache(model, rows, columns)  # all of its memory is taken, and counted, at once
+        cache = family.cache.for_network(model, rows, columns)  # all of its memory is taken, and counted, at once
     if offsets:
         cache.with_offsets(model.device)
     budget = GraphBudget(recorder, graph_memory)

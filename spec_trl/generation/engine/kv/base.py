@@ -58,7 +58,7 @@ class KVCache(Cache, ABC):
     """
 
     offsets: Tensor | None = None
-    """`[rows]` int64, to add to the columns of text for its positions, after images (`image_prompts.py`); None: 0."""
+    """`[rows]` int64, to add to the columns of text for its positions, after media (`media.py`); None: 0."""
     key_positions: Tensor | None = None
     """`[B, columns]` int64, positions of the keys that the next forward reads; None: their columns."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ....once import first_time
+from ....native.cpu_products import first_time
 from ...session import Session
 from ..cuda.graph_capture import SMALLEST_COLUMNS
 from ..cuda.kernels import WORK_SPACE

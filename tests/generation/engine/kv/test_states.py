@@ -177,7 +177,7 @@ def test_completions_are_read_in_pieces(model: PreTrainedModel, monkeypatch: pyt
     rows = random_rows([5, 9, 9])
     done = generate(model, pad_left(rows), max_new_tokens=NEW)
     monkeypatch.setattr(exact_logprobs, "_LOGITS", 4 * 3 * 64)  # four tokens of three rows
-    cache = Family.of(model).cache(model, 3, 9 + NEW)
+    cache = Family.of(model).cache.for_network(model, 3, 9 + NEW)
     runner = EagerRunner(make_shadow(model), cache)
     found, _ = read_completions(runner, rows, torch.tensor(outputs(done)), [], lambda scores: scores)
     assert runner.forwards == 1 + 4  # of the prompts, and of four pieces
@@ -200,7 +200,7 @@ def test_a_forward_holds_and_a_commit_replays(family: str) -> None:
     tokens = torch.stack(random_rows([9, 9]))  # [2, 9]
 
     def fed(text: Sequence[int]) -> tuple[States, EagerRunner]:
-        cache = Family.of(shadow).cache(shadow, 2, 16)
+        cache = Family.of(shadow).cache.for_network(shadow, 2, 16)
         assert isinstance(cache, States)
         runner = EagerRunner(shadow, cache)
         cache.feeds([4, 4])
@@ -227,7 +227,7 @@ def test_a_forward_holds_and_a_commit_replays(family: str) -> None:
 @torch.no_grad()
 def test_drafts_begin_at_the_committed_states_and_change_states_of_their_own(model: PreTrainedModel) -> None:
     shadow = make_shadow(model)
-    cache = Family.of(shadow).cache(shadow, 2, 16)
+    cache = Family.of(shadow).cache.for_network(shadow, 2, 16)
     cache.feeds([4, 4])
     EagerRunner(shadow, cache).prefill(torch.stack(random_rows([4, 4])), torch.arange(4).expand(2, -1), 4)
     draft = cache.for_drafts()
@@ -292,7 +292,7 @@ def test_memory_counts_layers_that_attend(model: PreTrainedModel) -> None:
 def test_memory_counts_states(family: str) -> None:
     network = make(family)
     shadow = make_shadow(network)
-    cache = Family.of(shadow).cache(shadow, 1, 16)
+    cache = Family.of(shadow).cache.for_network(shadow, 1, 16)
     assert isinstance(cache, States)
     cache.feeds([4])
     EagerRunner(shadow, cache).prefill(torch.tensor([[5, 6, 7, 8]]), torch.arange(4)[None], 4)

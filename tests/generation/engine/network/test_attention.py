@@ -86,8 +86,9 @@ def test_a_long_prompt_makes_no_mask(family: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernel, "ragged_decode_attention", hold)
     monkeypatch.setattr(attention, "run_on", lambda device: True)
     network = make_shadow(make(family).float())
-    family = Family.of(network)
-    cache = PagedCache.with_pages(network, 1, 8256, None) if family.takes_pages else family.cache(network, 1, 8256)
+    kind = Family.of(network)
+    paged = PagedCache.with_pages(network, 1, 8256, None)
+    cache = paged if kind.takes_pages else kind.cache.for_network(network, 1, 8256)
     rows = Rows(1, 8256, torch.device("cpu"))
     admission = rows.admit([Request(0, torch.arange(8192) % 64, 8250, 0)])
     with Largest() as largest:
