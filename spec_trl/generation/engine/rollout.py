@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..planner.admission import AdmissionDelay
-from ..planner.control import Chain, Control
+from ..planner.control import AdmissionDelay, Chain, Control
 from .drafter import Drafter, DraftSession
 from .forwards.runner import EagerRunner
 from .guarded_drafters import GuardedDrafters, LookupEvaluation, broken_logits, report_broken
