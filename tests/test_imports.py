@@ -22,7 +22,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 OPTIONS = tuple(f"papers.{room}.options" for room in ("efficient_rollout", "test_time_speculation", "specactor"))
 # Each imports from its own room and from those before it.
 FLOORS: list[tuple[str, ...]] = [
-    ("cuda_graphs", "hardware", "json_files", "once", "papers", "random_state", "user_cache"),
+    ("cuda_graphs", "hardware", "json_files", "papers", "user_cache"),
     ("value_checks", "native.native_code"),
     ("native",),
     ("generation.planner", "quantization"),

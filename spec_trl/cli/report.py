@@ -41,15 +41,15 @@ def run(arguments: argparse.Namespace) -> None:
     output = arguments.output or log.path.parent / "report"
     every = _build(log, profile, arguments.margin, missing)
     sections = [section for section in every if section.text]
-    images: dict[str, bytes] = {}
+    pictures: dict[str, bytes] = {}
     for section in tqdm(sections, desc="drawing", unit="figure"):
         if section.drawing is not None:
-            image = io.BytesIO()
-            section.drawing.figure.savefig(image, format="png", dpi=110)
-            images[section.name] = image.getvalue()
-            write_atomically(output / f"{section.name}.png", image.getvalue())
+            picture = io.BytesIO()
+            section.drawing.figure.savefig(picture, format="png", dpi=110)
+            pictures[section.name] = picture.getvalue()
+            write_atomically(output / f"{section.name}.png", picture.getvalue())
     page = output / "report.html"
-    write_atomically(page, _render(log, sections, images))
+    write_atomically(page, _render(log, sections, pictures))
     header, rollouts, evaluation = log.header, len(log.of("train")), len(log.of("eval"))
     print(
         f"{header.model}, {header.dtype}, {header.hardware}, assistant_strategy={header.strategy!r}: "
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     print("\n".join(f"{section.title}: {section.text}" for section in sections))
     if left_out := [section.title for section in every if not section.text]:
         print(f"nothing to show for: {', '.join(left_out)}")
-    print(f"written: {page} and {len(images)} PNG files next to it")
+    print(f"written: {page} and {len(pictures)} PNG files next to it")
 
 
 def _build(log: Run, profile: Calibration, margin: float, missing: str) -> list[Section]:
@@ -93,8 +93,8 @@ def _build(log: Run, profile: Calibration, margin: float, missing: str) -> list[
     ]
 
 
-def _render(log: Run, sections: Sequence[Section], images: dict[str, bytes]) -> str:
-    """The page: one HTML file, images inside, nothing from the network."""
+def _render(log: Run, sections: Sequence[Section], pictures: dict[str, bytes]) -> str:
+    """The page: one HTML file, pictures inside, nothing from the network."""
     escape, header = html.escape, log.header
     title = f"Rollouts of {escape(header.model)}"
     facts = [
@@ -107,8 +107,8 @@ def _render(log: Run, sections: Sequence[Section], images: dict[str, bytes]) -> 
     parts = [_HEAD.format(title=title), f"<h1>{title}</h1>", f"<p>{contents}</p>"]
     for section in sections:
         parts += [f'<h2 id="{section.name}">{escape(section.title)}</h2>', f"<p>{escape(section.text)}</p>"]
-        if section.name in images:
-            data = base64.b64encode(images[section.name]).decode()
+        if section.name in pictures:
+            data = base64.b64encode(pictures[section.name]).decode()
             parts.append(f'<img alt="{escape(section.title)}" src="data:image/png;base64,{data}">')
         if section.drawing is not None and section.drawing.table:
             parts.append(_table(section.drawing.table))

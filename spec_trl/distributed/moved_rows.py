@@ -11,7 +11,7 @@ import torch
 
 from ..generation.engine.kv.base import RowKV
 from ..generation.engine.rows import Request
-from ..generation.engine.saved_row import TARGET, SavedRow, SavedStates
+from ..generation.engine.saved_row import TARGET, SavedKV, SavedRow
 from .link import Link
 from .shared_work import measured_send_seconds
 
@@ -89,7 +89,7 @@ class MovedRows:
         texts = zip(rows, tokens.split(counts), logprobs, strict=True)
         self.requests = []
         for place, ((index, _, first, end), text, scores) in enumerate(texts):
-            kv: SavedStates = {TARGET: (end, partial(self._tail, place))} if end > first else {}
+            kv: SavedKV = {TARGET: (end, partial(self._tail, place))} if end > first else {}
             self.requests.append(replace(requests[index], saved=SavedRow(text, scores, first, kv)))
 
     def _tail(self, place: int) -> RowKV:

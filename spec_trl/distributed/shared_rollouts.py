@@ -96,12 +96,12 @@ class SharedRollouts:
         if self._parked is not None:
             self._parked.clear()
 
-    def gather(self, prompts: list[list[int]], have_images: bool = False) -> Turn:
+    def gather(self, prompts: list[list[int]], have_media: bool = False) -> Turn:
         """Begins the next turn of the rollout with this rank's `prompts` (token ids), possibly none. All ranks must
-        call it. If prompts of a rank `have_images`, which are there alone, every rank decodes its rows."""
-        ranks = self._gather((self._rows_of(prompts), prompts, have_images))
+        call it. If prompts of a rank `have_media`, which are there alone, every rank decodes its rows."""
+        ranks = self._gather((self._rows_of(prompts), prompts, have_media))
         counts = [len(prompts) for _, prompts, _ in ranks]
-        shares = self._shares and not any(have_images for _, _, have_images in ranks)
+        shares = self._shares and not any(have_media for _, _, have_media in ranks)
         first = sum(counts[: self._rank])
         here, every = range(first, first + counts[self._rank]), range(sum(counts))
         rows = list(every) if self._last_turn is None else [row for rows, *_ in ranks for row in rows]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,23 +16,14 @@ from ..value_checks import require_choice
 from .engine import requirements
 from .engine.drafter import Drafter
 from .engine.forwards.runner_choice import captures
-from .engine.network.attention import keeps_states
-from .engine.network.image_prompts import ImagePrompt, have_offsets, image_prompts
+from .engine.network.family import Family
+from .engine.network.media import MediaPrompt, media_prompts
 from .engine.network.snapshot import Snapshot
 from .engine.sampling.stopping import needing_rows
 from .options import SpeculativeConfig
 from .planner.control import Control
-from .refusals import ALWAYS, IMAGES, REJECTION, STATES, Asked, Features, check, of_drafting
+from .refusals import ALWAYS, MEDIA, REJECTION, STATES, Asked, Features, check, of_drafting
 from .registry import CHOOSING, DRAFTERS, strategies
-
-
-class Family(NamedTuple):
-    """What the engine must know of a kind of model and of its prompts."""
-
-    has_states: bool
-    """Whether layers keep states of convolutions or scans."""
-    has_offsets: bool
-    """Whether positions after some prompts are not columns (M-RoPE after images)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,7 @@ class Call:
     settings: GenerationConfig
     input_ids: Tensor  # [B, width] int64 as passed, left-padded
     prompts: list[Tensor]  # B of [length] int64, without padding, on the host
-    images: list[ImagePrompt | None] | None  # of each prompt; None: no prompt has any
+    media: list[MediaPrompt | None] | None  # of each prompt; None: no prompt has any
     request_ids: Sequence[int]  # B, which key the noise with the seed
     streamer: BaseStreamer | None  # gets tokens as they are decoded
     new_tokens: int  # most generated tokens of a row
@@ -61,7 +52,8 @@ class Call:
     rejects: bool  # rejection sampling verifies
     padding: int  # the token after the end of a row
     in_step: bool  # processors or criteria must see all rows at each step
-    family: Family
+    has_offsets: bool  # positions after some prompts are not columns (M-RoPE after media)
+    family: Family  # of the model
     asked: Features = field(repr=False)
 
 
@@ -85,7 +77,7 @@ def check_call(
     assistant, streamer, shown = (
         inputs.pop("_assistant", None),
         inputs.pop("_streamer", None),
-        inputs.pop("_images", ()),
+        inputs.pop("_media", ()),
     )
     batch, width = input_ids.shape
     capacity, do_sample = min(batch, config.max_batch_size or batch), bool(settings.do_sample)
@@ -95,13 +87,13 @@ def check_call(
     drafters = None if drafter is None else as_drafters(drafter)
     needing = needing_rows([*processors, *criteria])
     rejects = do_sample and not needing and config.verification == "rejection"
-    has_states = snapshot.find("has states", partial(keeps_states, model.config))
+    family = snapshot.find("family", partial(Family.of, model))
     asked = {
         **of_drafting(strategy, config, assistant, drafters),
-        **of_model(model, config, model.device, has_states),
+        **of_model(family, config, model.device),
         ALWAYS: config.sd_toggle == "always" and control is None,
         REJECTION: rejects,
-        IMAGES: bool(shown),
+        MEDIA: bool(shown),
         "streamer": streamer is not None,
         "several rows": batch > 1 and f"{batch} rows",
         "a processor or criterion that may look at other rows": needing,
@@ -113,7 +105,7 @@ def check_call(
     requirements.check_keywords(model, inputs)
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     prompts = requirements.read_prompts(model, input_ids.long(), mask, positions)
-    images = image_prompts(model, shown, prompts, settings.num_return_sequences or 1) if shown else None
+    media = media_prompts(model, shown, prompts, settings.num_return_sequences or 1) if shown else None
     if request_ids is not None and len(request_ids) != batch:
         raise ValueError(f"request_ids has {len(request_ids)} entries for {batch} rows; give one int per row.")
     lengths = list(map(len, prompts))
@@ -123,7 +115,7 @@ def check_call(
     return Call(
         model, snapshot, strategy, assistant, drafters, control, config, processors, criteria, settings, input_ids,
         prompts=prompts,
-        images=images,
+        media=media,
         request_ids=range(batch) if request_ids is None else request_ids,
         streamer=streamer,
         new_tokens=new_tokens,
@@ -133,18 +125,17 @@ def check_call(
         rejects=rejects,
         padding=0 if settings._pad_token_tensor is None else int(settings._pad_token_tensor),
         in_step=bool(needing),
-        family=Family(has_states, images is not None and have_offsets(images)),
+        has_offsets=media is not None and any(each is not None and each.offset for each in media),
+        family=family,
         asked=asked,
     )  # fmt: skip
 
 
-def of_model(
-    model: PreTrainedModel, config: SpeculativeConfig, device: torch.device, has_states: bool
-) -> dict[str, Asked]:
-    """Features of `model` on `device`; `has_states`: whether it keeps states."""
+def of_model(family: Family, config: SpeculativeConfig, device: torch.device) -> dict[str, Asked]:
+    """Features of a model of `family` on `device`."""
     place = f"the model on {device}"
     return {
-        STATES: has_states and f"a model of type '{model.config.model_type}', which keeps states,",
+        STATES: family.stateful and f"a model {family.stateful}",
         "a model on a GPU": device.type != "cpu" and place,
         'runner="graph"': config.runner == "graph",
         "a model outside of CUDA": lambda: not captures(config, device) and place,

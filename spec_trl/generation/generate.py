@@ -25,7 +25,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..native.native_code import untraced
 from ..papers import load
-from ..random_state import draw_seed, keeping_generators
 from .call import Call, check_call
 from .engine.drafter import Drafter
 from .engine.forwards.runner import EagerRunner
@@ -37,7 +36,7 @@ from .engine.network.products import copied_bytes
 from .engine.record import Completion
 from .engine.rollout import RequestQueue, Rollout
 from .engine.rows import PrefixView, Request, Rows
-from .engine.sampling.noise import stream_keys
+from .engine.sampling.noise import draw_seed, keeping_generators, stream_keys
 from .engine.sampling.processors import LogitsPipeline
 from .engine.sampling.stopping import Stopping
 from .engine.statistics import SpeculationStatistics
@@ -121,12 +120,11 @@ def speculative_decoding(
         for each in drafters:
             each.check_length(capacity.columns)
         runner = runner_for(
-            session, model, capacity.rows, capacity.columns, config, capacity.pages, capacity.graphs,
-            config.exact is True, call.family.has_states, call.family.has_offsets,
-        )  # fmt: skip
+            session, model, call.family, config, capacity, exact=config.exact is True, offsets=call.has_offsets
+        )
         copied = 0 if autocast_dtype(model.device) is None else copied_bytes(runner.network)
-        # Exactness is tried without images.
-        exact = None if call.images else exactness(call.snapshot, model, config, runner.network)
+        # Exactness is tried without media.
+        exact = None if call.media else exactness(call.snapshot, model, config, runner.network)
         preparation.close()
         rollout = _rollout(call, capacity, drafters, control, runner, copied, make_queue)
         try:
@@ -163,14 +161,14 @@ def _rollout(
     device, settings = call.model.device, call.settings
     seed = call.config.seed if call.config.seed is not None else draw_seed()
     streams = stream_keys(seed, torch.tensor(list(call.request_ids), dtype=torch.int64)).tolist()
-    images = call.images or [None] * len(call.prompts)
+    media = call.media or [None] * len(call.prompts)
     queue = make_queue(
         [
-            Request(index, prompt, len(prompt) + call.new_tokens, streams[index], images=images[index], device=device)
+            Request(index, prompt, len(prompt) + call.new_tokens, streams[index], media=media[index], device=device)
             for index, prompt in enumerate(call.prompts)
         ]
     )
-    rows = Rows(capacity.rows, capacity.columns, device, shares_prompts=not call.family.has_states)
+    rows = Rows(capacity.rows, capacity.columns, device, shares_prompts=call.family.shares_prompts)
     memory = watch_memory(call, capacity, rows, runner.cache, copied)
     if memory is not None:
         memory.parked = queue.parked

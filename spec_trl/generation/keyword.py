@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList, StopStringCriteria
 
-from .engine.network.image_prompts import IMAGES, take_inputs
+from .engine.network.media import INPUTS, take_inputs
 from .engine.requirements import check_input_ids, check_not_diverted, refusal
 from .generate import speculative_decoding
 from .options import SpeculativeConfig
@@ -57,8 +57,8 @@ def install() -> None:
         if len(args) > 1:  # more than the prompts
             args, kwargs = (), dict(zip(list(inspect.signature(original).parameters)[1:], args, strict=False)) | kwargs
         _prepare_call(self, args, kwargs)
-        # `generate` would encode images with the modules of the policy, which may train.
-        image_inputs = {} if IMAGES.isdisjoint(kwargs) else take_inputs(kwargs)
+        # `generate` would encode media with the modules of the policy, which may train.
+        media = {} if INPUTS.isdisjoint(kwargs) else take_inputs(kwargs)
         kwargs["custom_generate"] = custom = functools.partial(
             speculative_decoding,
             assistant_strategy="self" if assistant_strategy is None else assistant_strategy,
@@ -67,7 +67,7 @@ def install() -> None:
             # num_return_sequences. Private keywords pass them on.
             _assistant=kwargs.pop("assistant_model", None),
             _streamer=kwargs.get("streamer"),
-            _images=image_inputs,
+            _media=media,
         )
         custom.__signature__ = _SIGNATURE  # type: ignore[attr-defined]  # generate asks for it twice
         return original(self, *args, **kwargs)
@@ -124,7 +124,7 @@ def move_stop_strings(stop_strings: str | list[str], kwargs: dict[str, Any]) -> 
 
 # ---- settings that change no token: one rule for `generate`, `speculate` and the trainers ---------------------------
 
-
+Config = TypeVar("Config", GenerationConfig, GenerationConfig | None)
 _OWN_CACHE = "the engine has a K/V cache of its own"
 _DRAFT_LENGTH = "speculative_config={'draft_length': ...} says how many tokens are drafted"
 _TOGGLE = "speculative_config={'sd_toggle': 'measured'} drafts where it pays"
@@ -149,9 +149,6 @@ NEUTRAL = {
 _DEFAULTS = {name: [None, GenerationConfig._get_default_generation_params().get(name)] for name in NEUTRAL}
 _DEFAULTS["cache_implementation"] += ["dynamic", "dynamic_full", "hybrid"]  # `generate` unsets the last one
 _said: set[str] = set()
-
-
-Config = TypeVar("Config", GenerationConfig, GenerationConfig | None)
 
 
 def override(model: Any, config: Config, keywords: dict[str, Any], of_config: str = "generation_config") -> Config:

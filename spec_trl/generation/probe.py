@@ -18,7 +18,7 @@ from .engine.forwards import runner_choice
 from .engine.forwards.model_costs import model_constants
 from .engine.forwards.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
 from .engine.kv.cache import autocast_dtype
-from .engine.kv.states import cache_for
+from .engine.network.family import Family
 from .engine.network.products import lend_copies, take_copies_back
 from .options import SpeculativeConfig
 from .planner.clock import ForwardSeconds, ProbedRounds
@@ -43,7 +43,7 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
     mode, recorder = runner_choice.runner_mode(config, model.device), None
     if runner_choice.captures(config, model.device):
         recorder = runner_choice.recorder_for(model.device)
-    cache = cache_for(model, TOKENS[-1], COLUMN_BUCKET)
+    cache = Family.of(model).cache.for_network(model, TOKENS[-1], COLUMN_BUCKET)
     make = cpu_runner if recorder is None and mode == "compiled" else EagerRunner
     with torch.no_grad():
         runner = make(runner_choice.shadow_for(Session(), model), cache)

@@ -36,7 +36,7 @@ DECOUPLED = 'specactor.decoupled_execution="always"'
 RANKS, PROFILE = "specactor.draft_ranks", "efficient_rollout.profile"
 CHAINS = "several chains per row"
 NOT_AHEAD, LEARNING_MODEL = "drafters that cannot draft ahead", 'tts.drafter="model" or specactor.draft_ranks'
-STATES, IMAGES = "a model with states of convolutions or scans", "prompts with images"
+STATES, MEDIA = "a model with states of convolutions or scans", "prompts with images"
 ADAPTATION, EXACT_LOGPROBS, SHARDED = "drafter_adaptation=True", "exact_logprobs=True", "FSDP or ZeRO-3"
 NOT_ADAPTED = "torch_compile=True", "torch.nn.DataParallel", SHARDED
 _EXACTLY, _NO_RANKS = 'Use verification="exact"', "Set specactor.draft_ranks=0"
@@ -68,9 +68,9 @@ REFUSALS = [
          f"{_IN_TURNS} and specactor.draft_ranks=0"),
         ("an assistant with states", LEARNING_MODEL, "states cannot go back, nor learn",
          'Name an assistant whose layers only attend, use assistant_strategy="model", or set specactor.draft_ranks=0'),
-        (IMAGES, "drafters that read prompts", "they read text alone", 'Use "self", "ngram", "history" or "auto"'),
-        (IMAGES, DECOUPLED, "the drafter's thread reads text alone", _IN_TURNS),
-        (IMAGES, "exact=True", "exactness is tried without images", "Leave exact unset"),
+        (MEDIA, "drafters that read prompts", "they read text alone", 'Use "self", "ngram", "history" or "auto"'),
+        (MEDIA, DECOUPLED, "the drafter's thread reads text alone", _IN_TURNS),
+        (MEDIA, "exact=True", "exactness is tried without images", "Leave exact unset"),
         ('runner="graph"', "a model outside of CUDA", "it captures CUDA graphs", 'Move it, or use runner="auto"'),
         ("streamer", "several rows", "a streamer prints one row", "Pass one prompt, or no streamer"),
         ("a processor or criterion that may look at other rows", "a smaller max_batch_size",
@@ -95,7 +95,7 @@ REFUSALS = [
         *((ADAPTATION, other, "the policy's forward gives no whole hidden states",
            "Set drafter_adaptation=False, or train with one process per device, DDP or ZeRO-2, and no torch_compile")
           for other in NOT_ADAPTED),
-        *((IMAGES, other, because, "Leave one of them out, or use TRL's own trainer")
+        *((MEDIA, other, because, "Leave one of them out, or use TRL's own trainer")
           for other, because in (("tools", "turns are text alone"), (RANKS, "other ranks get no images"),
                                  (EXACT_LOGPROBS, "it reads text alone"),
                                  ("a processing_class without images", "it reads text alone"))),

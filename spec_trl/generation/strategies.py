@@ -41,7 +41,7 @@ def make_drafting(session: Session, call: "Call", claims: ExitStack) -> tuple[li
         drafters = []
     else:
         drafters = make_drafters(session, call.strategy, call.model, call.assistant, config)
-        if call.images:  # other candidates of "auto" would read the images too
+        if call.media:  # other candidates of "auto" would read the prompts too
             drafters = [each for each in drafters if each.looks_up or not each.reads_prompts]
     for each in drafters:
         claims.enter_context(each.claim())

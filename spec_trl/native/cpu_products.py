@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..once import first_time
 from .native_code import load, untraced
 
 
@@ -183,6 +182,16 @@ ROWS = 64  # of x, as in a short prefill or a verification
 OUTPUTS = 512  # of the layer: enough to keep a CPU busy, and few milliseconds where it has no instructions
 MIN_WEIGHTS = 1 << 18  # of the layer: with fewer the call itself takes the time
 MIN_GAIN = 1.2  # below it nobody should reload a model
+
+
+_seen: set[str] = set()
+
+
+def first_time(subject: str) -> bool:
+    """Whether `subject`, which a process says or measures once, is new; from then on it is not."""
+    is_new = subject not in _seen
+    _seen.add(subject)
+    return is_new
 
 
 def warn_of_slow_dtype(model: PreTrainedModel) -> None:

@@ -23,7 +23,7 @@ from .source_weight import SourceSpec, inspect_projection, is_projection, is_tra
 
 # Routers decide discretely on small weights: a rounded one sends tokens to the wrong experts and saves nothing.
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
-# They set the rates of a recurrent state: tiny weights, whose errors last for the rest of a text. Mamba's `dt_proj` is
+# They set the rates of a state: tiny weights, whose errors last for the rest of a text. Mamba's `dt_proj` is
 # read and not called.
 DECAY_NAMES = ("in_proj_a", "in_proj_b", "b_proj", "dt_proj")
 # "auto" packs the lm_head from this share of the bytes of a draft step on: below it, the gain is under a quarter.

@@ -19,7 +19,8 @@ from transformers import LogitsProcessor, PreTrainedModel
 from ..generation.engine.forwards.runner import EagerRunner
 from ..generation.engine.forwards.runner_choice import exactness, runner_for
 from ..generation.engine.kv.cache import autocast_dtype
-from ..generation.engine.network.attention import keeps_states
+from ..generation.engine.kv.row_memory import Capacity
+from ..generation.engine.network.family import Family
 from ..generation.engine.network.shadow import decoder_layers
 from ..generation.engine.network.snapshot import snapshot_of
 from ..generation.engine.requirements import policy_in
@@ -109,9 +110,8 @@ class ExactLogprobs:
         columns, exact = max(map(len, prompts)) + width, self._config.exact is True
         layers = range(1, len(decoder_layers(policy)))
         with Session.lend(policy) as session:
-            runner = runner_for(
-                session, policy, len(ids), columns, self._config, exact=exact, has_states=keeps_states(policy.config)
-            )
+            family, capacity = Family.of(policy), Capacity(len(ids), columns)
+            runner = runner_for(session, policy, family, self._config, capacity, exact=exact)
             try:
                 logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
             except BaseException:

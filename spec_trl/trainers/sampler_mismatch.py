@@ -32,7 +32,7 @@ class SamplerMismatch:
         self._accelerator = accelerator
         # As TRL logs it of vLLM: the ratio of a completion is the product over its tokens.
         self._by_sequence = args.vllm_importance_sampling_mode.startswith("sequence")
-        # Models that read images never write their tokens, which the forward of TRL's loss gives a probability: the
+        # Models that read media never write their tokens, which the forward of TRL's loss gives a probability: the
         # distance shows how much.
         drawn = [one for one in processors or () if type(one) is not SuppressTokensLogitsProcessor]
         self.is_logged = processors is not None and is_comparable(drawn, args.temperature)

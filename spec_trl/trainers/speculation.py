@@ -21,7 +21,7 @@ from transformers import GenerationMixin, PreTrainedModel, Trainer
 from transformers.generation import BaseStreamer
 
 from ..generation.call import of_model
-from ..generation.engine.network.attention import keeps_states
+from ..generation.engine.network.family import Family
 from ..generation.engine.requirements import check_model, policy_in, with_wrappers
 from ..generation.engine.rollout import RequestQueue
 from ..generation.engine.rows import Request
@@ -86,7 +86,7 @@ def speculate(
     check(
         {
             **of_drafting(strategy, config, assistant_model),
-            **of_model(policy, config, policy.device, keeps_states(policy.config)),
+            **of_model(Family.of(policy), config, policy.device),
             "speculate": True,
             "speculative rollouts": "speculate",
             "seed": config.seed is not None and f"seed={config.seed}",

@@ -17,7 +17,7 @@ from ..generation.engine.requirements import policy_in
 from ..generation.refusals import NOT_ADAPTED
 from .checkpoint import find_checkpoint
 from .exact_logprobs import ExactLogprobs
-from .prompt_images import image_inputs
+from .prompt_media import media_inputs
 from .rollout_memory import KeptGraphs, whole_weights
 from .rollout_options import RolloutOptions
 from .run_log import Mode
@@ -172,13 +172,14 @@ class SpeculativeRollouts(TrainerOfTRL):
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict[str, Any], *rest: Any, **more: Any
     ) -> Any:
-        return [sampled.tokens for sampled in self._sample(prompt_ids, images, multimodal_fields)]
-
-    def _sample(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict[str, Any]) -> list[Sampled]:
         policy, has_tools = policy_in(self.model), bool(getattr(self, "tools", None))
-        inputs = image_inputs(images, multimodal_fields, policy, self.args, has_tools)
+        inputs = media_inputs(images, multimodal_fields, policy, self.args, has_tools)
         check_drawn(policy, self.generation_config, prompt_ids, self._tokenizer)
-        return self._speculator.rollout(prompt_ids, self.generation_config, self._tokenizer, inputs)
+        return self._in_turn(self._speculator.rollout(prompt_ids, self.generation_config, self._tokenizer, inputs))
+
+    def _in_turn(self, completions: list[Sampled]) -> Any:
+        """Returns `completions` as TRL's method returns them."""
+        return [sampled.tokens for sampled in completions]
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._tool_call_loop(*args, **kwargs)

@@ -20,7 +20,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    ProcessorMixin,
     StoppingCriteriaList,
 )
 from trl.models import unwrap_model_for_generation
@@ -28,7 +27,7 @@ from trl.models import unwrap_model_for_generation
 from ..generation.call import of_model
 from ..generation.drafters.mtp.mtp_drafter import OWN, MtpDrafter, served_heads
 from ..generation.drafters.small_model import states_of
-from ..generation.engine.network.attention import keeps_states
+from ..generation.engine.network.family import Family
 from ..generation.engine.requirements import (
     check_generation_config,
     check_lengths,
@@ -38,12 +37,12 @@ from ..generation.engine.requirements import (
 )
 from ..generation.keyword import move_stop_strings, override
 from ..generation.options import SpeculativeConfig
-from ..generation.refusals import IMAGES, SHARDED, Asked, Features, check
+from ..generation.refusals import MEDIA, SHARDED, Asked, Features, check
 from ..generation.strategies import check_assistants
 from ..native.cpu_products import DTYPES
 from ..native.native_code import compiler
 from ..papers import load
-from .prompt_images import check_images, has_images
+from .prompt_media import check_media, of_media
 from .sampler_mismatch import is_comparable
 
 
@@ -120,13 +119,8 @@ def asked(trainer: Any, config: SpeculativeConfig) -> dict[str, Asked]:
     }
     if generates:
         datasets = {name: vars(trainer)[name] for name in ("train_dataset", "eval_dataset")}
-        reader = trainer.processing_class
-        found |= of_model(policy, config, device, keeps_states(policy.config)) | {
-            "an assistant with states": assistant is not None and states_of("assistant_model", assistant),
-            IMAGES: has_images(datasets),
-            "a processing_class without images": not isinstance(reader, ProcessorMixin)
-            and f"the processing_class, a {type(reader).__name__}",
-        }
+        found |= of_model(Family.of(policy), config, device) | of_media(datasets, trainer.processing_class)
+        found["an assistant with states"] = assistant is not None and states_of("assistant_model", assistant)
     if args.exact_logprobs:
         layers = (name for name, layer in policy.named_modules() if isinstance(layer, nn.Dropout) and layer.p > 0)
         found |= {
@@ -150,8 +144,8 @@ def generates_by_us(trainer: Any) -> bool:
 def check_trainer(trainer: Any, config: SpeculativeConfig, features: Features) -> LogitsProcessorList | None:
     """Raises ValueError if the `features` of `trainer`, one of ours, do not go together, or if a rollout would fail
     under `config`. Returns the processors of a rollout; None: a `rollout_func` generates."""
-    if features.get(IMAGES):
-        check_images(policy_in(trainer.model), trainer.args, bool(features["tools"]))
+    if features.get(MEDIA):
+        check_media(policy_in(trainer.model), trainer.args, bool(features["tools"]))
     check(features)
     policy, args, settings, processors = policy_in(trainer.model), trainer.args, trainer.generation_config, None
     if generates_by_us(trainer):

@@ -22,6 +22,7 @@ from ..generation.drafters.history import HistoryDrafter
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.network.snapshot import structure
 from ..generation.engine.parked_rows import ParkedRows
+from ..generation.engine.sampling.noise import keeping_generators
 from ..generation.measuring import find_clock, find_ladder, find_profile, profile_key
 from ..generation.options import SpeculativeConfig
 from ..generation.planner.clock import Clock
@@ -33,7 +34,6 @@ from ..generation.strategies import copy_again, make_control, make_drafters, pol
 from ..hardware import hardware_name
 from ..papers import Calibration, load
 from ..quantization.awq import ActivationStatistics
-from ..random_state import keeping_generators
 from .checkpoint import DraftLengthState, RankState, RolloutState, only_for_speed
 from .rollout_options import RolloutOptions
 from .run_log import Mode, RunHeader
@@ -132,19 +132,19 @@ class TrainerSpeculator(Speculator):
         prompts: list[list[int]],
         generation_config: GenerationConfig,
         tokenizer: PreTrainedTokenizerBase,
-        images: Mapping[str, Any] | None = None,
+        media: Mapping[str, Any] | None = None,
     ) -> list[Sampled]:
         """Takes a turn of all ranks; returns the completions of this rank's prompts.
 
         Args:
-            prompts: token ids, possibly of no prompt. Rows of prompts with images stay on their rank, and so do those
+            prompts: token ids, possibly of no prompt. Rows of prompts with media stay on their rank, and so do those
                 of other ranks in this turn.
             generation_config: of the rollout.
             tokenizer: pads, and reads stop strings.
-            images: inputs of `generate` for these prompts (:func:`~.image_inputs`).
+            media: inputs of `generate` for these prompts (:func:`~.media_inputs`).
         """
-        turn = self._sharing.gather(prompts, have_images=bool(images))
-        return self._take(turn, generation_config, tokenizer, images)
+        turn = self._sharing.gather(prompts, have_media=bool(media))
+        return self._take(turn, generation_config, tokenizer, media)
 
     def join_others(self, generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """Takes part in further turns until no rank has prompts: a turn needs all ranks, which gather weights and may
@@ -157,10 +157,10 @@ class TrainerSpeculator(Speculator):
         turn: Turn,
         generation_config: GenerationConfig,
         tokenizer: PreTrainedTokenizerBase,
-        images: Mapping[str, Any] | None = None,
+        media: Mapping[str, Any] | None = None,
     ) -> list[Sampled]:
         with self._weights() as policy:
-            decoded = self._decode(policy, turn, generation_config, tokenizer, images)
+            decoded = self._decode(policy, turn, generation_config, tokenizer, media)
         completions = self._sharing.exchange(turn, decoded)
         for drafter in self.drafters:
             if isinstance(drafter, HistoryDrafter):
@@ -174,7 +174,7 @@ class TrainerSpeculator(Speculator):
         turn: Turn,
         generation_config: GenerationConfig,
         tokenizer: PreTrainedTokenizerBase,
-        images: Mapping[str, Any] | None,
+        media: Mapping[str, Any] | None,
     ) -> dict[int, Sampled]:
         """Returns the completions that this rank decodes, by place in `turn`."""
         # Prompts are padded as on one rank, since some processors see the padding.
@@ -201,7 +201,7 @@ class TrainerSpeculator(Speculator):
                     attention_mask=padded([[1] * len(prompt) for prompt in prompts], 0),
                     **{
                         name: value.to(device) if isinstance(value, Tensor) else padded(value, 0)
-                        for name, value in (images or {}).items()
+                        for name, value in (media or {}).items()
                     },
                     generation_config=generation_config,
                     tokenizer=tokenizer,

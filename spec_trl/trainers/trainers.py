@@ -5,6 +5,7 @@ from typing import Any
 
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from ..distributed.shared_rollouts import Sampled
 from .rollout_options import RolloutOptions
 from .sampler_mismatch import SamplerMismatch
 from .speculative_rollouts import SpeculativeRollouts
@@ -62,10 +63,7 @@ class SpecGRPOTrainer(SpeculativeRollouts, GRPOTrainer):
         self._mismatch.forward = scores[0].detach()
         return scores
 
-    def _generate_single_turn(
-        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict[str, Any], *rest: Any, **more: Any
-    ) -> tuple[list[list[int]], list[list[float]] | None]:
-        completions = self._sample(prompt_ids, images, multimodal_fields)
+    def _in_turn(self, completions: list[Sampled]) -> tuple[list[list[int]], list[list[float]] | None]:
         logprobs = [sampled.logprobs for sampled in completions]  # TRL puts zeros where tools answer, and pads
         return [sampled.tokens for sampled in completions], logprobs if self._mismatch.is_logged else None
 

@@ -14,10 +14,9 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.forwards.model_costs import model_constants
-from spec_trl.generation.planner.admission import PlainRounds
 from spec_trl.generation.planner.clock import Clock as RoundsClock
 from spec_trl.generation.planner.clock import ForwardSeconds, ProbedRounds
-from spec_trl.generation.planner.control import AlwaysSpeculate, Chain, Control, NeverSpeculate
+from spec_trl.generation.planner.control import AlwaysSpeculate, Chain, Control, NeverSpeculate, PlainRounds
 from spec_trl.generation.planner.model_constants import ModelConstants, ProfileKey
 from spec_trl.generation.planner.planner import Planner
 from spec_trl.generation.session import Session

@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from spec_trl import release
 from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.sampling.noise import keeping_generators
 from spec_trl.generation.registry import CHOOSING
-from spec_trl.random_state import keeping_generators
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.option_groups import merged
 from tests.tiny_families import make

@@ -17,10 +17,11 @@ from transformers import LogitsProcessor
 import spec_trl
 from spec_trl import SpecGRPOConfig, SpeculativeConfig
 from spec_trl.generation.call import of_model
+from spec_trl.generation.engine.network.family import Family
 from spec_trl.generation.refusals import REFUSALS, Refusal, check, of_drafting
 from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.papers.specactor.decoupled.pipe import DraftThread
-from spec_trl.trainers.prompt_images import check_images
+from spec_trl.trainers.prompt_media import check_media
 from spec_trl.trainers.trainer_checks import asked
 from tests import tiny_families
 from tests.conftest import tiny_llama
@@ -104,12 +105,12 @@ def made(**given: Any) -> Door:
 
 def images(tools: bool = False, **given: Any) -> Door:
     """A rollout whose prompts have images."""
-    return lambda *_: check_images(vision("gemma3"), arguments(**given), tools)
+    return lambda *_: check_media(vision("gemma3"), arguments(**given), tools)
 
 
 def on_gpu(*_: Any) -> None:
     config = SpeculativeConfig(**DECOUPLED)
-    check({**of_drafting("self", config), **of_model(tiny_llama(), config, GPU, False)})
+    check({**of_drafting("self", config), **of_model(Family.of(tiny_llama()), config, GPU)})
 
 
 def two_devices(*_: Any) -> None:
@@ -268,7 +269,7 @@ def test_the_sentence_has_the_words_of_the_user(drafters: Make, tmp_path: Path) 
 def test_drafters_on_threads_and_elsewhere(drafters: Make) -> None:
     """A thread of this process shares the GPU, whichever way it is asked for; another process does not."""
     config, model = SpeculativeConfig(**DECOUPLED), tiny_llama()
-    place = of_model(model, config, GPU, False)
+    place = of_model(Family.of(model), config, GPU)
     check({**of_drafting("self", config, given=[DecoupledDrafter(InTurn(Chance([], 1.0)))]), **place})
     thread, plain = DecoupledDrafter(DraftThread(*drafters("ngram"))), SpeculativeConfig()
     for given, options, words in (

@@ -13,7 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import spec_trl
 from examples.demo.task import build_tokenizer
-from spec_trl.trainers.prompt_images import image_inputs
+from spec_trl.trainers.prompt_media import media_inputs
 from spec_trl.trainers.trainers import SpecGRPOConfig
 from tests import tiny_families
 from tests.tiny_vision import VISION, make, processor
@@ -101,7 +101,7 @@ def test_refusals(message: str, fields: dict[str, Any], given: dict[str, Any], t
     options = SpecGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **given.pop("config", {}))
     arguments = {"images": [[picture(0)]], "has_tools": False} | given
     with pytest.raises(ValueError, match=message):
-        image_inputs(fields=fields, policy=make("gemma3"), options=options, **arguments)
+        media_inputs(fields=fields, policy=make("gemma3"), options=options, **arguments)
 
 
 WITHOUT = task((0,))

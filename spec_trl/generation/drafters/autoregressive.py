@@ -16,8 +16,7 @@ from ..engine.kv.base import RowKV
 from ..engine.kv.cache import autocast_dtype
 from ..engine.kv.memory import sent
 from ..engine.kv.row_memory import kv_bytes
-from ..engine.kv.states import cache_for, state_bytes
-from ..engine.network.attention import keeps_states
+from ..engine.network.family import Family
 from ..engine.network.products import lend_copies, take_copies_back
 from ..engine.network.shadow import decoder_layers
 from ..engine.rows import Admission, Integers
@@ -52,8 +51,8 @@ class NetworkDrafter(TrainableDrafter):
         self._shares_target_cache = shares_target_cache
         config = network.config.get_text_config(decoder=True)
         self._vocabulary, self.width = config.vocab_size, config.hidden_size
-        self._has_states = keeps_states(network.config)
-        self.drafts_ahead = not self._has_states  # states that drafts have advanced cannot go back
+        self._family = Family.of(network)
+        self.drafts_ahead = self._family.drafts_ahead
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
@@ -70,11 +69,11 @@ class NetworkDrafter(TrainableDrafter):
                 lend_copies(session.target.network, self.network)
             self._runner = session.target.for_drafter(self.network, self._shares_target_cache, self._made_of)
         else:
-            own = cache_for(self.network, rows.capacity, rows.columns) if tail is None else tail
+            own = self._family.cache.for_network(self.network, rows.capacity, rows.columns) if tail is None else tail
             self._runner = EagerRunner(self.network, own)
         self.cache = self._runner.cache
-        # States of text are separate from those of drafts, which may be rejected.
-        with_text = not (self._has_states and self._owns_cache)
+        # What text has left in scans is apart from what drafts leave, which may be rejected.
+        with_text = self.drafts_ahead or not self._owns_cache
         self._drafting = self._runner if with_text else self._runner.for_drafter(self.network, True, self._made_of)
 
     def end(self) -> None:
@@ -85,7 +84,7 @@ class NetworkDrafter(TrainableDrafter):
 
     def admit(self, admission: Admission) -> None:
         if self.cached is not None:
-            if self._has_states and any(source < admission.first for source in admission.sources):
+            if not self._family.shares_prompts and any(source < admission.first for source in admission.sources):
                 # Rows in flight have advanced beyond the prompt: their copies read it again.
                 admission = replace(admission, leaders=len(admission.lengths), followers=[], sources=[])
             rows, known = self.session.rows, admission.restore(self.strategy, self.cache)
@@ -119,16 +118,16 @@ class NetworkDrafter(TrainableDrafter):
         session, rows = self.session, self.session.rows
         if self._owns_cache:
             self.cache.reserve((rows.host_lengths + draft_length).tolist())
-        has_states = self._drafting is not self._runner
-        known = 1 if has_states else self._catch_up()
+        is_apart = self._drafting is not self._runner
+        known = 1 if is_apart else self._catch_up()
         columns = rows.columns_after(-known, known + draft_length).clamp(min=0)  # [B, known + γ]
         tokens = rows.tokens[: rows.active].gather(1, columns)  # [B, known + γ]
         columns = columns[:, :-1]  # of all that are fed
         draft = NetworkDraft(tokens, columns, known, noise, session.draw, rows.write, session.drawn_by, session.text)
-        proposal = draft.run(self._step) if has_states else self._runner.draft(draft, rows.longest)
+        proposal = draft.run(self._step) if is_apart else self._runner.draft(draft, rows.longest)
         if self.cached is not None:
             self.cached[: rows.active] = rows.host_lengths
-            if not has_states:
+            if not is_apart:
                 self._fed = proposal.tokens[:, :-1].to("cpu", non_blocking=True).numpy()
         return proposal
 
@@ -140,7 +139,7 @@ class NetworkDrafter(TrainableDrafter):
     @property
     def cache_bytes(self) -> int:
         of_text = self.cache.bytes_of(self.session.most_columns) if self._owns_cache else 0
-        return of_text + self._drafting.cache.state_bytes
+        return of_text + self._drafting.cache.fixed_bytes
 
     @property
     def column_bytes(self) -> float:
@@ -148,7 +147,7 @@ class NetworkDrafter(TrainableDrafter):
 
     @functools.cached_property
     def row_bytes(self) -> int:
-        return 2 * state_bytes(self.network) if self._has_states else 0  # of the text, and of drafts
+        return 2 * self._family.row_bytes(self.network)  # of the text, and of drafts
 
     def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
         # One forward instead of γ: the drafts are known.
@@ -200,7 +199,7 @@ class NetworkDrafter(TrainableDrafter):
             fed = cached[:, None] + np.arange(counts.max())  # [B, n]
             columns = sent(torch.from_numpy(fed), rows.tokens.device)
             places = [(row, count - 1) for row, count in enumerate(counts.tolist())] if is_last else []
-            cache.feeds(None if cache.state_bytes else counts.tolist())  # before a first text there are no states
+            cache.feeds(None if cache.fixed_bytes else counts.tolist())  # before a first text there are no states
             tokens = rows.tokens[: rows.active].gather(1, columns)  # [B, n]
             logits = self._runner.prefill(tokens, columns, int(fed.max()) + 1, 0, places)
             cache.commit(counts.tolist())

@@ -15,7 +15,6 @@ from ...quantization import quantize_projections
 from ...quantization.awq import ActivationStatistics
 from ...quantization.kernels import PackedWeight
 from ...quantization.source_weight import modules_by_name
-from ..engine.kv.states import state_bytes
 from ..engine.network.foreign_layers import is_foreign
 from ..engine.network.shadow import make_shadow
 from ..engine.network.snapshot import WeightState
@@ -115,7 +114,7 @@ class SelfDrafter(NetworkDrafter):
     def row_bytes(self) -> int:
         policy = self._policy()  # packed layers run when something is drafted
         assert policy is not None
-        return state_bytes(policy) if self._has_states else 0
+        return self._family.row_bytes(policy)
 
     @property
     def waited(self) -> float:

@@ -21,7 +21,7 @@ from ...value_checks import require_folder_or_id
 from ..engine.drafter import DraftCost
 from ..engine.forwards.model_costs import model_constants
 from ..engine.kv.cache import autocast_dtype
-from ..engine.network.attention import keeps_states
+from ..engine.network.family import Family
 from ..engine.network.shadow import make_shadow
 from ..engine.network.snapshot import addresses, structure
 from ..engine.requirements import check_model, policy_in
@@ -138,7 +138,7 @@ def states_of(argument: str, assistant: "PreTrainedModel | str") -> str:
     """Words for the `argument` if the `assistant` keeps states, for :func:`~.refusals.check`; else ""."""
     is_name = isinstance(assistant, str)
     config = read_assistant_config(assistant) if is_name else as_assistant(argument, assistant).config
-    return f"{argument} of type '{config.model_type}', which keeps states," if keeps_states(config) else ""
+    return (words := Family(config).stateful) and f"{argument} {words}"
 
 
 def load_assistant(assistant: "PreTrainedModel | str | None", target: PreTrainedModel) -> PreTrainedModel:

@@ -131,7 +131,7 @@ class Drafter(CandidateGenerator):
     looks_up: bool = False
     """Whether it looks drafts up in texts, without a forward."""
     reads_prompts: bool = True
-    """Whether it reads prompts by forwards of its own, which know no images. Lookups have no forwards."""
+    """Whether it reads prompts by forwards of its own, which know text alone. Lookups have no forwards."""
     beside: Literal["thread", "elsewhere"] | None = None
     """Where it drafts while the target verifies; None: it drafts between verifications."""
     outlives_changes: bool = False

@@ -9,7 +9,7 @@ from .forwards.runner import EagerRunner
 from .guarded_drafters import GuardedDrafters
 from .kv.memory import free_memory
 from .rows import Request, Rows, Spans
-from .saved_row import SavedRow, SavedStates
+from .saved_row import SavedKV, SavedRow
 
 
 class ParkedRows:
@@ -50,13 +50,13 @@ class ParkedRows:
         """Parks `row`, as `request` has ended, unless memory lacks or a drafter reads its hidden states."""
         cache, number = target.cache, self._numbers[request.index]
         self._pop(number)  # another rank has decoded the turns since
-        if request.images is not None:
+        if request.media is not None:
             return  # the family reads whole prompts
-        needed = (int(rows.host_lengths[row]) - 1) * cache.column_bytes + cache.state_bytes // cache.rows
+        needed = (int(rows.host_lengths[row]) - 1) * cache.column_bytes + cache.fixed_bytes // cache.rows
         free = free_memory(rows.tokens.device)
         while self._bytes + needed > free and (freed := self.drop_oldest()):
             free += freed
-        kv: SavedStates = {}
+        kv: SavedKV = {}
         must_read = False
         for drafter in list(drafters.in_use):
             answer = drafters.ask(drafter, methodcaller("save_row", row))
@@ -64,7 +64,7 @@ class ParkedRows:
             if answer is not None:
                 kv[drafters.names[drafter]] = 0, dict  # whoever is missing must read hidden states again
                 kv |= {owner: (end, partial(dict, states)) for owner, (end, states) in answer.items()}
-        if needed > free or (target.is_heard and must_read):
+        if needed > free or (target.has_listeners and must_read):
             return
         saved = rows.save(row, cache, 0, want_logprobs=False)
         self._rows[number] = replace(saved, tokens=None, kv=kv | saved.kv)  # the next prompt has the tokens
@@ -79,7 +79,7 @@ class ParkedRows:
         found = []
         for request in requests:
             saved = self._pop(self._numbers[request.index])
-            reads = saved is None or (target.is_heard and not in_use <= saved.kv.keys())
+            reads = saved is None or (target.has_listeners and not in_use <= saved.kv.keys())
             found.append(request if reads or request.saved is not None else replace(request, saved=saved))
         return found
 

@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..planner.admission import PlainRounds, plain_rounds
-from ..planner.control import Chain, Control, Tally
+from ..planner.control import Chain, Control, PlainRounds, Tally, plain_rounds
 from .drafter import Drafter
 from .forwards.runner import EagerRunner
 from .rows import Integers, Request, Rows, prompt_key
@@ -242,10 +241,9 @@ class Record:
                 counts.append(len(completed[request.index].tokens) - 1)
         rest = control.plain_seconds(plain_rounds(begun, counts, capacity, plain))
         drafted = [point for point in statistics.points if point.draft_length]
-        least, most = (
-            control.plain_seconds([PlainRounds(count(point), point.batch, point.length) for point in drafted])
-            for count in (lambda point: point.rounds, lambda point: point.tokens / point.batch)
-        )
+        least = control.plain_seconds([PlainRounds(each.rounds, each.batch, each.length) for each in drafted])
+        all_kept = [PlainRounds(each.tokens / each.batch, each.batch, each.length) for each in drafted]
+        most = control.plain_seconds(all_kept)
         if rest is None or least is None or most is None:
             return None
         if statistics.measured_speedup is not None:  # of the same rounds, by what was expected when each began

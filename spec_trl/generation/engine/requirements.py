@@ -16,7 +16,8 @@ from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedMo
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from .network.attention import STATELESS, MaskPlan, keeps_states
+from .network.attention import STATELESS, MaskPlan
+from .network.family import TOKEN_TYPES, Family, has_token_types
 from .network.family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
 from .network.foreign_layers import check_foreign_layers
 from .network.patches import unfollowed_patch
@@ -132,7 +133,7 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     if settings.get("alibi"):
         return "with alibi=True is not served: ALiBi needs a two-dimensional mask"
     types = set(getattr(config, "layer_types", None) or ())
-    has_states = keeps_states(config) or (model._is_stateful and not (types and types <= STATELESS))
+    has_states = Family(config).keeps_states or (model._is_stateful and not (types and types <= STATELESS))
     if has_states and not follows_states(model):
         return (
             "keeps a recurrent state in a way that is not known here, and rejected tokens must leave it. Generate "
@@ -263,8 +264,7 @@ def check_generation_config(config: GenerationConfig) -> None:
 
 def check_keywords(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
     """Raises ValueError for model inputs that the engine would drop, for a cache that holds tokens, and where prompts
-    hold more than text without the images (`image_prompts.py`)."""
-    types = ("token_type_ids", "mm_token_type_ids") if "image" in model.input_modalities else ()
+    hold more than text without its inputs (`media.py`)."""
     beyond_text = list(model_kwargs.get("mm_encoder_outputs") or ())  # generate passes an empty dict for text
     filled, unknown = [], []
     for name, value in model_kwargs.items():
@@ -273,19 +273,19 @@ def check_keywords(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> N
         if isinstance(value, Cache):
             if _is_filled(value):
                 filled.append(name)
-        elif name not in types:
+        elif name not in TOKEN_TYPES or not has_token_types(model):
             unknown.append(name)
         elif value.any():
             beyond_text.append(name)
     if beyond_text:
         raise ValueError(
-            f"the prompts hold more than text ({', '.join(beyond_text)}) and pixel_values are not given, from which "
-            "assistant_strategy reads images. Pass them, or generate without assistant_strategy."
+            f"the prompts hold more than text ({', '.join(beyond_text)}), and pixel_values, from which "
+            "assistant_strategy reads it, are not given. Pass them, or generate without assistant_strategy."
         )
     if unknown:
         raise ValueError(
             f"the model inputs {sorted(unknown)} cannot be combined with assistant_strategy, which takes input_ids, "
-            "attention_mask and images. Generate without assistant_strategy."
+            "attention_mask and pixel_values. Generate without assistant_strategy."
         )
     if filled:
         raise ValueError(
@@ -421,7 +421,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
     context = config.max_position_embeddings
     scopes = _rope_scopes(config)
     if not scopes:  # beside states some attention has no positions at all
-        return None if keeps_states(config) else context
+        return None if Family(config).keeps_states else context
     words = model.get_input_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module is not words:

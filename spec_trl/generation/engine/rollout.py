@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..planner.admission import AdmissionDelay
-from ..planner.control import Chain, Control
+from ..planner.control import AdmissionDelay, Chain, Control
 from .drafter import Drafter, DraftSession
 from .forwards.runner import EagerRunner
 from .guarded_drafters import GuardedDrafters, LookupEvaluation, broken_logits, report_broken
@@ -363,7 +362,7 @@ class Rollout:
         """
         rows, cache = self.rows, self.target.cache
         needed = sum(int(rows.host_lengths[row]) for row in leaving) * cache.column_bytes
-        must_read = self.target.is_heard or cache.has_states
+        must_read = self.target.has_listeners or not cache.is_divisible
         share = 1.0 if must_read or 2 * needed > free_memory(rows.tokens.device) else head_share
         requests = []
         for row in leaving:

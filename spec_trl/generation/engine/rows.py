@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .kv.base import KVCache
 from .kv.memory import check_memory, sent
-from .network.image_prompts import ImagePrompt
+from .network.media import MediaPrompt
 from .sampling.noise import CPU_CHUNK, MOST_ROUNDS, RoundNoise, position_keys
 from .saved_row import TARGET, SavedRow
 
@@ -24,8 +24,8 @@ SHORT_PROMPT = 16
 (`cpu_layers.py`). Only the prompt's length decides, so that its sums do not depend on other rows."""
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
-Text: TypeAlias = tuple[bytes, Spans, ImagePrompt | None]
-"""Tokens of a prompt, its spans and images: of equal ones K/V is equal."""
+Text: TypeAlias = tuple[bytes, Spans, MediaPrompt | None]
+"""Tokens of a prompt, its spans and media: of equal ones K/V is equal."""
 
 
 class Piece(NamedTuple):
@@ -49,7 +49,7 @@ class Request:
         saved: of a row that had the request before, here or on another rank; None: no row had it.
         spans: columns of the prompt that earlier turns of a conversation have generated, without the last token of a
             turn, which the next turn reads: pairs of first and end, ascending.
-        images: of the prompt; None: it is text.
+        media: of the prompt; None: it is text.
         device: of its rows; None: the prompt's.
     """
 
@@ -59,13 +59,13 @@ class Request:
     stream: int
     saved: SavedRow | None = None
     spans: Spans = ()
-    images: ImagePrompt | None = None
+    media: MediaPrompt | None = None
     device: torch.device | None = None
 
     @property
     def text(self) -> Text:
         """What decides the K/V of its prompt."""
-        return self.prompt.cpu().numpy().tobytes(), self.spans, self.images
+        return self.prompt.cpu().numpy().tobytes(), self.spans, self.media
 
     @property
     def generated(self) -> Tensor | None:
@@ -101,7 +101,7 @@ class Admission:
 
     Rows `first..first + leaders` hold texts to prefill; row `followers[i]` has the same prompt as row `sources[i]`
     (prefix sharing: the G copies of a GRPO prompt are prefilled once). `lengths`, `requests`: of all of the rows.
-    `images`: of prompts that have some; leaders with images come first, and followers with images last. `saved`:
+    `media`: of prompts that have some; leaders with media come first, and followers with media last. `saved`:
     of leaders that go on with a saved row.
     """
 
@@ -111,7 +111,7 @@ class Admission:
     sources: list[int]
     lengths: list[int]
     requests: list[Request]
-    images: dict[int, ImagePrompt] = field(default_factory=dict)
+    media: dict[int, MediaPrompt] = field(default_factory=dict)
     saved: dict[int, SavedRow] = field(default_factory=dict)
 
     @functools.cached_property
@@ -226,7 +226,7 @@ class Rows:
         row_of_prompt = dict(zip(self.texts, range(first), strict=True)) if self._shares else {}
         leaders: list[tuple[Text, Request]] = []
         followers: list[tuple[Text, Request]] = []
-        images: dict[int, ImagePrompt] = {}
+        media: dict[int, MediaPrompt] = {}
         saved: dict[int, SavedRow] = {}
         states: list[list[int]] = []  # [n, 5]
         seen, longest = set(row_of_prompt), 0
@@ -236,8 +236,8 @@ class Rows:
             if request.generated is None:  # else its K/V may not be here yet
                 seen.add(key)
         # Rows of similar length prefill with little padding.
-        leaders.sort(key=lambda leader: (leader[1].images is None, leader[1].length))
-        followers.sort(key=lambda follower: follower[1].images is not None)
+        leaders.sort(key=lambda leader: (leader[1].media is None, leader[1].length))
+        followers.sort(key=lambda follower: follower[1].media is not None)
         texts = np.zeros((len(requests), longest), np.int64)
         for text, (key, request) in zip(texts, leaders + followers, strict=True):
             text[: len(request.prompt)] = np.frombuffer(key[0], np.int64)
@@ -248,8 +248,8 @@ class Rows:
                 row_of_prompt.setdefault(key, row)
             else:
                 self.tokens[row, prompt:length] = request.generated
-            if request.images is not None:
-                images[row] = request.images
+            if request.media is not None:
+                media[row] = request.media
             if request.saved is not None and row < first + len(leaders):
                 saved[row] = request.saved
                 if request.saved.logprobs is not None:
@@ -269,7 +269,7 @@ class Rows:
         sources = [row_of_prompt[key] for key, _ in followers]
         lengths = self.host_lengths[first:].tolist()
         admitted = [request for _, request in leaders + followers]
-        return Admission(first, len(leaders), follower_rows, sources, lengths, admitted, images, saved)
+        return Admission(first, len(leaders), follower_rows, sources, lengths, admitted, media, saved)
 
     def generated_span(self, row: int) -> slice:
         """Columns of the generated tokens of `row`."""

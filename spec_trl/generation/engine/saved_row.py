@@ -12,7 +12,7 @@ from .kv.base import KVCache, RowKV
 
 TARGET = "the target"
 """The target, as an owner of K/V."""
-SavedStates: TypeAlias = dict[str, tuple[int, Callable[[], RowKV]]]
+SavedKV: TypeAlias = dict[str, tuple[int, Callable[[], RowKV]]]
 """By owner, :data:`TARGET` or a drafter's strategy: the first column that its forwards must compute, and a function
 that returns the K/V, and waits if another rank still sends it."""
 
@@ -31,7 +31,7 @@ class SavedRow:
     tokens: Tensor | None
     logprobs: Tensor | None
     first: int
-    kv: SavedStates
+    kv: SavedKV
 
     def restore(self, row: int, owner: str, cache: KVCache) -> int:
         """Writes the K/V of `owner` to `row` of its `cache`; returns the first column that a forward must compute."""

@@ -1,17 +1,30 @@
 """A control decides when drafters draft: it plans every decoding round, and records its result. `NeverSpeculate` and
-`AlwaysSpeculate` ignore results; `planner.py` learns from them; a
-toggle of `papers/efficient_rollout` predicts by a roofline.
+`AlwaysSpeculate` ignore results; `planner.py` learns from them; a toggle of `papers/efficient_rollout` predicts by a
+roofline. And when requests get free rows.
 """
 
+import heapq
+import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-
-from .admission import PlainRounds
+from typing import NamedTuple
 
 
 NO_METHOD = "none"  # plain decoding, where methods are named
+MAX_EMPTY_ROUNDS = 0.25
+"""Most rounds that waiting with empty rows may cost: an empty row costs a round divided by the number of rows. A
+forward over several short prompts takes little longer than over one, so admitting several rows at once saves time. The
+largest simulated value (benchmarks/admission.py) that lengthens no case by more than 0.2 %."""
+
+
+class PlainRounds(NamedTuple):
+    """`rounds` autoregressive rounds of `batch` rows of mean length `length`."""
+
+    rounds: float
+    batch: int
+    length: float
 
 
 @dataclass(frozen=True)
@@ -259,3 +272,72 @@ class AlwaysSpeculate(Control):
     def forecast(self, batch: int, length: float) -> Explanation:
         most = self.candidates[0].max_rows
         return Explanation.too_many_rows(batch, most) if batch > most else Explanation(None, "sd_toggle=always")
+
+
+# ---- when free rows are given to waiting requests, and the rounds that plain decoding would have run ----------------
+
+
+class AdmissionDelay:
+    """Delays free rows until several requests can enter, whose prompts are then read together.
+
+    Args:
+        capacity: number of all rows.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._empty = 0  # sum over rounds of empty rows, since the last admission
+
+    def rounds(self, free: int, in_flight: Collection[str], upcoming: str | None) -> int:
+        """Rounds to wait before `free` rows are filled. Returns 0, and resets the count, if no row decodes, or if the
+        key of the next prompt, `upcoming` (None: unknown), is among those `in_flight`: its K/V exists."""
+        left = math.ceil((MAX_EMPTY_ROUNDS * self._capacity - self._empty) / free) - 1
+        if left > 0 and in_flight and upcoming not in in_flight:
+            return left
+        self._empty = 0
+        return 0
+
+    def waits(self, free: int, in_flight: Collection[str], upcoming: str | None) -> bool:
+        """Whether `free` rows stay empty for the next round, and counts it."""
+        if not self.rounds(free, in_flight, upcoming):
+            return False
+        self.wait(free, 1)
+        return True
+
+    def wait(self, free: int, rounds: int) -> None:
+        """Counts `rounds` rounds with `free` empty rows."""
+        self._empty += free * rounds
+
+
+def plain_rounds(
+    prompts: Sequence[tuple[int, str]], tokens: Sequence[int], capacity: int, done: int = 0
+) -> list[PlainRounds]:
+    """Rounds of plain decoding, between changes of the batch.
+
+    Args:
+        prompts: tokens of each request when its first round begins, and its prompt's key.
+        tokens: by request, tokens from rounds; with 0 the row is free again at once.
+        capacity: rows; further requests wait in order.
+        done: rounds to leave out at the beginning.
+    """
+    rounds: list[PlainRounds] = []
+    # A heap of (round in which it ends, length that it would have had in round 0, key).
+    rows: list[tuple[int, int, str]] = []
+    delay, now, admitted, lengths = AdmissionDelay(capacity), 0, 0, 0
+    while rows or admitted < len(prompts):
+        free, wait = capacity - len(rows), 0
+        if free and admitted < len(prompts):
+            wait = delay.rounds(free, {key for *_, key in rows}, prompts[admitted][1])
+        while not wait and admitted < len(prompts) and len(rows) < capacity:
+            start = prompts[admitted][0] - now
+            heapq.heappush(rows, (now + tokens[admitted], start, prompts[admitted][1]))
+            lengths += start
+            admitted += 1
+        end, first = min(rows[0][0], now + (wait or rows[0][0])), max(now, done)
+        delay.wait(free if wait else 0, end - now)
+        if end > first:
+            rounds.append(PlainRounds(end - first, len(rows), lengths / len(rows) + (first + end - 1) / 2))
+        now = end
+        while rows and rows[0][0] == now:
+            lengths -= heapq.heappop(rows)[1]
+    return rounds

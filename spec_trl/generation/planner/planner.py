@@ -13,9 +13,8 @@ import numpy as np
 
 from ...papers import load
 from .acceptance import Drafts
-from .admission import PlainRounds
 from .clock import Bools, Clock, Floats, Integers, Rounds
-from .control import FAILED, NO_METHOD, Candidate, Chain, Control, Explanation, Tally, decision, promise
+from .control import FAILED, NO_METHOD, Candidate, Chain, Control, Explanation, PlainRounds, Tally, decision, promise
 from .plan import PLAIN, CurrentPlan, Plan
 
 

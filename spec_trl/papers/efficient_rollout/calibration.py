@@ -27,7 +27,8 @@ from ...generation.engine.drafter import Drafter
 from ...generation.engine.forwards.model_costs import model_constants
 from ...generation.engine.forwards.runner_choice import captures, runner_for
 from ...generation.engine.kv.memory import free_memory
-from ...generation.engine.network.attention import keeps_states
+from ...generation.engine.kv.row_memory import Capacity
+from ...generation.engine.network.family import Family
 from ...generation.engine.requirements import position_limit
 from ...generation.engine.rollout import RequestQueue, Rollout
 from ...generation.engine.rows import PrefixView, Request, Rows
@@ -82,7 +83,7 @@ class RoundBench:
         view = PrefixView(self._rows, prompts)
         self._rollout = rollout(
             RequestQueue([Request(i, prompts[i], 2**62, i) for i in range(batch)]),
-            runner_for(Session(), model, batch, columns, config, has_states=keeps_states(model.config)),
+            runner_for(Session(), model, Family.of(model), config, Capacity(batch, columns)),
             drafters,
             NeverSpeculate(),
             self._rows,

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from ...generation.planner.admission import PlainRounds
 from ...generation.planner.clock import RoundSeconds
 from ...generation.planner.control import (
     FAILED,
@@ -10,6 +9,7 @@ from ...generation.planner.control import (
     Chain,
     Control,
     Explanation,
+    PlainRounds,
     Tally,
     decision,
     promise,

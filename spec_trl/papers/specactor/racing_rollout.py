@@ -23,8 +23,7 @@ from ...generation.engine.rows import Integers, Request, Rows
 from ...generation.engine.sampling.accept import Drafts, Outcome, Proposal, judge, merge, on_host
 from ...generation.engine.sampling.noise import Draw, RoundNoise
 from ...generation.engine.statistics import DEPTH_EDGES, BestOfNStatistics, DraftCounts, SpeculationStatistics
-from ...generation.planner.admission import PlainRounds
-from ...generation.planner.control import Chain, Control, Explanation
+from ...generation.planner.control import Chain, Control, Explanation, PlainRounds
 
 
 class RacingRollout(Rollout):

@@ -234,7 +234,7 @@ def test_rows_that_outgrow_scaled_positions(kind: str, tiny, tmp_path, monkeypat
     assert generate(tiny, PROMPTS, kind, assistant_model=plain, max_new_tokens=8).statistics.total.drafted > 0
     scaling = eagle3.LLAMA3 | {"original_max_position_embeddings": 8}
     scaled = make_checkpoint(tmp_path / "scaled", kind, max_position_embeddings=16, rope_scaling=scaling)
-    monkeypatch.setattr(one_call, "runner_for", lambda *_: pytest.fail("work was begun"))
+    monkeypatch.setattr(one_call, "runner_for", lambda *_, **__: pytest.fail("work was begun"))
     with pytest.raises(ValueError, match=r"rows can reach \d+ tokens.*positions reach 16.*Lower max_new_tokens"):
         generate(tiny, PROMPTS, kind, assistant_model=scaled)
 

@@ -24,8 +24,8 @@ from spec_trl.generation.engine.sampling.accept import Proposal
 from spec_trl.generation.engine.sampling.noise import RoundNoise
 from spec_trl.generation.engine.sampling.stopping import Stopping
 from spec_trl.generation.engine.saved_row import TARGET, SavedRow
-from spec_trl.generation.planner import admission
-from spec_trl.generation.planner.admission import AdmissionDelay
+from spec_trl.generation.planner import control
+from spec_trl.generation.planner.control import AdmissionDelay
 from spec_trl.papers.specactor.decoupled.decoupled_drafter import DecoupledDrafter
 from spec_trl.papers.specactor.decoupled.pipe import DraftThread
 from tests.conftest import tiny_llama
@@ -285,8 +285,8 @@ def test_several_prompts_are_read_at_once_and_no_token_changes(
 
     monkeypatch.setattr(RequestQueue, "take", counted)
     found, times = [], []
-    for patience in (admission.MAX_EMPTY_ROUNDS, 0.0):
-        monkeypatch.setattr(admission, "MAX_EMPTY_ROUNDS", patience)
+    for patience in (control.MAX_EMPTY_ROUNDS, 0.0):
+        monkeypatch.setattr(control, "MAX_EMPTY_ROUNDS", patience)
         admitted.clear()
         found.append(outputs(generate(fresh, prompts, strategy, {"max_batch_size": 16}, **ENDS)))
         times.append(sum(map(bool, admitted)))

@@ -43,8 +43,7 @@ from spec_trl.generation.engine.statistics import (
     added,
     slowest,
 )
-from spec_trl.generation.planner.admission import PlainRounds
-from spec_trl.generation.planner.control import AlwaysSpeculate, Candidate, Chain, Tally
+from spec_trl.generation.planner.control import AlwaysSpeculate, Candidate, Chain, PlainRounds, Tally
 from spec_trl.papers.specactor.racing_rollout import RacedChains
 from tests.generation.calls import generate, pad_left, random_rows
 

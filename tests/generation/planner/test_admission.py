@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_trl.generation.planner.admission import MAX_EMPTY_ROUNDS, plain_rounds
+from spec_trl.generation.planner.control import MAX_EMPTY_ROUNDS, plain_rounds
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from spec_trl.generation.planner.acceptance import FADE, Drafts
-from spec_trl.generation.planner.admission import PlainRounds
 from spec_trl.generation.planner.clock import Clock
-from spec_trl.generation.planner.control import Candidate, Chain
+from spec_trl.generation.planner.control import Candidate, Chain, PlainRounds
 from spec_trl.generation.planner.plan import PLAIN, Plan
 from spec_trl.generation.planner.planner import CARRIED_BUDGET, MAX_BUDGET, ROUND_BUDGET, SHARE, Planner
 

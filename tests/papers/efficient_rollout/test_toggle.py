@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from spec_trl.generation.planner.admission import PlainRounds
-from spec_trl.generation.planner.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate
+from spec_trl.generation.planner.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, PlainRounds
 from spec_trl.generation.planner.model_constants import ModelConstants
 from spec_trl.papers.efficient_rollout.profile import RooflineRounds
 from spec_trl.papers.efficient_rollout.roofline import Coefficients, Roofline

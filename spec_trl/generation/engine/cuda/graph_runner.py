@@ -21,7 +21,8 @@ from ..drafter import NetworkDraft
 from ..forwards.runner import EagerRunner, FeatureRunner, Heard
 from ..kv.base import KVCache
 from ..kv.cache import autocast_dtype
-from ..network.attention import attended, keeps_states
+from ..network.attention import attended
+from ..network.family import Family
 from ..network.products import copied_bytes
 from ..network.scans import Taken
 from ..network.shadow import decoder_layers, make_shadow
@@ -91,7 +92,7 @@ class GraphRunner(EagerRunner):
         self._gave_up = False
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
-        if keeps_states(network.config) and not shares_cache:
+        if not (shares_cache or Family.of(network).takes_pages):
             return super().for_drafter(network, shares_cache, made_of)
         # Hooks are part of a capture, with the tensors that they read: a learner's corrections.
         hooks = (id(hook) for module in network.modules() for hook in module._forward_hooks.values())

@@ -27,7 +27,7 @@ from ....native.cpu_products import reading_prompts
 from ....user_cache import cache_directory, read_cached, save_cached
 from ..kv.base import KVCache
 from ..kv.cache import autocast_dtype
-from ..kv.states import cache_for
+from ..network.family import Family
 from ..network.foreign_layers import is_foreign, mixing_layers
 from ..network.products import make_copies, native_products
 from ..network.shadow import decoder_layers, make_shadow
@@ -68,7 +68,7 @@ def inexact_parts(
     # What the libraries compute, torch computes otherwise.
     if verdict is None or not native_code.loads(verdict.libraries):
         try:
-            parts = _try_out(make(_first_layers(model), cache_for(model, ROWS, COLUMNS)))
+            parts = _try_out(make(_first_layers(model), Family.of(model).cache.for_network(model, ROWS, COLUMNS)))
         except Exception as error:  # the generation will raise the error, or succeed where the test cannot
             verdict, is_tried = Verdict([f"it could not be tried: {type(error).__name__}: {error}"], []), False
         else:
@@ -184,7 +184,7 @@ def _reads_alike(together: "_Trial") -> bool:
     """Whether the first prompts have the same logits where one is read into the last row, beside rows that run, and
     where only their last tokens are read again, as for copies of a prompt that come later."""
     alone = together.read(slice(0, 1), ROWS - 1)
-    if together.runner.cache.has_states:  # whose copies take the states
+    if not Family.of(together.runner.network).shares_prompts:
         return torch.equal(alone, together.prompt[:1])
     ends = together.lengths[:_EQUAL, None] - 1  # [n, 1]
     with reading_prompts():
@@ -195,7 +195,7 @@ def _reads_alike(together: "_Trial") -> bool:
 
 
 def _cases(runner: EagerRunner) -> list[tuple[int, int, int]]:
-    return [case for case in _CASES if not (case[2] and runner.cache.has_states)]  # whose rows have one draft
+    return [case for case in _CASES if not case[2] or Family.of(runner.network).takes_chains]
 
 
 def _products_of_prompts(runner: EagerRunner) -> list[str]:

@@ -19,11 +19,11 @@ from ..drafter import Forward, NetworkDraft
 from ..kv.base import KVCache
 from ..kv.cache import ReplayCache, autocast_dtype
 from ..kv.memory import sent
-from ..kv.states import cache_for
-from ..network.attention import EXACT_ATTENTION, MaskPlan, attended, calls_attention, keeps_states, reads_spans
+from ..network.attention import EXACT_ATTENTION, MaskPlan, attended, calls_attention, reads_spans
 from ..network.cpu_layers import SCALARS
+from ..network.family import Family
 from ..network.family_hooks import cache_argument
-from ..network.image_prompts import read_images
+from ..network.media import read_media
 from ..network.shadow import keep_states
 from ..requirements import position_limit
 from ..rows import Admission, Piece, Rows
@@ -215,19 +215,19 @@ class EagerRunner:
             if saved.first:
                 lengths[row - admission.first] = saved.first
         count, logits = sum(lengths[: admission.leaders]) - sum(known.values()), list[Tensor]()
-        if admission.images or self.cache.offsets is not None:
+        if admission.media or self.cache.offsets is not None:
             leaders = range(admission.first, admission.first + admission.leaders)
-            seen, logits = read_images(self.network, self.cache, leaders, admission.images, leader_of, lengths)
+            seen, logits = read_media(self.network, self.cache, leaders, admission.media, leader_of, lengths)
             known |= seen
             self.forwards += len(seen)
             self.eager_forwards += len(seen)
-        logits += self.read(rows, admission, lengths, known, leader_of.keys() - admission.images.keys())
+        logits += self.read(rows, admission, lengths, known, leader_of.keys() - admission.media.keys())
         for row, saved in admission.saved.items():
             if saved.first:  # its K/V may have arrived meanwhile
                 saved.restore(row, TARGET, self.cache)
         late = [row for row in admission.followers if leader_of[row] == row]
-        # Logits of copies of prompts with images, the last ones, are known.
-        ends = [admission.images[row].logits for row in late if row in admission.images] if admission.images else []
+        # Logits of copies of prompts with media, the last ones, are known.
+        ends = [admission.media[row].logits for row in late if row in admission.media] if admission.media else []
         if text := late[: len(late) - len(ends)]:
             logits += self._read_ends(rows, admission, text)
         logits += ends
@@ -327,8 +327,8 @@ class EagerRunner:
     def _cache_for(self, network: PreTrainedModel, shares_cache: bool) -> KVCache:
         if shares_cache:
             return self.cache.for_drafts()
-        has_states = keeps_states(network.config)  # which no kind of cache but theirs has
-        return cache_for(network, self.cache.rows, self.cache.columns) if has_states else self.cache.like(network)
+        rows, columns, kind = self.cache.rows, self.cache.columns, Family.of(network)
+        return self.cache.like(network) if kind.takes_pages else kind.cache.for_network(network, rows, columns)
 
     def for_features(self, network: nn.Module, layers: int, more: int) -> FeatureRunner:
         """Makes a runner of this kind for a drafter's `network` that reads hidden states, over a new cache with
@@ -354,7 +354,7 @@ class EagerRunner:
         self._listeners.append((tuple(layers), heard))
 
     @property
-    def is_heard(self) -> bool:
+    def has_listeners(self) -> bool:
         """Whether a listener is registered."""
         return bool(self._listeners)
 

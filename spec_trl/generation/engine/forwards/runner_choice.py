@@ -1,6 +1,7 @@
 """Chooses the runner of a call: captured forwards, C++ on a CPU, or eager; reuses the session's runner."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -11,16 +12,20 @@ from ...session import Session, Shadow
 from ..cuda.graph_capture import SMALLEST_COLUMNS, CudaRecorder, GraphBudget, cache_rows
 from ..cuda.graph_runner import GraphRunner
 from ..kv.base import KVCache, pages_of
-from ..kv.cache import RaggedCache, autocast_dtype
+from ..kv.cache import autocast_dtype
 from ..kv.memory import free_memory
 from ..kv.pages import PagedCache
-from ..kv.states import States
+from ..network.family import Family
 from ..network.products import make_copies, refresh_copies
 from ..network.shadow import make_shadow
 from ..network.snapshot import Snapshot, addresses
 from ..network.swap import not_exact
 from .exactness import inexact_parts
 from .runner import EagerRunner, cpu_runner
+
+
+if TYPE_CHECKING:
+    from ..kv.row_memory import Capacity
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:
@@ -65,23 +70,19 @@ def captures(config: SpeculativeConfig, device: torch.device) -> bool:
     return recorder_for(device) is not None and config.runner != "eager"
 
 
-def takes_pool(config: SpeculativeConfig, device: torch.device, has_states: bool) -> bool:
-    """Whether K/V lies in the pages of a pool: where forwards are captured, which need it at the same addresses, and
-    layers keep no states, beside which it is small."""
-    return captures(config, device) and not has_states
+def takes_pool(config: SpeculativeConfig, device: torch.device, family: Family) -> bool:
+    """Whether K/V lies in the pages of a pool: where forwards are captured, which need it at the same addresses."""
+    return captures(config, device) and family.takes_pages
 
 
 def runner_for(
     session: Session,
     model: PreTrainedModel,
-    rows: int,
-    columns: int,
+    family: Family,
     config: SpeculativeConfig,
-    pages: int | None = None,
-    graph_memory: float | None = None,
+    capacity: "Capacity",
     exact: bool = False,
-    has_states: bool = False,
-    has_offsets: bool = False,
+    offsets: bool = False,
 ) -> EagerRunner:
     """Returns a runner of `model`'s shadow; the model never changes.
 
@@ -91,37 +92,36 @@ def runner_for(
     Args:
         session: of the call; the runner and the shadow stay in it.
         model: the target.
-        rows: in flight, of `columns` tokens.
-        columns: of a row, drafts included.
+        family: of the model.
         config: its `runner` decides.
-        pages: number that fits into memory, if K/V is in pages; None: pages for all columns of all rows.
-        graph_memory: bytes that captured forwards may take; None: `config.max_graph_memory`.
+        capacity: memory. Without a number of pages a pool has pages for all columns of all rows; without bytes for
+            captured forwards they are `config.max_graph_memory`.
         exact: as of :func:`~.make_shadow`. "auto" then compiles nothing: compiled
             layers round differently, and would replace others while rows are in flight.
-        has_states: whether layers keep states; nothing is compiled then: torch.compile does not trace their mixers.
-        has_offsets: whether positions of some rows are not their columns (`KVCache.offsets`).
+        offsets: whether positions of some rows are not their columns (`KVCache.offsets`).
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
     """
+    rows, columns, pages = capacity.rows, capacity.columns, capacity.pages
     mode, recorder = runner_mode(config, model.device), recorder_for(model.device)
     if mode == "eager" or recorder is None:
         make = cpu_runner if mode == "compiled" else EagerRunner
         network = shadow_for(session, model, exact)
-        if takes_pool(config, model.device, has_states):
+        if takes_pool(config, model.device, family):
             cache: KVCache = PagedCache.with_pages(model, rows, columns, pages)
         else:
-            cache = (States if has_states else RaggedCache).for_network(model, rows, columns)
-        return make(network, cache.with_offsets(model.device) if has_offsets else cache)
-    mode = "graph" if has_states or (exact and mode == "auto") else mode
+            cache = family.cache.for_network(model, rows, columns)
+        return make(network, cache.with_offsets(model.device) if offsets else cache)
+    mode = "graph" if not family.is_compiled or (exact and mode == "auto") else mode
     # Autocast sets the dtype of K/V.
     made_for = (mode, exact, config.max_graph_memory, autocast_dtype(model.device), *addresses(model))
-    graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory
+    graph_memory = config.max_graph_memory * 2**30 if capacity.graphs is None else capacity.graphs
     runner = session.runner
     if runner is not None:
         cache = runner.cache
         is_large = cache.rows >= rows and cache.columns >= columns
-        is_large = is_large and (cache.offsets is not None or not has_offsets)
+        is_large = is_large and (cache.offsets is not None or not offsets)
         if pages is None and isinstance(cache, PagedCache):
             is_large = is_large and cache.pages.count >= rows * pages_of(columns)
         if runner.made_for == made_for and is_large:
@@ -132,12 +132,11 @@ def runner_for(
         del cache, runner
         session.drop_runner()  # frees its memory before allocating
     columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
-    cache = (
-        States.for_network(model, rows, columns)  # all of its memory is taken, and counted, at once
-        if has_states
-        else PagedCache.with_pages(model, cache_rows(rows), columns, pages)
-    )
-    if has_offsets:
+    if family.takes_pages:
+        cache = PagedCache.with_pages(model, cache_rows(rows), columns, pages)
+    else:
+        cache = family.cache.for_network(model, rows, columns)  # all of its memory is taken, and counted, at once
+    if offsets:
         cache.with_offsets(model.device)
     budget = GraphBudget(recorder, graph_memory)
     network = shadow_for(session, model, exact)

@@ -1,1 +1,1 @@
-"""Memory of rows: K/V, recurrent states, pages, and how many rows fit."""
+"""Memory of rows: K/V, states, pages, and how many rows fit."""

@@ -58,7 +58,7 @@ class KVCache(Cache, ABC):
     """
 
     offsets: Tensor | None = None
-    """`[rows]` int64, to add to the columns of text for its positions, after images (`image_prompts.py`); None: 0."""
+    """`[rows]` int64, to add to the columns of text for its positions, after media (`media.py`); None: 0."""
     key_positions: Tensor | None = None
     """`[B, columns]` int64, positions of the keys that the next forward reads; None: their columns."""
 
@@ -215,8 +215,10 @@ class KVCache(Cache, ABC):
     """What replays inputs of states that the last forward held."""
     is_repeatable = True
     """Whether a forward that is not a prompt's may run twice."""
-    state_bytes = 0
-    """Bytes of the states of all rows."""
+    fixed_bytes = 0
+    """Bytes that all rows take whatever their columns: states."""
+    is_divisible = True
+    """Whether some columns of a row can be kept without the earlier ones."""
 
     def begin_drafts(self, rows: int) -> None:
         """Makes the drafts of `rows` rows begin at the committed states."""

@@ -37,7 +37,7 @@ class RaggedCache(KVCache):
         return cls(network.config.get_text_config(decoder=True).num_hidden_layers, rows, columns)
 
     def like(self, network: PreTrainedModel) -> KVCache:
-        return type(self).for_network(network, self.rows, self.columns)
+        return RaggedCache.for_network(network, self.rows, self.columns)
 
     def beside(self, layers: int, more: int) -> KVCache:
         return RaggedCache(layers, self.rows, self.columns + more)

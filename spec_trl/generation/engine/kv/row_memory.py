@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ....once import first_time
+from ....native.cpu_products import first_time
 from ...session import Session
 from ..cuda.graph_capture import SMALLEST_COLUMNS
 from ..cuda.kernels import WORK_SPACE
@@ -25,7 +25,6 @@ from .base import PAGE_COLUMNS, KVCache, pages_of
 from .cache import autocast_dtype
 from .memory import check_memory, free_memory, takes_memory_late
 from .pages import PagedCache
-from .states import state_bytes
 
 
 if TYPE_CHECKING:
@@ -138,9 +137,9 @@ class Capacity:
 
     rows: int
     columns: int
-    pages: int | None
-    graphs: float
-    needs: RowNeeds
+    pages: int | None = None
+    graphs: float | None = None
+    needs: RowNeeds = RowNeeds(0.0, 0.0, 0.0)
 
 
 def plan_memory(session: Session, call: "Call", drafters: Sequence[Drafter], drafted: int) -> Capacity:
@@ -151,11 +150,11 @@ def plan_memory(session: Session, call: "Call", drafters: Sequence[Drafter], dra
         ValueError: the least number of rows does not fit.
     """
     config, device, rows, columns = call.config, call.model.device, call.capacity, call.longest + drafted
-    in_pool, late = takes_pool(config, device, call.family.has_states), takes_memory_late(device)
+    in_pool, late = takes_pool(config, device, call.family), takes_memory_late(device)
     # One row is alone in memory, so nothing is divided.
     free = free_for_cache(session, device) if in_pool or rows > 1 else 0
     fact, dtype = call.snapshot.find, autocast_dtype(device) or call.model.dtype
-    states = fact("states", partial(state_bytes, call.model)) if call.family.has_states else 0
+    states = fact("states", partial(call.family.row_bytes, call.model))
     column = fact(f"K/V in {dtype}", partial(kv_bytes, call.model, dtype))
     needs = RowNeeds.of(call.model, drafters, drafted + 1, rows * call.longest, columns, in_pool, states, column)
     expected = columns if not states else -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS

@@ -20,21 +20,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..network import cpu_states
-from ..network.attention import keeps_states
 from ..network.family_hooks import CACHE_NAMES
 from ..network.scans import Taken, convolves, forward_of, keeps_windows, steps_compiled
-from .base import KVCache, RowKV, copy_rows_of
+from .base import RowKV, copy_rows_of
 from .cache import RaggedCache
 from .memory import sent
 
 
 _SCAN = -1
 """Index of a layer's recurrent state among its exported states."""
-
-
-def cache_for(network: PreTrainedModel, rows: int, columns: int) -> KVCache:
-    """Makes a cache for `network`, with states if its layers keep some."""
-    return (States if keeps_states(network.config) else RaggedCache).for_network(network, rows, columns)
 
 
 @torch.no_grad()
@@ -54,7 +48,7 @@ def state_bytes(network: PreTrainedModel) -> int:
             cache.point_at(torch.zeros(1, 1, dtype=torch.int64, device=network.device), 1, 0)
             cache.feeds([1])
             mixer(hidden, **{name: cache for name in CACHE_NAMES if name in forward.__code__.co_varnames})
-            by_kind[kind] = cache.state_bytes
+            by_kind[kind] = cache.fixed_bytes
         total += by_kind[kind]
     return total
 
@@ -67,6 +61,7 @@ class States(RaggedCache):
     """
 
     has_states = True
+    is_divisible = False
     prompt: Sequence[int] | None = None
     is_step = False
     counts: Tensor | None = None
@@ -94,9 +89,6 @@ class States(RaggedCache):
         elif self._taken is None and self.counts is not None:
             self._taken = Taken(self.counts, 1)
         return self._taken
-
-    def like(self, network: PreTrainedModel) -> KVCache:
-        return cache_for(network, self.rows, self.columns)
 
     def for_drafts(self) -> "DraftStates":
         """A cache with the same K/V, and states that follow drafts."""
@@ -131,11 +123,11 @@ class States(RaggedCache):
                 state[at] = 0
 
     @property
-    def state_bytes(self) -> int:  # type: ignore[override]
+    def fixed_bytes(self) -> int:  # type: ignore[override]
         return sum(state.nbytes for state in self.states)
 
     def bytes_of(self, lengths: Sequence[int]) -> int:
-        return super().bytes_of(lengths) + self.state_bytes
+        return super().bytes_of(lengths) + self.fixed_bytes
 
     # ---- What mixers call -------------------------------------------------------------------------------------------
 

@@ -36,12 +36,6 @@ STATELESS = {FULL, *_NO_ATTENTION}
 GPT_NEO_LAYERS = {"global": FULL, "local": SLIDING}
 
 
-def keeps_states(config: PreTrainedConfig) -> bool:
-    """Whether layers of a model with this config keep a state of convolutions or scans."""
-    types = getattr(config.get_text_config(decoder=True), "layer_types", None)
-    return not STATE_LAYERS.isdisjoint(types or ())
-
-
 def attends(layer_type: str) -> bool:
     """Whether a layer of this type keeps K/V."""
     return layer_type == "hybrid" or layer_type not in STATE_LAYERS | _NO_ATTENTION

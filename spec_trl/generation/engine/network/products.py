@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
-from ....native.cpu_products import by_registers, is_plain, is_readable, multiply
-from ....once import first_time
+from ....native.cpu_products import by_registers, first_time, is_plain, is_readable, multiply
 from ....quantization.experts import matrix_names, run_experts
 from ....quantization.linear import PackedLayer
 from ..cuda.kernels import run_on

@@ -51,7 +51,7 @@ def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel
         attention = "sdpa"  # the call that :func:`attention_class` makes ours
     text = shadow.config.get_text_config(decoder=True)
     parts = [getattr(shadow.config, name, None) for name in shadow.config.sub_configs]
-    towers = [part for part in parts if part is not text]  # which read images with the attention that the policy has
+    towers = [part for part in parts if part is not text]  # which read media with the attention that the policy has
     for config in configs.values():
         if isinstance(config, PreTrainedConfig) and not any(config is tower for tower in towers):
             config._attn_implementation_internal = attention

@@ -7,8 +7,13 @@ Suresh, arXiv 2408.07978).
 """
 
 import functools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import RLock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -197,3 +202,30 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     """log softmax(logits) at `tokens`: `[..., vocabulary]`, `[...]` -> `[...]`."""
     # One kernel; logsumexp's exponentials of unlikely tokens are denormal, and a CPU takes 15 times as long.
     return logits.log_softmax(dim=-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+
+# ---- the seed, the one number that a call draws from global generators; loading an assistant may draw others --------
+
+_in_use = RLock()  # a seed that is drawn while another thread restores the generators would be drawn again
+
+
+@contextmanager
+def keeping_generators() -> Iterator[None]:
+    """Within it nothing is sampled: the generators of torch, numpy and `random` are as before at its end."""
+    with _in_use:
+        on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        of_torch, of_numpy, of_random = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(of_torch)
+            np.random.set_state(of_numpy)
+            random.setstate(of_random)
+            if on_cuda is not None:
+                torch.cuda.set_rng_state_all(on_cuda)
+
+
+def draw_seed() -> int:
+    """A seed from torch's generator."""
+    with _in_use:
+        return int(torch.randint(2**62, ()))

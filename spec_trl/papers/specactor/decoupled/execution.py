@@ -22,7 +22,7 @@ from .pipe import DraftThread, idle_cores
 def decoupled(drafters: list[Drafter], call: Call, rows: int) -> list[Drafter]:
     """Returns the `drafters` of `call`, with at most `rows` rows in flight; those that run decoupled get a thread.
     Raises ValueError if one must run decoupled and cannot."""
-    if call.images:
+    if call.media:
         return drafters
     if call.config.specactor.decoupled_execution == "always":
         return [

@@ -16,8 +16,9 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.forwards.runner import EagerRunner
 from spec_trl.generation.engine.kv import memory, row_memory
 from spec_trl.generation.engine.kv.row_memory import RowMemory, RowNeeds, kv_bytes
-from spec_trl.generation.engine.kv.states import States, cache_for, state_bytes
+from spec_trl.generation.engine.kv.states import States, state_bytes
 from spec_trl.generation.engine.network import cpu_states, scans
+from spec_trl.generation.engine.network.family import Family
 from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.generation.engine.requirements import check_model
 from spec_trl.generation.planner.control import Chain
@@ -176,7 +177,7 @@ def test_completions_are_read_in_pieces(model: PreTrainedModel, monkeypatch: pyt
     rows = random_rows([5, 9, 9])
     done = generate(model, pad_left(rows), max_new_tokens=NEW)
     monkeypatch.setattr(exact_logprobs, "_LOGITS", 4 * 3 * 64)  # four tokens of three rows
-    cache = cache_for(model, 3, 9 + NEW)
+    cache = Family.of(model).cache.for_network(model, 3, 9 + NEW)
     runner = EagerRunner(make_shadow(model), cache)
     found, _ = read_completions(runner, rows, torch.tensor(outputs(done)), [], lambda scores: scores)
     assert runner.forwards == 1 + 4  # of the prompts, and of four pieces
@@ -199,7 +200,7 @@ def test_a_forward_holds_and_a_commit_replays(family: str) -> None:
     tokens = torch.stack(random_rows([9, 9]))  # [2, 9]
 
     def fed(text: Sequence[int]) -> tuple[States, EagerRunner]:
-        cache = cache_for(shadow, 2, 16)
+        cache = Family.of(shadow).cache.for_network(shadow, 2, 16)
         assert isinstance(cache, States)
         runner = EagerRunner(shadow, cache)
         cache.feeds([4, 4])
@@ -226,7 +227,7 @@ def test_a_forward_holds_and_a_commit_replays(family: str) -> None:
 @torch.no_grad()
 def test_drafts_begin_at_the_committed_states_and_change_states_of_their_own(model: PreTrainedModel) -> None:
     shadow = make_shadow(model)
-    cache = cache_for(shadow, 2, 16)
+    cache = Family.of(shadow).cache.for_network(shadow, 2, 16)
     cache.feeds([4, 4])
     EagerRunner(shadow, cache).prefill(torch.stack(random_rows([4, 4])), torch.arange(4).expand(2, -1), 4)
     draft = cache.for_drafts()
@@ -291,11 +292,11 @@ def test_memory_counts_layers_that_attend(model: PreTrainedModel) -> None:
 def test_memory_counts_states(family: str) -> None:
     network = make(family)
     shadow = make_shadow(network)
-    cache = cache_for(shadow, 1, 16)
+    cache = Family.of(shadow).cache.for_network(shadow, 1, 16)
     assert isinstance(cache, States)
     cache.feeds([4])
     EagerRunner(shadow, cache).prefill(torch.tensor([[5, 6, 7, 8]]), torch.arange(4)[None], 4)
-    assert state_bytes(network) == state_bytes(shadow) == cache.state_bytes > 0
+    assert state_bytes(network) == state_bytes(shadow) == cache.fixed_bytes > 0
 
 
 @pytest.mark.parametrize(("strategy", "sets"), [("none", 1), ("ngram", 1), ("self", 2), ("model", 3)])

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from spec_trl.generation.engine.forwards.runner import EagerRunner
 from spec_trl.generation.engine.kv.pages import PagedCache
-from spec_trl.generation.engine.kv.states import cache_for
 from spec_trl.generation.engine.network import attention
-from spec_trl.generation.engine.network.attention import MaskPlan, keeps_states, ragged_attention
+from spec_trl.generation.engine.network.attention import MaskPlan, ragged_attention
+from spec_trl.generation.engine.network.family import Family
 from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.generation.engine.rows import Request, Rows
 from tests.tiny_families import make
@@ -86,8 +86,9 @@ def test_a_long_prompt_makes_no_mask(family: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernel, "ragged_decode_attention", hold)
     monkeypatch.setattr(attention, "run_on", lambda device: True)
     network = make_shadow(make(family).float())
-    pool = not keeps_states(network.config)
-    cache = PagedCache.with_pages(network, 1, 8256, None) if pool else cache_for(network, 1, 8256)
+    kind = Family.of(network)
+    paged = PagedCache.with_pages(network, 1, 8256, None)
+    cache = paged if kind.takes_pages else kind.cache.for_network(network, 1, 8256)
     rows = Rows(1, 8256, torch.device("cpu"))
     admission = rows.admit([Request(0, torch.arange(8192) % 64, 8250, 0)])
     with Largest() as largest:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from spec_trl import SpeculativeOutput
 from spec_trl.generation.engine.forwards.runner import EagerRunner
 from spec_trl.generation.engine.kv.row_memory import RowMemory
-from spec_trl.generation.engine.network.image_prompts import ImagePrompt
+from spec_trl.generation.engine.network.media import MediaPrompt
 from spec_trl.generation.engine.rows import Request, Rows
 from tests import tiny_families
 from tests.generation.calls import generate, outputs
@@ -72,13 +72,13 @@ def greedy(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: str, **o
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows into which prompts with images are read."""
     rows: list[int] = []
-    read = ImagePrompt.read
+    read = MediaPrompt.read
 
-    def watched(self: ImagePrompt, network: Any, cache: Any, row: int, columns: int) -> None:
+    def watched(self: MediaPrompt, network: Any, cache: Any, row: int, columns: int) -> None:
         rows.append(row)
         read(self, network, cache, row, columns)
 
-    monkeypatch.setattr(ImagePrompt, "read", watched)
+    monkeypatch.setattr(MediaPrompt, "read", watched)
     return rows
 
 
@@ -149,15 +149,15 @@ def test_equal_texts_with_other_images_share_no_pages(monkeypatch: pytest.Monkey
 def test_rows_with_images_come_together() -> None:
     """Leaders first, since they are read first, and followers last: their logits are known."""
     rows, words = Rows(8, 16, torch.device("cpu")), torch.tensor([5, 6, 7])
-    seen, other = ImagePrompt(words, {}), ImagePrompt(words, {})
-    first = rows.admit([Request(0, words, 9, 0), Request(1, words, 9, 0, images=seen)])
-    assert rows.indices == [1, 0] and first.leaders == 2 and first.images == {0: seen}
-    requests = [Request(index, words, 9, 0, images=image) for index, image in enumerate([seen, None, other], 2)]
+    seen, other = MediaPrompt(words, {}), MediaPrompt(words, {})
+    first = rows.admit([Request(0, words, 9, 0), Request(1, words, 9, 0, media=seen)])
+    assert rows.indices == [1, 0] and first.leaders == 2 and first.media == {0: seen}
+    requests = [Request(index, words, 9, 0, media=image) for index, image in enumerate([seen, None, other], 2)]
     late = rows.admit(requests)
     assert rows.indices[2:] == [4, 3, 2] and (late.leaders, late.sources) == (1, [1, 0])
-    assert late.images == {2: other, 4: seen}
+    assert late.media == {2: other, 4: seen}
     rows.drop([1])
-    assert rows.admit([Request(9, words, 9, 0, images=seen)]).sources == [1], "where a row has moved"
+    assert rows.admit([Request(9, words, 9, 0, media=seen)]).sources == [1], "where a row has moved"
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])

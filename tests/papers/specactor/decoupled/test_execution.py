@@ -100,7 +100,7 @@ def test_auto_shares_no_gpu(made, monkeypatch) -> None:
     generate(model, PROMPTS, drafter=drafter, config=config)  # its acceptance is known from here on
     for device in ("cuda", "cpu"):
         monkeypatch.setattr(LlamaForCausalLM, "device", torch.device(device))
-        call = SimpleNamespace(model=model, config=SpeculativeConfig(**config), images=None, rejects=False, longest=99)
+        call = SimpleNamespace(model=model, config=SpeculativeConfig(**config), media=None, rejects=False, longest=99)
         execution.decoupled([drafter], call, 4)
         assert len(made) == (device == "cpu")
 

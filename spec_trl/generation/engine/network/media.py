@@ -14,19 +14,12 @@ from transformers import DynamicCache, PreTrainedModel
 from ....native.cpu_products import reading_prompts
 from ..kv.base import KVCache
 from ..kv.memory import sent
+from .family import PIXELS, TOKEN_TYPES, Family
 from .family_hooks import cache_argument, forward_parameters
 
 
-TOKEN_TYPES = "mm_token_type_ids", "token_type_ids"
-"""Inputs with one number per token: 0 is text, 1 an image."""
-_PIXELS = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), ("pixel_values", "image_grid_thw")),
-    "gemma3": ("pixel_values",),
-    **dict.fromkeys(("smolvlm", "idefics3"), ("pixel_values", "pixel_attention_mask")),
-}
-"""Inputs that hold the images of a batch, by model type."""
 _OPTIONAL = {"pixel_attention_mask"}  # a forward takes all pixels without it
-IMAGES = frozenset(name for names in _PIXELS.values() for name in names) | {
+INPUTS = frozenset(name for names in PIXELS.values() for name in names) | {
     "image_patches", "pixel_values_images", "pixel_values_videos", "video_grid_thw",
 }  # fmt: skip
 """Inputs of any family that hold images or videos."""
@@ -34,13 +27,13 @@ IMAGES = frozenset(name for names in _PIXELS.values() for name in names) | {
 
 def take_inputs(keywords: dict[str, Any]) -> dict[str, Any]:
     """Removes the inputs that describe images from the `keywords` of `generate`, and returns them; empty for text."""
-    images = {name: value for name in IMAGES if (value := keywords.pop(name, None)) is not None}
+    images = {name: value for name in INPUTS if (value := keywords.pop(name, None)) is not None}
     types = [name for name in TOKEN_TYPES if images and keywords.get(name) is not None]
     return images | {name: keywords.pop(name) for name in types}
 
 
 @dataclass(eq=False)
-class ImagePrompt:
+class MediaPrompt:
     """A prompt with images; equal prompts with equal images are one object.
 
     Args:
@@ -69,11 +62,11 @@ class ImagePrompt:
         cache.import_row(row, 0, dict(enumerate(kept)))
 
 
-def read_images(
+def read_media(
     network: PreTrainedModel,
     cache: KVCache,
     rows: range,
-    prompts: Mapping[int, ImagePrompt],
+    prompts: Mapping[int, MediaPrompt],
     begin: Collection[int],
     lengths: Sequence[int],
 ) -> tuple[dict[int, int], list[Tensor]]:
@@ -93,19 +86,19 @@ def read_images(
     return read, logits
 
 
-def image_prompts(
+def media_prompts(
     model: PreTrainedModel, inputs: Mapping[str, Any], prompts: Sequence[Tensor], copies: int
-) -> list[ImagePrompt | None]:
+) -> list[MediaPrompt | None]:
     """Splits the `inputs` of a batch, as processors return them, into those of its `prompts` (`[length]` int64 each),
     of which `copies` neighbours are equal. None: a prompt is text alone.
 
     Raises:
         ValueError: images of this family, or some of `inputs`, are not served; or prompts and images do not fit.
     """
-    kind = model.config.model_type
-    pixels = _PIXELS.get(kind, ())
+    family = Family.of(model)
+    family.check_media("Generate without assistant_strategy.")
+    kind, pixels = family.name, family.media
     known = forward_parameters(type(model)) & {*pixels, *TOKEN_TYPES}
-    check_family(model, "Generate without assistant_strategy.")
     if unknown := sorted(name for name, value in inputs.items() if name not in known or not isinstance(value, Tensor)):
         raise ValueError(
             f"the model inputs {unknown} of model type '{kind}' cannot be combined with assistant_strategy, which "
@@ -117,8 +110,8 @@ def image_prompts(
         )
     _check_shapes(kind, inputs)
     token: int = model.config.image_token_id
-    seen: dict[bytes, list[ImagePrompt]] = {}
-    found: list[ImagePrompt | None] = []
+    seen: dict[bytes, list[MediaPrompt]] = {}
+    found: list[MediaPrompt | None] = []
     tokens = list(prompts)[::copies]
     counts = [int((prompt == token).sum()) for prompt in tokens]
     for row, (prompt, of_prompt) in enumerate(zip(tokens, _split(model, inputs, counts), strict=True)):
@@ -130,19 +123,13 @@ def image_prompts(
                 of_prompt[name] = types = inputs[name][row : row + 1, -len(prompt) :].to(prompt.device)  # [1, length]
                 if not torch.equal(types[0].long(), (prompt == token).long()):
                     raise ValueError(f"{name} is not 1 at the image tokens ({token}) of prompt {row} alone.")
-        images = ImagePrompt(prompt, of_prompt, _offset(model, prompt, of_prompt))
+        images = MediaPrompt(prompt, of_prompt, _offset(model, prompt, of_prompt))
         others = seen.setdefault(prompt.cpu().numpy().tobytes(), [])
         equal = next((other for other in others if _are_equal(images.inputs, other.inputs)), None)
         if equal is None:
             others.append(images)
         found += [equal or images] * copies
     return found
-
-
-def check_family(model: PreTrainedModel, remedy: str) -> None:
-    """Raises ValueError, with the `remedy`, unless images of this family are served."""
-    if (kind := model.config.model_type) not in _PIXELS:
-        raise ValueError(f"images of model type '{kind}' are not served; those of {', '.join(_PIXELS)} are. {remedy}")
 
 
 def _check_shapes(kind: str, inputs: Mapping[str, Tensor]) -> None:
@@ -153,11 +140,6 @@ def _check_shapes(kind: str, inputs: Mapping[str, Tensor]) -> None:
                 f"{name} has shape {list(inputs[name].shape)}; of model type '{kind}' it has {dimensions} dimensions. "
                 "Pass it as the processor returns it."
             )
-
-
-def have_offsets(images: Sequence[ImagePrompt | None]) -> bool:
-    """Whether after some of `images` positions are not columns."""
-    return any(image is not None and image.offset for image in images)
 
 
 def _split(
@@ -173,7 +155,7 @@ def _split(
             images = max(int(pixels[row].flatten(1).any(1).sum()), min(count, 1))  # one image may be all 0
             if count != images * of_image:
                 raise _mismatch(row, count, images, images * of_image)
-            own = {name: inputs[name][row : row + 1] for name in _PIXELS[config.model_type] if name in inputs}
+            own = {name: inputs[name][row : row + 1] for name in Family.of(model).media if name in inputs}
             yield own if count else None
         return
     grid = inputs.get("image_grid_thw")  # [images, 3]

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, ProcessorMixin
 
-from ..generation.engine.network.image_prompts import TOKEN_TYPES, check_family
-from ..generation.refusals import IMAGES, check
+from ..generation.engine.network.family import TOKEN_TYPES, Family
+from ..generation.refusals import MEDIA, Asked, check
 from .rollout_options import RolloutOptions
 
 
@@ -18,10 +18,10 @@ _COLUMNS = "images", "image"
 _LOOKED_AT = 64  # rows, spread over a dataset, that are looked at for images
 
 
-def has_images(dataset: object) -> bool:
+def _have_images(dataset: object) -> bool:
     """Whether some of `dataset`, or of a dict of datasets, has images, as far as can be seen without decoding one."""
     if isinstance(dataset, dict):
-        return any(map(has_images, dataset.values()))
+        return any(map(_have_images, dataset.values()))
     if not isinstance(dataset, Dataset) or not len(dataset):
         return False
     names = [name for name in _COLUMNS if name in dataset.column_names]
@@ -30,13 +30,22 @@ def has_images(dataset: object) -> bool:
     return any(row for name in names for row in some[name].to_pylist())
 
 
-def check_images(policy: PreTrainedModel, options: RolloutOptions, has_tools: bool) -> None:
+def of_media(datasets: object, reader: object) -> dict[str, Asked]:
+    """Features of prompts from `datasets`, which the processing class `reader` reads."""
+    return {
+        MEDIA: _have_images(datasets),
+        "a processing_class without images": not isinstance(reader, ProcessorMixin)
+        and f"the processing_class, a {type(reader).__name__}",
+    }
+
+
+def check_media(policy: PreTrainedModel, options: RolloutOptions, has_tools: bool) -> None:
     """Raises ValueError if the policy's family, or something else of the run, does not go with images."""
-    check_family(policy, f"Use {options.base_trainer}, or leave the images out of the dataset.")
-    check(options.asked(options.rollout_config()) | {IMAGES: True, "tools": has_tools})
+    Family.of(policy).check_media(f"Use {options.base_trainer}, or leave the images out of the dataset.")
+    check(options.asked(options.rollout_config()) | {MEDIA: True, "tools": has_tools})
 
 
-def image_inputs(
+def media_inputs(
     images: Any, fields: Mapping[str, Any], policy: PreTrainedModel, options: RolloutOptions, has_tools: bool
 ) -> dict[str, Any]:
     """Returns what `generate` takes for the `images` of a rollout's prompts, out of `fields`, a processor's outputs
@@ -56,7 +65,7 @@ def image_inputs(
             f"the prompts carry {', '.join(carried) or 'images'}, and the processor gives no pixel_values for them. "
             f"Pass the processor of a vision-language model as processing_class, or use {options.base_trainer}."
         )
-    check_images(policy, options, has_tools)
+    check_media(policy, options, has_tools)
     return {
         name: rows if name in TOKEN_TYPES or isinstance(rows, torch.Tensor) else torch.from_numpy(np.array(rows))
         for name, rows in fields.items()
