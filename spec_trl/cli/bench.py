@@ -80,7 +80,6 @@ def _check_length(length: int, longest_prompt: int, config: PreTrainedConfig) ->
 def _prompts(
     arguments: argparse.Namespace, config: PreTrainedConfig, texts: list[str] | None
 ) -> tuple[list[list[int]], str]:
-    """Tokens of the prompts, and a description of them."""
     tokenizer = load_tokenizer(arguments.model)
     if tokenizer is not None:
         kind = "built-in prompts" if texts is None else f"prompts of {arguments.prompts}"
@@ -166,7 +165,6 @@ def _too_short(arguments: argparse.Namespace, batch: int, now: float, seconds: f
 
 
 def _section(gains: Sequence[Gain], work: Work, wanted: Work, left_out: Sequence[str], seconds: float) -> str:
-    """The gains at one batch size as text."""
     head = f"\nbatch {len(work.prompts)}"
     if not gains:
         return f"{head}: not measured, generate and none did not end within --seconds {seconds:g}"

@@ -53,7 +53,6 @@ _HEIGHT = 0.8  # height of a lane; the next one begins at 1
 
 
 def _spread(rollouts: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-    """Returns the first, middle and last record."""
     return [rollouts[at] for at in sorted({0, len(rollouts) // 2, len(rollouts) - 1})]
 
 
@@ -69,7 +68,6 @@ def _with_rest(phases: dict[str, float], seconds: float) -> dict[str, float]:
 
 
 def _stack(axes: Axes, positions: Sequence[int], bars: Sequence[dict[str, float]]) -> None:
-    """Draws one stacked bar of phases per position, "other" on top."""
     names = sorted({name: None for bar in bars for name in bar if bar[name]}, key=lambda name: name == "other")
     first = positions[0]
     edges = [first - 0.5 + i for i in range(positions[-1] - first + 2)]
@@ -207,7 +205,6 @@ def _drafters(plan: PlanChange | RoundPoint) -> list[str]:
 
 
 def _shade(name: str, share: float) -> tuple[float, ...]:
-    """The colour of a drafter whose γ is this share of the longest."""
     if name == PLAIN:
         return to_rgb(PALE)
     return tuple(1 - (0.35 + 0.65 * share) * (1 - part) for part in to_rgb(drafter_colour(name)))

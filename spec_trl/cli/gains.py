@@ -98,7 +98,6 @@ class Way:
     def __call__(
         self, model: PreTrainedModel, work: Work, seed: int, clock: Callable[[], float], until: float = math.inf
     ) -> Call | None:
-        """Continues the prompts once; None: stopped at `until`."""
         inputs = pad_left(work.prompts, model.device)
         # Models come with settings of top_k, top_p and penalties; only temperature sampling is compared.
         options: dict[str, object] = dict(do_sample=False, repetition_penalty=1.0)

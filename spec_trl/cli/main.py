@@ -47,8 +47,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints installed versions. It imports no package: torch would take seconds."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         found = []
         for name in _VERSIONED:
@@ -101,5 +99,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Prints only the message: the place in our code is of no use to a user."""
     print(f"warning: {message}", file=sys.stderr)

@@ -67,7 +67,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _build(log: Run, profile: "Profile | None", margin: float, missing: str) -> list[Section]:
-    """All sections of the report; `missing` says why there is no `profile`."""
     train = log.of("train")
     boundary, whose = None, ""
     if profile is not None:
@@ -99,7 +98,6 @@ def _build(log: Run, profile: "Profile | None", margin: float, missing: str) -> 
 
 
 def _render(log: Run, sections: Sequence[Section], images: dict[str, bytes]) -> str:
-    """The page: one HTML file, images inside, nothing from the network."""
     escape, header = html.escape, log.header
     title = f"Rollouts of {escape(header.model)}"
     facts = [

@@ -70,7 +70,6 @@ def _script(name: str) -> Any:
 
 
 def _parser(name: str) -> Any:
-    """The parser of TRL's script, which makes its config of ours."""
     kinds = getattr(_script(name), f"{name.upper()}ScriptArguments"), CLASSES[name][0]
     return trl.TrlParser((*kinds, trl.ModelConfig, trl.DatasetMixtureConfig), prog=f"spec-trl {name}")
 

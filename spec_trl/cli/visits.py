@@ -55,7 +55,6 @@ def measure(
     enough, prefill = min(ENOUGH_TOKENS, work.new_tokens), 0.0
 
     def try_out(way: Way) -> bool:
-        """Whether the probe of `way` ended."""
         nonlocal prefill
         call: Call | None = None
         for _ in range(1 if way.strategy in {other.strategy for other in paces} else 2):  # another γ: nothing to load
@@ -107,7 +106,6 @@ def _visits(
     model: PreTrainedModel, expected: dict[Way, float], work: Work, seed: int, until: float,
     clock: Callable[[], float], begin: Callable[[Way], object],
 ) -> dict[Way, list[Call]]:  # fmt: skip
-    """Up to `MOST_VISITS` visits of the ways that are `expected` to take so many seconds for a call."""
     ways, calls = list(expected), {way: list[Call]() for way in expected}
     for visit in range(MOST_VISITS):
         if visit and clock() + sum(expected.values()) > until:

@@ -108,7 +108,6 @@ class MovedRows:
         return self._states.pop(place, {})
 
     def _split(self, place: int) -> RowStates:
-        """The states of the row at `place`."""
         states: RowStates = {}
         for (layer, (heads, d_k, d_v, _)), part in zip(self._layers.items(), self._parts, strict=True):
             keys, values = part.split([heads * d_k * sum(self._tails), heads * d_v * sum(self._tails)])

@@ -109,11 +109,9 @@ class SharedPool(RequestQueue):
         self._next_poll = now + min((now - started) / POLL_SHARE, self._link.timeout / 100)
 
     def _count(self, rollout: Rollout) -> int:
-        """Number of rows in flight for which other ranks may wait."""
         return len(rollout.rows.indices)
 
     def _movable(self, rollout: Rollout) -> list[int]:
-        """Rows that may move to another rank."""
         return [*range(len(rollout.rows.indices))]
 
     def _help(self, rollout: Rollout) -> bool:
@@ -130,7 +128,6 @@ class SharedPool(RequestQueue):
         return self._send(rollout, rows, costs.head_share) if rows else self._help_otherwise(rollout, costs.head_share)
 
     def _help_otherwise(self, rollout: Rollout, head_share: float) -> bool:
-        """The same where moving rows does not pay."""
         return False
 
     def _send(self, rollout: Rollout, rows: list[int], head_share: float, leaves: bool = True, **more: Any) -> bool:
@@ -183,6 +180,5 @@ class SharedPool(RequestQueue):
         return self._received(self._arriving)
 
     def _received(self, moved: MovedRows) -> list[Request]:
-        """Returns the requests that another rank has sent."""
         self.taken_over += len(moved.requests)
         return moved.requests

@@ -110,7 +110,6 @@ class SharedRollouts:
         return Turn(rows, [prompt for _, brought, _ in ranks for prompt in brought], here, decoded, shares)
 
     def _gather(self, value: T) -> list[T]:
-        """Gathers a value from all ranks."""
         with naming_the_remedy(self._rank):
             return gather_object([value])
 

@@ -245,7 +245,6 @@ class DrafterAdaptation:
             self._problem = f"{type(error).__name__}: {error}"
 
     def _device_time(self) -> float:
-        """Seconds on the clock, when the device has done its work."""
         if self._accelerator.device.type == "cuda":
             torch.cuda.synchronize(self._accelerator.device)
         return time.perf_counter()

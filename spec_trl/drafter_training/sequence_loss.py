@@ -173,7 +173,6 @@ def _regress(sums: SequenceLoss, states: Tensor, hidden: Tensor, weights: Tensor
 
 
 def _total(piece: Callable[[slice], SequenceLoss], pieces: list[slice], recompute: bool) -> SequenceLoss:
-    """The sum over all pieces. With `recompute` the backward pass runs them again instead of storing activations."""
     if recompute:
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         return _added(again(partial(piece, some)) for some in pieces)

@@ -202,7 +202,6 @@ def _stream(streamer: BaseStreamer, tokens: Tensor) -> None:
 def _assemble(
     call: Call, completions: list[Completion | None], statistics: SpeculationStatistics
 ) -> SpeculativeOutput | Tensor:
-    """Pads prompts and completions to rectangles."""
     input_ids, device = call.input_ids, call.input_ids.device
     lengths = torch.tensor([0 if completion is None else len(completion.tokens) for completion in completions])  # [B]
     new = torch.full((len(completions), int(lengths.max())), call.padding, dtype=input_ids.dtype)  # [B, new]

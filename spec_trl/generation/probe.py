@@ -93,7 +93,6 @@ def _outputs(forward: Callable[[], Tensor]) -> Outputs:
 
 
 def _forward_of(runner: EagerRunner, tokens: int) -> Callable[[], Tensor]:
-    """A forward of so many rows' first token."""
     zeros = torch.zeros(tokens, 1, dtype=torch.int64, device=runner.network.device)  # [B, 1]
     return partial(runner.forward, zeros, zeros, 1)
 
@@ -125,7 +124,6 @@ def _products(network: nn.Module, model: PreTrainedModel, packs: bool = False) -
 
 
 def _layer(layer: Layer, model: PreTrainedModel, packs: bool) -> list[float]:
-    """Seconds for each of `TOKENS`."""
     width = layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
     dtype = layer.weight.dtype if layer.weight.is_floating_point() else model.dtype
     if isinstance(layer, QuantizedLinear):  # the copy is packed at its first draft, which may never come

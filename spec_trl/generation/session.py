@@ -124,7 +124,6 @@ class Session:
                 session._in_use.release()
 
     def _follow(self, model: nn.Module) -> None:
-        """Drops objects that were made for `model` before it changed."""
         snapshot = snapshot_of(model)
         if snapshot is self.snapshot:
             return
@@ -137,7 +136,6 @@ class Session:
 
     @property
     def _depends(self) -> bool:
-        """Whether it holds objects for one structure of the model."""
         return self.runner is not None or any(not drafter.outlives_changes for drafter in self.drafters.values())
 
     def check_shadow(self) -> None:

@@ -211,8 +211,6 @@ class _DenseExperts(nn.Module):
 
 
 class _Stack(NamedTuple):
-    """Matrices of all experts, [experts, out, in] or [experts, in, out], and their biases [experts, out]."""
-
     weights: Tensor
     biases: Tensor | None
 

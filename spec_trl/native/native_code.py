@@ -133,7 +133,6 @@ def _hash(content: bytes) -> str:
 
 
 def _open_checked(path: Path, start: str) -> ctypes.CDLL:
-    """Loads the library at `path`; raises ValueError unless its content is that of its name."""
     if path.stem != start + _hash(path.read_bytes()):
         raise ValueError("the file is damaged")
     return ctypes.CDLL(str(path))

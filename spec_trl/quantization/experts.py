@@ -92,7 +92,6 @@ class QuantizedExperts(PackedLayer):
             return y
 
     def _multiply(self, packed: PackedWeight, name: str, expert: int, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [m, in] through one packed matrix and its bias → [m, out]."""
         y = packed.linear(x.to(packed.activation_dtype)).to(dtype)  # [m, out]
         experts = under_adapters(self.dense)
         if experts.has_bias:

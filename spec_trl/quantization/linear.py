@@ -187,7 +187,6 @@ def join(*layers: QuantizedLinear) -> None:
 
 
 def _joined_weight(layers: Sequence[Any]) -> JoinedWeight | None:
-    """The weight that is made of those of `layers`, in this order."""
     for place, layer in enumerate(layers):
         if type(layer) is not QuantizedLinear or layer.joined is not layers[0].joined or layer.place != place:
             return None

@@ -251,7 +251,6 @@ class _Builder:
                     join(*layers)
 
     def _replace(self, parent: nn.Module, child_name: str, replacement: PackedLayer | str) -> None:
-        """Replaces a child by `replacement`, or records the reason why there is none."""
         name = self.names[parent.get_submodule(child_name)]
         if isinstance(replacement, str):
             self.left_dense[replacement].append(name)
@@ -305,5 +304,4 @@ def layer_spec(source: SourceSpec | str, scheme: Scheme) -> LayerSpec | str:
 
 
 def _shorten(names: list[str]) -> str:
-    """The first few of a list of layer names."""
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

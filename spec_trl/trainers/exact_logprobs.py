@@ -221,8 +221,6 @@ def _replacement(
 
 
 class _OtherInput(RuntimeError):
-    """Of a layer with other inputs than the one that is stored."""
-
     def __init__(self, layer: nn.Module) -> None:
         self.reason = f"a {type(layer).__name__} is fed more than what the layer before returns"
         super().__init__(f"exact_logprobs=True: {self.reason}. Set exact_logprobs=False.")
@@ -286,7 +284,7 @@ def read_completions(
     rows, columns = Rows(runner.cache.rows, runner.cache.columns, completions.device), runner.cache.columns
     length, states = completions.shape[1], list[Tensor]()
 
-    def hear(features: Tensor, positions: Tensor, first: int) -> None:
+    def store(features: Tensor, positions: Tensor, first: int) -> None:
         if not states:
             states.extend(features.new_zeros(len(prompts), columns, part.shape[2]) for part in split(features))
         to = torch.tensor(rows.indices[first : first + len(positions)])[:, None]  # [b, 1]
@@ -300,7 +298,7 @@ def read_completions(
         return token_logprobs(process(widen(logits).flatten(0, 1)).view(logits.shape), tokens).float()  # [b, q]
 
     if layers:
-        runner.listen(layers, hear)
+        runner.listen(layers, store)
     where = completions.device
     admission = rows.admit(
         [Request(at, prompt, len(prompt) + length, 0, device=where) for at, prompt in enumerate(prompts)]

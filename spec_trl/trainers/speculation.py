@@ -212,7 +212,6 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
             self.log_step(policy_in(model), step, seconds, phases, None)
 
     def _begin_training(self, step: int) -> None:
-        """Begins a part of the log. Counts its rollouts before `step`, at which the run resumes if it is not 0."""
         self.begin_run()
         if self.log is not None and step and self.log.path.exists():
             self.counts = {"train": 0, "eval": 0}

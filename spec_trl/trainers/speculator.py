@@ -54,7 +54,6 @@ class Speculator:
         self.log = None if self._folder is None else RunLog(Path(self._folder) / LOG_FILE)
 
     def _begin(self, mode: Mode, step: int) -> None:
-        """Begins a rollout after `step` optimizer steps."""
         self._mode, self._step, self._sums = mode, step, RolloutSums()
 
     def _finish(
@@ -74,7 +73,6 @@ class Speculator:
         self._append(PlainCall(reason), policy)
 
     def _append(self, record: Record, policy: Any) -> None:
-        """Adds a record to verdict and log, after a header if it is the first."""
         records = [self._header(policy), record] if self._is_new else [record]
         self._is_new = False
         for one in records:
@@ -83,7 +81,6 @@ class Speculator:
                 self.log.append(one)
 
     def _header(self, policy: Any, **more: Any) -> RunHeader:
-        """The header of a run of `policy`, which may be wrapped by peft; `more`: its other fields."""
         return RunHeader(
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             model=policy.config._name_or_path or type(policy).__name__,

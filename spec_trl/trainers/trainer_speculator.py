@@ -179,7 +179,6 @@ class TrainerSpeculator(Speculator):
         tokenizer: PreTrainedTokenizerBase,
         images: Mapping[str, Any] | None,
     ) -> dict[int, Sampled]:
-        """Returns the completions that this rank decodes, by place in `turn`."""
         # Prompts are padded as on one rank, since some processors see the padding.
         padding, width = tokenizer.pad_token_id, max(map(len, turn.prompts))
         prompts = [turn.prompts[place] for place in turn.decoded]
@@ -346,7 +345,6 @@ class TrainerSpeculator(Speculator):
         return control
 
     def _find_ladder(self, policy: PreTrainedModel, rows: int, lengths: tuple[int, ...]) -> "Ladder | None":
-        """Returns the draft ladder, stored or profiled, or None."""
         ladder = find_ladder(policy, self.drafters, self._config, rows, lengths)
         if ladder is not None:
             ladder.save(load("papers.specactor.ladder").ladder_path(Path(self._args.output_dir) / PROFILE_FILE))

@@ -103,7 +103,7 @@ class NetworkDrafter(TrainableDrafter):
         if self.cached is not None:
             super().move(source, destination, columns)
 
-    def observe(self, tokens: Integers, kept: Integers) -> None:
+    def observe(self, tokens: Integers, counts: Integers) -> None:
         if self.cached is None:
             return
         rows, cached = self.session.rows, self.cached[: self.session.rows.active]  # [B]
@@ -179,7 +179,6 @@ class NetworkDrafter(TrainableDrafter):
         return missing
 
     def _step(self, tokens: Tensor, columns: Tensor, step: int) -> Tensor:
-        """Runs the forward of a draft's `step` on separate states; the first one reads committed tokens."""
         if step == 0:
             return self._read_committed()
         return self._drafting.forward(tokens, columns, self.session.rows.longest + step)

@@ -89,7 +89,6 @@ class FeatureDrafter(TrainableDrafter):
 
     @classmethod
     def _named(cls, argument: str, assistant: Any) -> Any:
-        """Returns `assistant` if it names a checkpoint, or may be left out; else raises ValueError."""
         if isinstance(assistant, str) or (assistant is None and cls.assistant == "optional"):
             return assistant
         shown = type(assistant).__name__ if isinstance(assistant, nn.Module) else repr(assistant)

@@ -90,8 +90,8 @@ class HistoryDrafter(Drafter):
         for row, target in zip(source, destination, strict=True):
             self._texts[target] = self._texts[row]
 
-    def observe(self, tokens: Integers, kept: Integers) -> None:
-        self._unread.append((tokens, kept))
+    def observe(self, tokens: Integers, counts: Integers) -> None:
+        self._unread.append((tokens, counts))
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         self._catch_up()
@@ -104,8 +104,8 @@ class HistoryDrafter(Drafter):
         """Extends the texts by newly committed tokens. Must run before rows move."""
         rounds, self._unread = self._unread, []
         new: list[list[int]] = [[] for _ in self._texts]
-        for tokens, kept in rounds:
-            for own, committed, count in zip(new, tokens.tolist(), kept.tolist(), strict=False):  # rows that ended: no
+        for tokens, counts in rounds:
+            for own, committed, count in zip(new, tokens.tolist(), counts.tolist(), strict=False):  # none of ended rows
                 own += committed[:count]
         for text, own in zip(self._texts, new, strict=True):
             self.history.extend(text, own)

@@ -108,7 +108,6 @@ class SuffixIndex:
         return []
 
     def _suffix(self, node: int, count: int) -> list[int]:
-        """The last `count` tokens of the text that ends in `node`, or all there are."""
         suffix: list[int] = []
         while node >= 0 and len(suffix) < count:
             suffix.append(self._tokens[node])

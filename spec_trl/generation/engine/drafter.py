@@ -241,10 +241,10 @@ class Drafter(CandidateGenerator):
             verified: `[B]` bool, the rows whose proposal was verified; logits of other rows are undefined.
         """
 
-    def observe(self, tokens: Integers, kept: Integers) -> None:
-        """A round has committed the first `kept` `[B]` of `tokens` `[B, n]`, on the host; `session.rows` has the
+    def observe(self, tokens: Integers, counts: Integers) -> None:
+        """A round has committed the first `counts` `[B]` of `tokens` `[B, n]`, on the host; `session.rows` has the
         committed text. Also called if the drafter did not draft, or its drafts were not used, and after `admit` with
-        first tokens: then `kept` is 0 for rows without one."""
+        first tokens: then `counts` is 0 for rows without one."""
 
     def end(self) -> None:
         """Drops the session: the generation is over."""

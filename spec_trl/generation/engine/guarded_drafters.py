@@ -50,12 +50,12 @@ class GuardedDrafters:
 
     def ask_all(self, action: Callable[[Drafter], None]) -> None:
         """Runs `action` on all drafters."""
-        for which in list(self.in_use):
-            self.ask(which, action)
+        for index in list(self.in_use):
+            self.ask(index, action)
 
-    def ask(self, which: int, action: Callable[[Drafter], T]) -> T | None:
+    def ask(self, index: int, action: Callable[[Drafter], T]) -> T | None:
         """Returns the result of `action` for a drafter; None if it failed, now or before."""
-        drafter = self.in_use.get(which)
+        drafter = self.in_use.get(index)
         if drafter is None:
             return None
         try:
@@ -67,8 +67,8 @@ class GuardedDrafters:
                 f"which goes on without it and with the same tokens. {self.failure}",
                 stacklevel=2,
             )
-            del self.in_use[which]
-            self._dropped(which)
+            del self.in_use[index]
+            self._dropped(index)
             with suppress(Exception):
                 drafter.end()
             return None
@@ -84,8 +84,6 @@ _END = -1  # no token: the draft ends before it
 
 @dataclass
 class _Lookup:
-    """A lookup drafter that is being evaluated."""
-
     pending: dict[int, tuple[Integers, int]] = field(default_factory=dict)  # by request: draft, number of right tokens
     rounds: int = 0  # left until it is evaluated again
     since: float = 0.0  # when it was last evaluated
@@ -99,20 +97,20 @@ class LookupEvaluation:
 
     def __init__(self, control: Control, drafters: GuardedDrafters, vocabulary: int) -> None:
         self._control, self._drafters, self._vocabulary = control, drafters, vocabulary
-        self._lookups = {which: _Lookup() for which in control.compared_lookups}
+        self._lookups = {index: _Lookup() for index in control.compared_lookups}
 
     def before_round(self, drafting: Mapping[int, object], requests: Sequence[int]) -> None:
         """Makes lookups draft for `requests`, the one in each row (-1: it has ended), that are not `drafting`, if no
         earlier drafts of them are left to compare."""
-        for which, lookup in self._lookups.items():
-            if which in drafting:
+        for index, lookup in self._lookups.items():
+            if index in drafting:
                 lookup.pending.clear()  # the round shows its acceptance
                 continue
             lookup.rounds -= 1
             started = time.perf_counter()
             rests = lookup.rounds >= 0 or started - lookup.since < lookup.seconds / SHARE
             if not rests and lookup.pending.keys().isdisjoint(requests):
-                lookup.pending = self._drafters.ask(which, partial(self._drafts, requests)) or {}
+                lookup.pending = self._drafters.ask(index, partial(self._drafts, requests)) or {}
                 lookup.rounds, lookup.since = self._control.compared_length, started
                 lookup.seconds = time.perf_counter() - started
 
@@ -126,15 +124,15 @@ class LookupEvaluation:
 
     def after_round(self, requests: Sequence[int], tokens: Integers, counts: Integers) -> None:
         """Compares drafts with the first `counts` `[B]` of `tokens` `[B, γ + 1]`, which the round has committed."""
-        for which, lookup in self._lookups.items():
+        for index, lookup in self._lookups.items():
             if lookup.pending:
                 started = time.perf_counter()
-                self._compare(which, lookup.pending, requests, tokens, counts)
+                self._compare(index, lookup.pending, requests, tokens, counts)
                 lookup.seconds += time.perf_counter() - started
 
     def _compare(
         self,
-        which: int,
+        index: int,
         pending: dict[int, tuple[Integers, int]],
         requests: Sequence[int],
         tokens: Integers,
@@ -154,7 +152,7 @@ class LookupEvaluation:
             else:
                 pending[request] = draft, right
         if ended:
-            self._control.record_unverified(which, *zip(*ended, strict=True))
+            self._control.record_unverified(index, *zip(*ended, strict=True))
 
 
 def broken_logits(

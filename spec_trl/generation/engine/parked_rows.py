@@ -68,7 +68,7 @@ class ParkedRows:
             if answer is not None:
                 kv[drafters.names[drafter]] = 0, dict  # whoever is missing must read hidden states again
                 kv |= {owner: (end, partial(dict, states)) for owner, (end, states) in answer.items()}
-        if needed > free or (rollout.target.is_heard and must_read):
+        if needed > free or (rollout.target.has_listeners and must_read):
             return
         saved = SavedRow.save(row, rows, cache, 0, want_logprobs=False)
         self._rows[number] = replace(saved, tokens=None, kv=kv | saved.kv)  # the next prompt has the tokens
@@ -81,7 +81,7 @@ class ParkedRows:
         found = []
         for request in requests:
             saved = self._pop(self._numbers[request.index])
-            reads = saved is None or (rollout.target.is_heard and not in_use <= saved.kv.keys())
+            reads = saved is None or (rollout.target.has_listeners and not in_use <= saved.kv.keys())
             found.append(request if reads or request.saved is not None else replace(request, saved=saved))
         return found
 

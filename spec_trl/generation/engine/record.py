@@ -266,7 +266,7 @@ def points_and_plans(rounds: Sequence[Round], names: Sequence[str]) -> tuple[lis
         batch, drafters = len(round_.requests), dict[str, None]()
         for chain in round_.plan:
             if chain.rows != ():
-                drafters[names[chain.which]] = None
+                drafters[names[chain.drafter]] = None
         drafter = "+".join(drafters) if round_.draft_length else None
         if not plans or plans[-1][1:] != (round_.draft_length, batch, drafter):
             plans.append((number, round_.draft_length, batch, drafter))
@@ -294,15 +294,15 @@ def timelines(
     by_request: dict[int, RequestTimeline] = {}
     before: Any = None
     for number, round_ in enumerate(rounds):
-        chains = [(chain.which, chain.rows) for chain in round_.plan]
+        chains = [(chain.drafter, chain.rows) for chain in round_.plan]
         if (chains, round_.requests) == before:  # most rounds cost no more than this
             continue
         before = chains, round_.requests
         drafters: list[list[str]] = [[] for _ in round_.requests]
-        for which, rows in chains:
+        for drafter, rows in chains:
             for row in range(len(drafters)) if rows is None else rows:
-                if names[which] not in drafters[row]:
-                    drafters[row].append(names[which])
+                if names[drafter] not in drafters[row]:
+                    drafters[row].append(names[drafter])
         for request, drafting in zip(round_.requests, drafters, strict=True):
             changes = by_request.setdefault(request, RequestTimeline(request)).changes
             if not changes or changes[-1][2] != drafting:

@@ -123,7 +123,6 @@ class Rollout:
         return rows.active > 0
 
     def _take(self) -> list[Request]:
-        """Returns the requests that get rows now, as the admission delay and memory allow."""
         queue, rows, memory, keys = self.queue, self.rows, self._memory, self.record.prompt_keys
         free = 0 if memory is not None and memory.is_full else rows.capacity - rows.active
         next_key = None if (upcoming := queue.upcoming) is None else keys[upcoming.index]
@@ -153,16 +152,14 @@ class Rollout:
     # ---- a round ----------------------------------------------------------------------------------------------------
 
     def _requests(self) -> list[int]:
-        """The request in each row; -1: it has ended, and its row stays."""
         return list(self.rows.indices)
 
     def _plan(self) -> list[Chain]:
-        """Returns the chains that the control plans, cut to the tokens that a row has left at most."""
         rows = self.rows
         most = int(rows.remaining.max()) - 1
         with self.record.phase("control"):
             plan = self.control.plan(self._requests(), rows.mean_length, self.queue.waiting)
-        plan = [chain for chain in plan if chain.draft_length > 0 and chain.which in self.drafters.in_use]
+        plan = [chain for chain in plan if chain.draft_length > 0 and chain.drafter in self.drafters.in_use]
         return [replace(chain, draft_length=min(chain.draft_length, most)) for chain in plan] if most > 0 else []
 
     def decode_round(self, plan: Sequence[Chain]) -> None:
@@ -227,12 +224,10 @@ class Rollout:
         return self.target.forward(tokens, columns, rows.longest + width, is_step=width == 0)
 
     def _judge(self, drafts: Drafts, logits: Tensor, noise: RoundNoise | None) -> Outcome:
-        """Verifies drafts with the target's logits `[B, γ + 1, V]`."""
         drawn = self._draw(drafts.proposal, logits, noise)
         return self._until_stop(Outcome.of(drafts, drawn, self.rows.remaining))
 
     def _draw(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Draw:
-        """Draws the target's tokens at the drafts of a proposal, and after them, from logits `[B, γ + 1, V]`."""
         if not self._rejection or proposal.logits is None:
             return self._pipeline.draw_verified(logits, noise, proposal, self.want_logprobs)
         rows, lengths = self.rows, proposal.drafted()  # lengths: [B]
@@ -246,7 +241,6 @@ class Rollout:
         return replace(drawn, most=could if drawn.most is None else drawn.most.minimum(could))
 
     def _until_stop(self, outcome: Outcome) -> Outcome:
-        """The outcome without tokens after a row's end."""
         self.rows.write(0, outcome.drawn.tokens)  # where criteria read them
         counts, ends = self._stopping.first_stop(outcome.tokens, outcome.counts, self.rows.remaining)  # [B] each
         drafted = np.where(ends, np.minimum(outcome.drafted, counts), outcome.drafted)  # [B]
@@ -261,20 +255,20 @@ class Rollout:
             raise broken_logits(self.target, rows, outcome.sound, counts, outcome.width, done)
         if self._on_tokens is not None:
             self._on_tokens(drawn.tokens[0, : counts[0]])
-        kept = counts * (np.array(requests) >= 0)  # [B], without tokens after a row's end
+        committed = counts * (np.array(requests) >= 0)  # [B], without tokens after a row's end
         if outcome.width:
-            chains = outcome.owners, outcome.drafted, outcome.accepted, kept
+            chains = outcome.owners, outcome.drafted, outcome.accepted, committed
             self.record.rounds[-1].chains = DraftedChains.of(rows.host_generated, *chains)
         rows.commit(rows.host_lengths + counts, drawn.logprobs)
         self.target.cache.commit(counts.tolist())
         if outcome.width:
             by_drafter = outcome.of_each_drafter(outcome.accepted), outcome.of_each_drafter(outcome.drafted)
             self.control.record_rows(requests, *by_drafter)
-        self._lookups.after_round(requests, outcome.tokens, kept)
+        self._lookups.after_round(requests, outcome.tokens, committed)
         for drafter in outcome.broken:
             self.drafters.ask(drafter, report_broken)
-        self.drafters.ask_all(methodcaller("observe", outcome.tokens, kept))
-        return outcome.ends.nonzero()[0].tolist(), int(kept.sum())
+        self.drafters.ask_all(methodcaller("observe", outcome.tokens, committed))
+        return outcome.ends.nonzero()[0].tolist(), int(committed.sum())
 
     # ---- rows that leave --------------------------------------------------------------------------------------------
 
@@ -321,7 +315,7 @@ class Rollout:
         """
         rows, cache = self.rows, self.target.cache
         needed = sum(int(rows.host_lengths[row]) for row in leaving) * cache.column_bytes
-        must_read = self.target.is_heard or cache.has_states
+        must_read = self.target.has_listeners or cache.has_states
         share = 1.0 if must_read or 2 * needed > free_memory(rows.tokens.device) else head_share
         requests = []
         for row in leaving:

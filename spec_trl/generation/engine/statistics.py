@@ -303,7 +303,6 @@ class SpeculationStatistics:
         return sum(point.rounds for point in self.points if point.draft_length)
 
     def __str__(self) -> str:
-        """A short summary."""
         share = self.drafted_rounds / self.rounds if self.rounds else 0.0
         drafted, speedups = self.drafted_rounds, {"predicted": self.predicted_speedup}
         if drafted >= FEWEST_DRAFTED:

@@ -342,7 +342,6 @@ class ForwardSeconds:
     seconds: Sequence[float]
 
     def __call__(self, tokens: int) -> float:
-        """Seconds of a forward over `tokens` tokens, all rows together."""
         if tokens <= self.tokens[-1]:
             return float(np.interp(tokens, self.tokens, self.seconds))
         (before, last), (start, end) = self.tokens[-2:], self.seconds[-2:]
@@ -361,7 +360,6 @@ class ProbedRounds:
     drafters: Mapping[str, ForwardSeconds]  # those of networks, per draft token; lookups take no time
 
     def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
-        """As :data:`RoundSeconds`."""
         drafts = sum(count * self.drafters[name](batch) for name, count in lengths.items() if name in self.drafters)
         return self.target(batch * (1 + width)) + drafts
 
@@ -385,7 +383,6 @@ class AffineSeconds:
             raise ValueError("per_request=0 and fixed=0 would take no time at all; one of them must be positive.")
 
     def __call__(self, batch: int) -> float:
-        """Seconds of a forward over `batch` requests."""
         return batch * self.per_request + self.fixed
 
 
@@ -411,8 +408,6 @@ def fit_affine(times: Sequence[tuple[int, float, float]]) -> AffineSeconds:
 
 @dataclass(frozen=True)
 class _File:
-    """A clock as it is written."""
-
     version: int
     target: ForwardSeconds
     drafters: dict[str, ForwardSeconds]

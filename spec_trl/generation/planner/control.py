@@ -98,7 +98,7 @@ class Tally:
 class Chain:
     """A chain of draft tokens for each of some rows."""
 
-    which: int  # index of the candidate that drafts it
+    drafter: int  # index among the candidates
     draft_length: int  # γ
     rows: tuple[int, ...] | None = None  # of the batch; None: all
 
@@ -172,7 +172,7 @@ class Control(ABC):
         return
 
     def record_unverified(
-        self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
+        self, drafter: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
     ) -> None:
         """Records unverified drafts of candidate `which`, judged against the text of `requests`: `accepted` of
         `attempted` tokens were right."""

@@ -217,7 +217,6 @@ class Planner(Control):
         return None
 
     def _explain_plan(self, plan: Plan, gain: float, then: str) -> None:
-        """Explains: `plan` has the predicted `gain`, and `then` follows."""
         named = " and ".join(f'"{name}" (γ = {length})' for name, length in plan.by_drafter.items())
         promised = promise(named, gain, self._batch, self.clock.length, by="promises")
         self._explanation = Explanation(gain, f"{promised}: {then}")
@@ -243,7 +242,6 @@ class Planner(Control):
         self._explain_plan(choice.plans[best], gain, then)
 
     def _pairs(self, gains: Floats, taus: Floats, survivals: Floats, waiting: int) -> dict[Plan, Floats]:
-        """τ by row of a network and a lookup together, both at their best γ alone."""
         pairs: dict[Plan, Floats] = {}
         best = gains.reshape(len(self.candidates), -1).argmax(1) + np.arange(len(self.candidates)) * len(self._lengths)
         for network, lookup in self._couples:
@@ -310,12 +308,11 @@ class Planner(Control):
         current.measured.append((seconds, tokens))
 
     def record_unverified(
-        self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
+        self, drafter: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
     ) -> None:
-        self.drafts.record(which, np.array(requests), np.array([accepted]), np.array([attempted]))
+        self.drafts.record(drafter, np.array(requests), np.array([accepted]), np.array([attempted]))
 
     def _settle(self) -> None:
-        """Adds the rounds of the current plan to clock, budget, tallies and acceptance."""
         current, batch, plan = self._current, len(self._current.requests), self._current.plan
         if rounds := len(current.measured):
             measured = np.array(current.measured)  # [rounds, 2], seconds and tokens

@@ -178,14 +178,12 @@ def calibrate(
 
 
 def _projections(model: PreTrainedModel) -> Iterator[SourceSpec]:
-    """The decoder's layers that a drafter can pack."""
     for module in model.get_decoder().modules():
         if is_projection(module) and not isinstance(source := inspect_projection(module), str):
             yield source
 
 
 def _time_gemms(model: PreTrainedModel) -> list[GemmMeasurement]:
-    """Times y = x Wᵀ for the decoder's four heaviest matrix shapes."""
     elements: Counter[tuple[int, int]] = Counter()  # by shape, all layers together
     for each in _projections(model):
         elements[each.out_features, each.in_features] += each.out_features * each.in_features
@@ -207,7 +205,6 @@ def _copy_bandwidth(size: float, device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device, rounds: int = 7) -> float:
-    """Median seconds of `work()`, after two calls as warm-up."""
     synchronize: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     times = []
     for _ in range(rounds + 2):

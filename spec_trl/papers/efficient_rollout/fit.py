@@ -174,8 +174,6 @@ class _Parameter:
 
 
 class _Search:
-    """Returns the coefficients of least `loss`; all but `parameters` are as in `start`."""
-
     def __init__(self, parameters: Sequence[_Parameter], start: Coefficients, loss: Callable[[Values], Array]) -> None:
         self._parameters, self._start, self._loss = parameters, start, loss
         self._bounds = [(0.0, 1.0)] * len(parameters)
@@ -204,7 +202,6 @@ class _Search:
         return float(result.fun), replace(self._start, **values)
 
     def _losses(self, units: Array) -> Array:
-        """Loss of each column of `units` `[n, P]`: `[P]`."""
         pairs = zip(self._parameters, units, strict=True)
         return self._loss(vars(self._start) | {p.name: p.value(unit)[:, None] for p, unit in pairs})
 

@@ -56,8 +56,6 @@ class Profile:
 
 @dataclass(frozen=True)
 class _File:
-    """A profile as it is written."""
-
     version: Literal[1]
     created: str
     key: ProfileKey
@@ -84,7 +82,6 @@ class RooflineRounds:
     drafters: Mapping[str, Roofline]  # those of networks
 
     def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
-        """As :data:`~.RoundSeconds`."""
         if not lengths:
             return self.target.target_seconds(batch, length)
         drafts = (

@@ -127,7 +127,6 @@ def _plans(
     draft: DraftSeconds,
     verify: VerifySeconds,
 ) -> Iterator[ExecutionPlan]:
-    """The best window of each number of drafting GPUs."""
     # "drafters need fewer GPUs than verifiers" (SA, line 3 of Algorithm 1)
     for g_d in range(1, min(g_v, gpus - g_v) + 1) if mode == "decoupled" else (0,):
         batch = group_batch(requests, gpus, g_d + g_v)

@@ -238,7 +238,6 @@ def _receive_all(channel: Channel, arrived: "SimpleQueue[tuple[Kind, Tensor] | E
 
 
 def _text(error: BaseException | None) -> Tensor:
-    """Encodes an exception: `[n]` int64, the UTF-8 bytes of its type and message."""
     return torch.tensor([*f"{type(error).__name__}: {error}".encode()], dtype=torch.int64)
 
 

@@ -84,7 +84,6 @@ class Ladder:
 
     @cached_property
     def _profiled(self) -> dict[str, dict[int, dict[int, list[Rung]]]]:
-        """Rungs by method, batch and γ, ascending in τ."""
         cells: dict[str, dict[int, dict[int, list[Rung]]]] = {}
         for rung in sorted(self.rungs, key=lambda rung: rung.acceptance):
             cells.setdefault(rung.method, {}).setdefault(rung.batch, {}).setdefault(rung.draft_length, []).append(rung)
@@ -148,7 +147,6 @@ class Ladder:
         return max(zip(lengths, speedups, strict=True), key=lambda pair: pair[1])
 
     def _nearest(self, method: str, batch: int) -> dict[int, list[Rung]]:
-        """Rungs by γ at the profiled batch nearest to `batch`."""
         if method not in self._profiled:
             raise ValueError(f"method={method!r} is not in the ladder, which has {list(self.methods)}; profile it.")
         if batch < 1:
@@ -176,7 +174,6 @@ class LadderRounds:
     target: Roofline | None = None  # predicts autoregressive rounds by length; None: the ladder predicts them
 
     def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
-        """As :data:`~.RoundSeconds`."""
         rounds = [self.ladder.round_seconds(name, 1.0, batch, count) for name, count in lengths.items()]
         slowdown = 1 + sum(seconds / plain - 1 for seconds, plain in rounds)
         if self.target is not None:
@@ -186,8 +183,6 @@ class LadderRounds:
 
 @dataclass(frozen=True)
 class _File:
-    """A ladder as it is written."""
-
     version: Literal[1]
     shape: str
     rungs: tuple[Rung, ...]

@@ -63,7 +63,7 @@ class RacingRollout(Rollout):
         self.target.cache.move_columns(drafts.columns.gather(1, slots), positions)
         if self._features is not None:
             width = self._features.shape[2]
-            self.target.tell(self._features.gather(1, slots[..., None].expand(-1, -1, width)), positions)
+            self.target.call_listeners(self._features.gather(1, slots[..., None].expand(-1, -1, width)), positions)
         del self._features
         return self._until_stop(outcome)
 

@@ -78,8 +78,6 @@ def reconfigured(
 
 @dataclass
 class _Counts:
-    """Counts of one request, and its plan."""
-
     plan: RequestPlan
     tokens: int = 0  # generated
     judged: int = 0  # drafts that the target judged

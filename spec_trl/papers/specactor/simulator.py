@@ -64,8 +64,6 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A request."""
-
     index: int
     length: int
     acceptance: dict[str, float]  # p by drafter
@@ -216,7 +214,6 @@ class _Simulation:
         return self._coupled_window(self.drafters[name], self.drafters[name].acceptance, batch)[1]
 
     def _coupled_window(self, drafter: DrafterModel, acceptance: float, batch: int) -> tuple[int, float]:
-        """The best window of coupled execution, and its tokens per second."""
         return best_window(
             acceptance, batch, self._draft(drafter)(1), partial(self._verify, 1), coupled_speed, bonus=1
         )
@@ -265,7 +262,6 @@ class _Simulation:
     # ---- events ----------------------------------------------------------------------------------------------------
 
     def _schedule(self, worker: _Worker) -> None:
-        """Schedules the next event of a worker: a request ends, or its period is computed again."""
         worker.version += 1
         if worker.copies:
             worker.seconds = self._period_seconds(worker)

@@ -206,13 +206,13 @@ class DistilledDrafter(Drafter):
         self.learning.bytes = max(self.learning.bytes, self.learner.bytes + canvas.bytes)
         self.learning.waited += time.perf_counter() - started
 
-    def observe(self, tokens: Integers, kept: Integers) -> None:
+    def observe(self, tokens: Integers, counts: Integers) -> None:
         if self._proposal is not None:
             draft_length = self._proposal.tokens.shape[1]
             seconds = time.perf_counter() - self._began - (self.waited - self._waited_before)
-            self.adaptive_stride.observe(float(kept.mean()), draft_length, seconds)
+            self.adaptive_stride.observe(float(counts.mean()), draft_length, seconds)
             self._proposal = None
-        self.student.observe(tokens, kept)
+        self.student.observe(tokens, counts)
 
     def state_dict(self) -> dict[str, Any]:
         """What scope "run" has learned so far: tensors, not copies. Empty in other scopes and before the first
@@ -271,7 +271,6 @@ class DistilledDrafter(Drafter):
         return learner
 
     def _start_anew(self) -> None:
-        """Resets what all rows have learned."""
         if self.learner is not None:
             self.learner.reset(range(self.learner.rows))
         self.adaptive_stride.forget()
@@ -279,7 +278,6 @@ class DistilledDrafter(Drafter):
             self._stride.begin()
 
     def _is_due(self) -> bool:
-        """Whether the drafter learns from this round."""
         if self._stride is not None:
             return self._stride.is_due()
         if not self._may_learn or self._update is not None:
@@ -303,7 +301,6 @@ class DistilledDrafter(Drafter):
                 self._start_anew()
 
     def _finish_update(self) -> None:
-        """Waits for the running update, if any, and publishes it."""
         if self._update is None:
             return
         started = time.perf_counter()

@@ -21,7 +21,7 @@ from ...quantization.source_weight import read_projection
 
 
 CORRECTION_RATE = 3e-4
-"""η of low-rank corrections, which are relative to the layer's scale."""
+"""η of low-rank corrections, relative to the layer's scale."""
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
 
@@ -201,7 +201,7 @@ class RowAdapters(RowTensors):
 
     def attach(self, layers: Mapping[str, nn.Module], first_row: Callable[[], int]) -> list[RemovableHandle]:
         """Has every forward of `layers`, of the same names and shapes, corrected until the handles are removed;
-        `first_row` returns the first cache row of the running forward, which raises ValueError where rows learn
+        `first_row` returns the first cache row of the running forward, and raises ValueError where rows learn
         separately and a layer's inputs have no batch dimension."""
 
         # A hook holds its tensors: one that looks them up by name would be compiled again for every layer.
@@ -244,16 +244,16 @@ class RowAdam(RowTensors):
     def step(self, gradients: Sequence[Tensor], learns: Tensor) -> None:
         """Takes one step by the gradients of every tensor, for the first rows that learn (`[n <= rows]` bool). Other
         moments do not change."""
-        (which,) = learns.nonzero(as_tuple=True)  # [m]
-        self._steps[which] += 1
-        counts = self._steps[which]  # [m, 1, 1]
+        (index,) = learns.nonzero(as_tuple=True)  # [m]
+        self._steps[index] += 1
+        counts = self._steps[index]  # [m, 1, 1]
         beta1, beta2 = _BETAS
         for tensor, mean, square, gradient in zip(self._tensors, self._means, self._squares, gradients, strict=True):
-            learning = gradient[which]  # [m, ...]
-            mean[which] = new_mean = mean[which].lerp(learning, 1 - beta1)
-            square[which] = new_square = square[which].lerp(learning.square(), 1 - beta2)
+            learning = gradient[index]  # [m, ...]
+            mean[index] = new_mean = mean[index].lerp(learning, 1 - beta1)
+            square[index] = new_square = square[index].lerp(learning.square(), 1 - beta2)
             denominator = (new_square / (1 - beta2**counts)).sqrt().to(tensor.dtype) + _EPSILON
-            tensor[which] -= self.learning_rate * (new_mean / (1 - beta1**counts)).to(tensor.dtype) / denominator
+            tensor[index] -= self.learning_rate * (new_mean / (1 - beta1**counts)).to(tensor.dtype) / denominator
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and counts, for a checkpoint."""
@@ -288,9 +288,9 @@ class AdapterLearner(Learner):
 
     @torch.no_grad()
     def reset(self, rows: Iterable[int]) -> None:
-        which = list(rows) if self.rows > 1 else [0]
+        chosen = list(rows) if self.rows > 1 else [0]
         for part in self._by_row:
-            part.reset(which)
+            part.reset(chosen)
 
     @torch.no_grad()
     def move(self, source: list[int], destination: list[int]) -> None:

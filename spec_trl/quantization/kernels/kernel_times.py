@@ -298,7 +298,6 @@ def random_rows(packed: PackedWeight) -> Iterator[tuple[int, QuantizedRows]]:
 
 
 def _check(packed: PackedWeight, inputs: dict[int, Tensor]) -> None:
-    """Raises ArithmeticError if the product of `packed` is not that of the codes of `random_rows`."""
     layer = packed.layer
     rounded = {rows: x.to(packed.activation_dtype) for rows, x in inputs.items()}  # [m, in] each
     products = {rows: packed.linear(x) for rows, x in rounded.items()}  # [m, out] each
@@ -324,7 +323,6 @@ def _copies(nbytes: int, device: torch.device) -> int:
 
 
 def _dense_dtype(layer: LayerSpec) -> torch.dtype:
-    """Dtype in which the policy's layer computes."""
     device = layer.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.policy_dtype
 

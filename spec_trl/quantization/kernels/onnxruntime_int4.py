@@ -124,7 +124,6 @@ def _weight(name: str, kind: int, *shape: int) -> bytes:
 
 
 def _matrix(name: str, columns: int) -> bytes:
-    """A ValueInfoProto of float32 [m, columns]."""
     shape = _field(1, _field(2, "m")) + _field(1, _field(1, columns))
     return _field(1, name) + _field(2, _field(1, _field(1, FLOAT) + _field(2, shape)))
 

@@ -236,8 +236,6 @@ class DFlashNetwork(FeatureNetwork):
 
 
 class _Layer(nn.Module):
-    """One layer's modules; :meth:`DFlashNetwork.refine` runs them."""
-
     def __init__(self, decoder: PreTrainedConfig, index: int) -> None:
         super().__init__()
         hidden, eps = decoder.hidden_size, decoder.rms_norm_eps

@@ -78,7 +78,7 @@ class Eagle3Drafter(FeatureDrafter):
                 self._feed(columns, int(firsts.max()) + stop, first_row=admission.first)
         self.cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
 
-    def observe(self, tokens: Integers, kept: Integers) -> None:
+    def observe(self, tokens: Integers, counts: Integers) -> None:
         if self.failure is not None:  # also where it is not asked to draft again
             raise self.failure
 

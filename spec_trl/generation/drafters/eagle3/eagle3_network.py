@@ -168,8 +168,6 @@ class Eagle3Network(FeatureNetwork):
 
 
 class _Layer(nn.Module):
-    """A decoder layer. The first one reads an embedding and a state side by side."""
-
     def __init__(self, config: Eagle3Config, index: int) -> None:
         super().__init__()
         decoder, is_first = config.decoder, index == 0

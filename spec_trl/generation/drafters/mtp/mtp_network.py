@@ -47,8 +47,6 @@ class MtpConfig(FeatureConfig):
 
 
 class _AsCache:
-    """What the layer takes for its K/V cache."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
 

@@ -247,7 +247,6 @@ class CapturedFeatures(FeatureRunner):
         return proposal
 
     def _capture_intake(self, key: ForwardKey, features: Tensor, positions: Tensor, keep: TakeIn) -> None:
-        """Captures storing of the features that were just stored; warns if that fails."""
         # Filled with this call: the warm-up writes the same values.
         buffers = pad(features, key.rows), pad(positions, key.rows)  # [rows, q, F], [rows, q]
         expected = self._newest(positions)
@@ -276,7 +275,6 @@ class CapturedFeatures(FeatureRunner):
         return self.cache.keys_at(-1, positions).flatten(2)
 
     def _is_due(self, asked: int) -> bool:
-        """Whether a shape is captured at its use number `asked`."""
         if asked > self._capture_after:  # that failed
             return False
         self.budget.preparations += 1

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ...session import addresses
 from ..drafter import NetworkDraft
-from ..forwards.runner import EagerRunner, FeatureRunner, Heard
+from ..forwards.runner import EagerRunner, FeatureRunner, Listener
 from ..kv.cache import RaggedCache, autocast_dtype
 from ..network.attention import attended, keeps_states
 from ..network.linear_layers import copied_bytes
@@ -115,7 +115,6 @@ class GraphRunner(EagerRunner):
         return runner
 
     def _of_drafter(self, made_for: tuple[object, ...], shares_cache: bool, make: Callable[[], Any]) -> Any:
-        """Returns the runner with the same `made_for`, or a new one."""
         layers = self.cache.layers
         same_kind = [runner for runner in self._of_drafters if (runner.cache.layers is layers) == shares_cache]
         runner = next((runner for runner in same_kind if runner.made_for == made_for), None)
@@ -175,7 +174,7 @@ class GraphRunner(EagerRunner):
         self.forwards += 1
         graph.replays += 1
         if recording.features is not None:
-            self.tell(recording.features[:rows], positions, first_row)
+            self.call_listeners(recording.features[:rows], positions, first_row)
         return recording.logits[:rows]
 
     def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
@@ -207,7 +206,6 @@ class GraphRunner(EagerRunner):
         return proposal
 
     def _step_padded(self, columns: int, tokens: Tensor, positions: Tensor, step: int) -> Tensor:
-        """Runs a step of a loop that is not captured yet, without capturing the forward."""
         key = self._key(tokens, columns + step)
         self.budget.preparations += 1
         return self._forward_padded(key, tokens, positions, columns + step)
@@ -226,13 +224,13 @@ class GraphRunner(EagerRunner):
         logits, features = attended(self, run)
         self.forwards += 1
         if features is not None:
-            self.tell(features[:rows], positions, 0)
+            self.call_listeners(features[:rows], positions, 0)
         return logits[:rows]
 
-    def listen(self, layers: Sequence[int], heard: Heard) -> None:
-        before = self._kept
-        super().listen(layers, heard)
-        if self._kept != before:  # captured forwards store other states, or none
+    def listen(self, layers: Sequence[int], listener: Listener) -> None:
+        before = self._stored
+        super().listen(layers, listener)
+        if self._stored != before:  # captured forwards store other states, or none
             self.drop_graphs()
 
     def drop_graphs(self) -> None:
@@ -244,13 +242,11 @@ class GraphRunner(EagerRunner):
     # ---- which graph ----------------------------------------------------------------------------------------------
 
     def _key(self, tokens: Tensor, columns: int) -> ForwardKey:
-        """The key under which a forward of this shape is captured."""
         visible = self.cache.columns if self.uses_spans else column_bucket(columns, self.cache.columns)
         rows = row_bucket(len(tokens), self.cache.rows)
         return ForwardKey(rows, tokens.shape[1], visible, autocast_dtype(tokens.device))
 
     def _graph_for(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> CapturedForward | None:
-        """Returns the captured forward of `key`, possibly captured now; None: run eagerly."""
         graph = self._graphs.get(key)
         if graph is None and key not in self._failed:
             if not self.budget.allows_more():
@@ -262,12 +258,10 @@ class GraphRunner(EagerRunner):
         return graph
 
     def _larger(self, key: ForwardKey) -> CapturedForward | None:
-        """Returns a larger captured forward into which `key` fits, or None."""
         fitting = [other for other in self._graphs if other.serves(key)]
         return self._graphs[min(fitting)] if fitting else None
 
     def _capture(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> CapturedForward | None:
-        """Captures the forward of `key`; None, with a warning, if that fails."""
         # Filled with this call: the warm-up writes the K/V that the call writes anyway.
         buffers = pad(tokens, key.rows), pad(positions, key.rows)  # [rows, q]
         counts = torch.zeros(key.rows, dtype=torch.int64, device=tokens.device) if self.cache.has_states else None
@@ -329,7 +323,7 @@ class GraphRunner(EagerRunner):
         def forward() -> Outputs:
             logits, features = runner._run(tokens, positions, key.columns, spans=self.uses_spans)
             # The hooks of a compiled twin are those of this runner, and store the states here.
-            return shared.copy_(logits), features if runner is self or not self._kept else self._features()
+            return shared.copy_(logits), features if runner is self or not self._stored else self._features()
 
         def compared(recording: Recording) -> tuple[Tensor, Tensor]:
             return recording.logits[: len(expected)], expected

@@ -247,7 +247,7 @@ def draft_lengths(plan: Sequence[Chain], batch: int) -> dict[int, list[int]]:
     for chain in plan:
         rows = range(batch) if chain.rows is None else chain.rows
         if rows and chain.draft_length > 0:
-            of_rows = lengths.setdefault(chain.which, [0] * batch)
+            of_rows = lengths.setdefault(chain.drafter, [0] * batch)
             for row in rows:
                 of_rows[row] = max(of_rows[row], chain.draft_length)
     return lengths

@@ -385,7 +385,6 @@ class LogitsPipeline:
 
 
 def _is_fused(logits: Tensor) -> bool:
-    """Whether one kernel draws from these logits."""
     return run_on(logits.device) and logits.dtype != torch.float64
 
 
@@ -410,7 +409,6 @@ def draw_processed(
 
 
 def _bind_to_row(processor: LogitsProcessor, request: int, batch_size: int) -> LogitsProcessor:
-    """The processor as it acts on one row of the caller's batch."""
     bound = copy.copy(processor)
     if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
         allowed, copies = processor._prefix_allowed_tokens_fn, processor._num_beams

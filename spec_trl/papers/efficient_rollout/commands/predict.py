@@ -33,7 +33,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _outside(profile: Profile, batches: list[int], lengths: list[int]) -> str:
-    """Names the `batches` and `lengths` outside of the profile's sweep."""
     if not profile.samples:
         return ""
     parts = []

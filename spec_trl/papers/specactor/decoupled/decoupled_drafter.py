@@ -131,21 +131,21 @@ class DecoupledDrafter(Drafter):
             due, self._due = self._due, None
             self._add_window(self.pipe.receive(), due)
         ahead, drafts = self._ahead[:batch], self._drafts[:batch]  # [B], [B, 2w]
-        counts = torch.from_numpy(kept)  # [B]
+        count = torch.from_numpy(kept)  # [B]
         text = torch.from_numpy(tokens[:, : kept.max()])  # [B, K]
         step = torch.arange(text.shape[1])  # [K]
-        judged = torch.minimum(counts, ahead)  # [B]
+        judged = torch.minimum(count, ahead)  # [B]
         is_right = (drafts[:, : len(step)] == text) & (step < judged[:, None])  # [B, K]
         right = is_right.long().cumprod(1).sum(1)  # [B]
-        stays = right == counts  # [B]
-        text = text.masked_fill(step >= counts[:, None], 0)
-        self.pipe.send(Kind.COMMIT, torch.cat([counts, right, text.T.flatten()]))
-        left = (ahead - counts).where(stays, 0)  # [B]
+        stays = right == count  # [B]
+        text = text.masked_fill(step >= count[:, None], 0)
+        self.pipe.send(Kind.COMMIT, torch.cat([count, right, text.T.flatten()]))
+        left = (ahead - count).where(stays, 0)  # [B]
         self.dropped += int((ahead - right - left).sum())
-        slots = (counts[:, None] + torch.arange(drafts.shape[1])).clamp(max=drafts.shape[1] - 1)  # [B, 2w]
+        slots = (count[:, None] + torch.arange(drafts.shape[1])).clamp(max=drafts.shape[1] - 1)  # [B, 2w]
         drafts.copy_(drafts.gather(1, slots))
         ahead.copy_(left)
-        self._lengths[:batch] += counts
+        self._lengths[:batch] += count
         if self._plans is not None:
             self._plans.record(self.session.rows.indices, *(part.tolist() for part in (kept, judged, right)))
 
@@ -158,15 +158,15 @@ class DecoupledDrafter(Drafter):
         batch, width = len(due), int(due.max())
         if answer.dtype != torch.int64 or len(answer) != batch * (1 + width):
             raise ValueError(f"a window of {len(answer)} numbers came for {batch} rows of {width} drafts at most")
-        counts, tokens = answer[:batch], answer[batch:].view(batch, width)  # [B], [B, width]
-        is_draft = torch.arange(width) < counts[:, None]  # [B, width]
+        count, tokens = answer[:batch], answer[batch:].view(batch, width)  # [B], [B, width]
+        is_draft = torch.arange(width) < count[:, None]  # [B, width]
         is_token = (tokens >= 0) & (tokens < self._vocabulary)
-        if not ((counts >= 0) & (counts <= due)).all() or not (is_token | ~is_draft).all():
+        if not ((count >= 0) & (count <= due)).all() or not (is_token | ~is_draft).all():
             raise ValueError("a window came with lengths or tokens out of range")
         row, step = is_draft.nonzero(as_tuple=True)
         self._drafts[row, self._ahead[row] + step] = tokens[row, step]
-        self._ahead[:batch] += counts
-        self.drafted += int(counts.sum())
+        self._ahead[:batch] += count
+        self.drafted += int(count.sum())
 
     def prepare_assisted_decoding(self, *_: Any, **__: Any) -> NoReturn:
         """Raises ValueError: transformers' own loop is coupled."""

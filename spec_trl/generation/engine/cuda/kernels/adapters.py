@@ -251,7 +251,6 @@ def add_lora(
 
 
 def _filled(group: Sequence[T]) -> list[T]:
-    """One element per layer that a kernel may have; it does not read those past the last layer."""
     return [*group, *[group[-1]] * (MOST_LAYERS - len(group))]
 
 
@@ -266,5 +265,4 @@ def _tile(rows: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _inputs(tile: int, dtype: torch.dtype) -> int:
-    """Inputs at a time."""
     return 64 if tile == 64 or dtype == torch.float32 else 128

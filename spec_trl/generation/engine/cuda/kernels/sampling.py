@@ -97,7 +97,6 @@ def _merge_chunks(
     reciprocal: tl.tensor, chunks: tl.tensor, logit_row: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row's draw from its chunks."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)  # [chunks]
     at = stat_ptr + (row * chunks + chunk) * 3
@@ -198,7 +197,6 @@ def _number(key: tl.tensor, reciprocal: tl.tensor, INT: tl.constexpr, DTYPE: tl.
 def _load(
     logit_ptr: tl.tensor, token: tl.tensor, vocabulary: tl.tensor, reciprocal: tl.tensor, floor: tl.tensor
 ) -> tl.tensor:
-    """x of some tokens; -inf below the floor."""
     x = tl.load(logit_ptr + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32) * reciprocal
     return tl.where(x < floor, float("-inf"), x)
 
@@ -289,7 +287,6 @@ def _finish(
     FLOORS: tl.constexpr, INT: tl.constexpr, WAYS: tl.constexpr, STEPS: tl.constexpr, ALL_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Floor and first token of one row."""
     row = tl.program_id(0).to(tl.int64)
     low, _, bound, below, taken = _range(
         peak_ptr, key_ptr, sum_ptr, part_ptr, removed, row, tl.num_programs(0), chunks, STEPS, INT, WAYS,
