@@ -105,7 +105,7 @@ class HistoryDrafter(Drafter):
         rounds, self._unread = self._unread, []
         new: list[list[int]] = [[] for _ in self._texts]
         for tokens, counts in rounds:
-            for own, committed, count in zip(new, tokens.tolist(), counts.tolist(), strict=False):  # none of ended rows
+            for own, committed, count in zip(new, tokens.tolist(), counts.tolist(), strict=False):
                 own += committed[:count]
         for text, own in zip(self._texts, new, strict=True):
             self.history.extend(text, own)

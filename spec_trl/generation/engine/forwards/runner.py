@@ -148,7 +148,7 @@ class EagerRunner:
         its own chain (:class:`~.MaskPlan`). All runners run it eagerly: such forwards have many shapes.
 
         Returns:
-            Logits `[B, q, vocab]`, and hidden states that the caller passes to :meth:`call_listeners` (None: no listeners).
+            Logits `[B, q, vocab]`, and hidden states to pass to :meth:`call_listeners` (None: no listeners).
         """
         self.forwards += 1
         return self._run(tokens, positions, columns, places=places)
