@@ -1,4 +1,4 @@
-"""Batched, lossless speculative decoding for transformers, and fast rollouts for TRL.
+"""Decodes batches without loss by speculative decoding in transformers, and speeds up rollouts in TRL.
 
 Importing this package teaches `model.generate` the keyword `assistant_strategy`.
 """

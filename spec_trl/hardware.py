@@ -1,4 +1,4 @@
-"""Names the hardware that torch runs on, and what keeps its kernels from using all of it."""
+"""Names the hardware that torch runs on, and the obstacles to using all of it."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What a process says or measures once."""
+"""Warns or measures once per process."""
 
 seen: set[str] = set()
 """The subjects so far."""

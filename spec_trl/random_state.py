@@ -1,4 +1,4 @@
-"""The global random generators: what is not sampling draws nothing from them that anyone can see.
+"""Shields the global random generators from draws that are no sampling.
 
 A call samples from one seed, drawn from torch's generator. To load an assistant may draw too: some families initialise
 weights at random before they are read.

@@ -1,6 +1,5 @@
-"""Files in the user's cache: under SPEC_TRL_CACHE, or the user's cache directory. The user did not name them, so a
-file that cannot be read or written ends no run. A file that another user can have written is not read: it may be code.
-"""
+"""Stores files under SPEC_TRL_CACHE, or in the user's cache directory. The user did not name them, so a file that
+cannot be read or written ends no run. A file that another user can have written is not read: it may be code."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""Checks of values that users give: each raises a ValueError that names the argument, the value and the remedy.
+"""Checks values that users give, and raises ValueError with argument, value and remedy.
 
 Options are declared once, as fields of a frozen dataclass: configs of trainers, the `--help` of commands and the
 tables in docs/options.md take them from there.

@@ -1,5 +1,5 @@
-"""Arguments of `bench` and `report`, their --help, and parts that all commands share: types and options. This imports
-neither torch nor matplotlib."""
+"""Declares the arguments of `bench` and `report`, and types and options that all commands share. This imports neither
+torch nor matplotlib."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""``spec-trl bench``: what speculation gains for a model on this machine, and a config to paste."""
+"""Runs `spec-trl bench`: measures gains for a model on this machine, and prints a config to paste."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""Figures of a training run, with sentences that name their numbers (ER Fig. 2, 4, 6, 8, 9, 12; Tab. 7; SA Fig. 14).
+"""Draws the figures of a training run, with sentences that name their numbers.
 
 A function returns None where the run has no data for its figure.
 """

@@ -1,5 +1,4 @@
-"""Measures what "auto" and each drafter gain, in tokens per second over transformers' generate and "none", and whether
-their tokens are those of "none".
+"""Measures the gain of "auto" and of each drafter over transformers' generate and "none".
 
 A token that differs is a near-tie, which rounding decides, or an error. The logits of a position differ in their last
 bits between forward shapes; this logit noise is measured. The scores of both tokens are computed again, by an

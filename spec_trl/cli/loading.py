@@ -1,4 +1,4 @@
-"""Loads what a command line names: a device, a model, prompts."""
+"""Loads a device, a model and prompts named on a command line."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command ``spec-trl``."""
+"""Runs the command `spec-trl`."""
 
 import argparse
 import sys

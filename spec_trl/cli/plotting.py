@@ -1,4 +1,4 @@
-"""Drawing: colours, panels, lines and boxes that the figures of all commands share."""
+"""Draws panels, lines and boxes for the figures of all commands."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""``spec-trl report``: a training run as PNG files, one HTML page, and a summary on the terminal."""
+"""Runs `spec-trl report`: draws a training run as PNG files and one HTML page, and prints a summary."""
 
 import argparse
 import base64

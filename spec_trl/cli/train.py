@@ -1,4 +1,4 @@
-"""`spec-trl grpo` and `spec-trl rloo`: TRL's own training scripts with our trainers and configs.
+"""Runs `spec-trl grpo` and `spec-trl rloo`: TRL's training scripts with our trainers and configs.
 
 A YAML file of `trl grpo` does as it is. As there, `accelerate launch` starts the processes, with the options that
 neither the script nor the config knows, such as `--num_processes` and `--accelerate_config`. Each process runs this

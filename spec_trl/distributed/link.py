@@ -1,5 +1,5 @@
-"""Communication of ranks while they decode: counters and notes in torch.distributed's store, and tensors sent from
-rank to rank. No call is collective: no rank waits for a rank that decodes."""
+"""Connects ranks while they decode: counters and notes in a store, tensors from rank to rank. No call is collective:
+no rank waits for a rank that decodes."""
 
 import re
 import time

@@ -1,5 +1,5 @@
-"""One pool of requests for all ranks: a rank with free rows takes the next request of any rank. When no request is
-left, a rank without rows gets rows of the rank that has most."""
+"""Shares one pool of requests: a rank with free rows takes the next request of any rank. When no request is left, a
+rank without rows gets rows of the rank that has most."""
 
 import time
 from collections.abc import Sequence

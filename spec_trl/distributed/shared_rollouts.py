@@ -1,4 +1,4 @@
-"""A turn of a rollout on all ranks: which rank decodes which rows, and which completions it gets back."""
+"""Divides a turn of a rollout among ranks, and returns each rank its completions."""
 
 from array import array
 from collections.abc import Callable, Sequence

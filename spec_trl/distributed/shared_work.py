@@ -1,4 +1,4 @@
-"""How ranks share rollouts: the order in which they take requests, and which rows move to a rank without rows.
+"""Orders the requests that ranks take, and chooses the rows to move to a rank without rows.
 
 The longest requests go first, by earlier completions of their prompts: all ranks would wait for a long request that
 begins last (RhymeRL, Seer and DAS use the same order). The tail of a moving row's K/V (SA §4.3) is sent while the

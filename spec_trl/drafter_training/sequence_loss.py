@@ -1,4 +1,4 @@
-"""The loss of a learned drafter over whole sequences, against the target's logits and hidden states.
+"""Computes a learned drafter's loss over whole sequences, against the target's logits and states.
 
 Drafting could start at every position of a sequence, and the target's logits there are the label. The drafter runs as
 it drafts, on the true tokens:

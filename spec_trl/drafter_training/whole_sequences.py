@@ -1,4 +1,4 @@
-"""Learned drafters over whole sequences, with gradients, from every position where drafting could begin."""
+"""Runs learned drafters over whole sequences, with gradients, from every position."""
 
 from typing import cast
 

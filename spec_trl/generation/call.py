@@ -1,4 +1,4 @@
-"""One call of `generate`, checked: what it asks for, before drafters are made."""
+"""Checks one call of `generate` before drafters are made."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The decoding method behind the keyword `assistant_strategy`, which transformers' `custom_generate` hook calls.
+"""Decodes for the keyword `assistant_strategy` of `generate`.
 
 A call passes these components, in this order. Each knows the `Call`, and none this file.
 

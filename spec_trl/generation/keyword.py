@@ -1,5 +1,5 @@
-"""The keyword `assistant_strategy` of `generate`, which runs :func:`~.speculative_decoding` by transformers'
-`custom_generate` hook. Installing the keyword is the only change to transformers."""
+"""Adds the keyword `assistant_strategy` to `generate`, by transformers' `custom_generate` hook. Installing the keyword
+is the only change to transformers."""
 
 import functools
 import inspect

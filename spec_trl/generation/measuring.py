@@ -1,4 +1,4 @@
-"""Finds what a model's rounds take on this machine before the first one: calibrated, measured earlier, or probed."""
+"""Finds the seconds of a model's rounds on this machine: calibrated, measured earlier, or probed."""
 
 import hashlib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The options of speculative generation: those of the default path here, each paper's in its room."""
+"""Declares the options of speculative generation; options of a paper are in its folder."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""A first guess of the seconds of rounds, in a fraction of a second: times forwards, or every kind of layer once."""
+"""Guesses the seconds of rounds within a fraction of a second, from timed forwards or layers."""
 
 import time
 from collections.abc import Callable, Sequence

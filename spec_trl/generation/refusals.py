@@ -1,4 +1,4 @@
-"""What does not go together: one table for configs, calls and trainers.
+"""Lists the combinations that configs, calls and trainers refuse, in one table.
 
 Each of these three doors says which features are asked for, and :func:`check` raises the first refusal that names two
 of them. The page docs/refusals.md is made from the table.

@@ -1,4 +1,4 @@
-"""Drafter classes by `assistant_strategy`."""
+"""Registers drafter classes by `assistant_strategy`."""
 
 from typing import Any, TypeVar
 

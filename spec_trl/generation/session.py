@@ -1,4 +1,4 @@
-"""Objects that the next call for a model reuses: one session per model, one fingerprint, one release.
+"""Stores objects that the next call for a model reuses: one session per model.
 
 A call borrows the session of its model. When it begins, the fingerprint of the model (modules, hooks, plain attributes
 such as active adapters and their scaling, dtypes and devices) is compared with that of the last call, and objects made

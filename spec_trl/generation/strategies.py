@@ -1,5 +1,4 @@
-"""The meaning of an `assistant_strategy`: its drafters, whether they run decoupled (SA §4.1), and the control that
-decides when they draft."""
+"""Makes the drafters and the control that an `assistant_strategy` names."""
 
 import math
 import os

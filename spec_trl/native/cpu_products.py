@@ -1,5 +1,5 @@
-"""Matrix products of few rows on a CPU, over dense, 8-bit or 4-bit weights, in C++ if it compiles. Dense layers and
-activations of a shadow, whose results for a token do not depend on the forward's other tokens.
+"""Multiplies matrices with few rows on a CPU, over dense, 8-bit or 4-bit weights, in C++. Dense layers and activations
+of a shadow, whose results for a token do not depend on the forward's other tokens.
 
 Drafting and verifying multiply one to a few dozen rows, for which reading the weights takes the time. An element of a
 product is summed in the same order whatever the number of rows (`cpu_products.cpp`). A warning says where a 16-bit

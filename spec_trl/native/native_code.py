@@ -1,4 +1,4 @@
-"""Compiles our C++ on the machine where it runs, if it has a compiler, and caches the result in the user's cache."""
+"""Compiles our C++ on the machine that runs it, and caches the result in the user's cache."""
 
 import ctypes
 import hashlib

@@ -1,4 +1,4 @@
-"""Activation-aware quantization for the drafter (AWQ, Lin et al. 2024; ER §C.4).
+"""Quantizes the drafter by activations (AWQ, Lin et al. 2024; ER §C.4).
 
 Where an input channel is large, rounding errors of its weights count more. AWQ multiplies the weights of channel c by
 s_c and the input by 1/s_c, so that rounding hurts the large channels less: s = a^alpha with a = mean |x| per channel

@@ -1,4 +1,4 @@
-"""The module that replaces a mixture's stacked experts in the drafter. The router stays dense."""
+"""Replaces a mixture's stacked experts in the drafter. The router stays dense."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""The layer that replaces a projection in the drafter, and its base, which packed experts share."""
+"""Replaces a projection in the drafter; packed experts share its base class."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,5 +1,4 @@
-"""Quantization schemes by name, and rounding to nearest (ER §3.1, §C.4): the policy's weight in, a packed weight out,
-some rows at a time.
+"""Defines quantization schemes, and rounds weights to nearest (ER §3.1, §C.4).
 
 4 bits are asymmetric by group, with integer zero points, or NF4; 8 bits are symmetric by row. The range always
 contains 0, so a zero weight stays exactly zero. The scale is rounded to the kernel's activation dtype before the codes

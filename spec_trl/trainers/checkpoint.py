@@ -1,4 +1,5 @@
-"""State of the rollouts in a checkpoint. A file is written whole or not at all, even if the run dies."""
+"""Writes and reads the state of the rollouts in a checkpoint. A file is written whole or not at all, even if the run
+dies."""
 
 import json
 import warnings

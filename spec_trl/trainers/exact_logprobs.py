@@ -1,4 +1,4 @@
-"""Log-probabilities of training forwards that equal the sampler's, bit for bit, on a CPU.
+"""Computes training log-probabilities that equal the sampler's bit for bit, on a CPU.
 
 The sampler's engine reads a micro-batch as it was generated, without gradient, and stores the input of every decoder
 layer. In the policy's forward all layers but the last compute nothing and return the stored input of the next layer,

@@ -1,4 +1,4 @@
-"""Images of a rollout's prompts, as the processors of TRL's trainers return them."""
+"""Reads the images of a rollout's prompts from the outputs of TRL's processors."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,4 @@
-"""Memory of a rollout: whole weights of a sharded policy on every rank, for the rollout's length, and captured
-forwards, which stay between rollouts if training steps leave their memory free.
+"""Gathers a sharded policy's weights for a rollout, and frees captured forwards that do not fit.
 
 Ranks run different numbers of forwards in a rollout, so no forward may wait for another rank. TRL gathers the shards
 of DeepSpeed ZeRO-3. Under FSDP2 it leaves gathering to the hooks of every forward, so this module gathers.

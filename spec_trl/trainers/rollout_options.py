@@ -1,4 +1,4 @@
-"""The options that say how rollouts are drafted and verified: a part of the config of each of our trainers."""
+"""Declares the options of rollouts in the configs of our trainers."""
 
 import sys
 import warnings

@@ -1,4 +1,4 @@
-"""The log of a training run: a JSON object per rollout and step.
+"""Writes and reads the log of a training run: a JSON object per rollout and step.
 
 A resumed run appends a second header to the same file. Its records replace those that the first attempt wrote after
 the checkpoint. Reading a log needs neither torch nor transformers.

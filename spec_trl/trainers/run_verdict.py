@@ -1,4 +1,4 @@
-"""What a run's log says: the verdict, whether speculation helped, and the alarm at a drafter that got stale."""
+"""Judges from a run's log whether speculation helped, and warns of a stale drafter."""
 
 import math
 import warnings

@@ -1,4 +1,4 @@
-"""Distances between the sampler's log-probabilities and those of the training forward, under TRL's names for vLLM."""
+"""Measures distances between log-probabilities of sampler and training, under TRL's names for vLLM."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,5 +1,5 @@
-"""MTP heads in saved policies. transformers leaves them out when it loads a model, and so when it saves it; engines
-that read in config.json that there are some then fail, or draft with random weights."""
+"""Saves policies with their MTP heads. transformers leaves them out when it loads a model, and so when it saves it;
+engines that read in config.json that there are some then fail, or draft with random weights."""
 
 import functools
 import json

@@ -1,5 +1,4 @@
-"""Speculative rollouts for any on-policy trainer, and for a loop of one's own: what `generate` of one model does by
-default from then on."""
+"""Makes `generate` of one model speculate by default: `speculate`, for any trainer or loop."""
 
 import copy
 import inspect

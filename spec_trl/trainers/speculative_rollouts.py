@@ -1,4 +1,4 @@
-"""What our trainers override of TRL's on-policy trainers, so that rollouts are speculative."""
+"""Overrides TRL's on-policy trainers so that rollouts are speculative."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext

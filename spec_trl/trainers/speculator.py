@@ -1,4 +1,4 @@
-"""A speculator samples a policy's rollouts and logs them; its two verbs are `refresh` and `rollout`.
+"""Samples a policy's rollouts and logs them; its two verbs are `refresh` and `rollout`.
 
 The trainers' one (:class:`~.TrainerSpeculator`) takes prompts of all ranks, and that of :func:`~.speculate` the calls
 of `generate` that a trainer or loop makes. Here is what both do: noise counters, sums of a rollout, log and verdict.

@@ -1,4 +1,4 @@
-"""Totals of a training step: seconds of its phases, and sums over its rollout's calls and ranks."""
+"""Sums up a training step: seconds of phases, calls and ranks."""
 
 import math
 import time

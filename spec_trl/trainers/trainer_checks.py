@@ -1,5 +1,5 @@
-"""Checks of our trainers before any work: that the classes of TRL and transformers are the known ones, and that no
-rollout will fail. A prompt that is drawn later is checked then, and the error shows its text."""
+"""Checks before any work that TRL and transformers are known, and that no rollout will fail. A prompt that is drawn
+later is checked then, and the error shows its text."""
 
 import copy
 import math

@@ -1,5 +1,5 @@
-"""The speculator of our trainers: prompts of all ranks, drafters that follow the policy and stay from rollout to
-rollout, their control, and their state in checkpoints. One rank measures profiles and ladders for all ranks."""
+"""Samples rollouts on all ranks for our trainers, with drafters that follow the policy. One rank measures profiles and
+ladders for all ranks."""
 
 import copy
 import time

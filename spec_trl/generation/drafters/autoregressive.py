@@ -1,4 +1,4 @@
-"""Drafting token by token with a network: base of the self-drafter and of a small model."""
+"""Drafts token by token with a network: base of the self-drafter and of a small model."""
 
 import functools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Checkpoints of learned drafters: a folder or hub id with a config.json and tensors, read and written exactly."""
+"""Reads and writes checkpoints of learned drafters: a folder or hub id with config.json and tensors."""
 
 import json
 import pickle

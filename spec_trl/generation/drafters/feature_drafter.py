@@ -1,4 +1,4 @@
-"""The base of drafters that were trained on a target's hidden states (its features)."""
+"""Runs drafters that were trained on a target's hidden states (its features)."""
 
 import sys
 from abc import abstractmethod

@@ -1,5 +1,4 @@
-"""Base of networks that read their target's hidden states (EAGLE-3, DFlash): config.json, features, embedding,
-vocabulary, rotary positions and attention."""
+"""Builds networks that read their target's hidden states: base of EAGLE-3 and DFlash."""
 
 import re
 import warnings

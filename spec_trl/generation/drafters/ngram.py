@@ -1,4 +1,4 @@
-"""Prompt lookup: the row's own text proposes what followed the same n-gram before (SA §4.2, n-gram drafting)."""
+"""Drafts by prompt lookup: tokens that followed the same n-gram earlier in the row's text."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The policy's quantized copy as drafter, and its refresh (ER §3.1). It shares the target's K/V cache."""
+"""Drafts with the policy's quantized copy, and refreshes it (ER §3.1). It shares the target's K/V cache."""
 
 import functools
 import time

@@ -1,4 +1,4 @@
-"""A smaller causal language model with the target's tokenizer as drafter (SA's 0.5 B and 1.5 B).
+"""Drafts with a smaller causal language model with the target's tokenizer (SA's 0.5 B and 1.5 B).
 
 One tokenizer may come with vocabularies of two sizes, padded for the hardware: Qwen2.5 has 151,936 rows up to 3 B and
 152,064 beyond. The drafter's scores are cut, or padded with -inf, to the target's size, and a token that the drafter

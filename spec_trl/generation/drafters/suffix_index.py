@@ -1,4 +1,4 @@
-"""Longest suffix matches in the texts of one prompt: proposes the tokens that followed the same tokens before."""
+"""Finds longest suffix matches in the texts of one prompt, and proposes the tokens after them."""
 
 from array import array
 from collections import Counter

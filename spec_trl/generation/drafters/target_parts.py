@@ -1,5 +1,4 @@
-"""Parts of the target that learned drafters use: embedding and head, under any wrapper (adapters and trained copies of
-peft, quantization, torch.compile), operations on logits, and vocabulary."""
+"""Finds the target's embedding, head and vocabulary for learned drafters, under any wrapper."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Drafters that can be trained on the rounds they drafted, and the canvas, which replays a round with gradient.
+"""Trains drafters on the rounds that they drafted, replayed with gradients on a canvas.
 
 Inference kernels carry no gradient (TTS App. C.3), and caches are written in place. So drafting runs without gradient,
 and an update replays the round from a :class:`Canvas` on plain modules.

@@ -1,4 +1,4 @@
-"""The base class of drafters, whose proposals can never change an output, and the token-by-token draft loop."""
+"""Defines the base class of drafters and the token-by-token draft loop."""
 
 import sys
 from abc import abstractmethod

@@ -1,5 +1,6 @@
-"""The drafters of a rollout. A failing drafter is dropped, and changes no output. Lookup drafters that do not draft
-are evaluated: their guesses are compared with the committed text, without a forward."""
+"""Drops failing drafters, without a change of the output, and evaluates idle lookup drafters. A failing drafter is
+dropped, and changes no output. Lookup drafters that do not draft are evaluated: their guesses are compared with the
+committed text, without a forward."""
 
 import time
 import warnings

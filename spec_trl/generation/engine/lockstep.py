@@ -1,4 +1,4 @@
-"""Rollouts in step, for processors and criteria that may read the whole batch or keep state between calls.
+"""Decodes in step, for processors and criteria that may read the whole batch or have state.
 
 They are shown what `generate` shows them, in its order and once: at every step the whole batch up to there. Drafts are
 made without them, and verified by one forward for all rows. Then the round walks along the drafts, step by step, as

@@ -1,4 +1,4 @@
-"""K/V and states of rows that ended, parked while tools answer: the next turn of a conversation reads what is new."""
+"""Parks K/V and states of ended rows while tools answer, for the next turn of a conversation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The record of a rollout: a :class:`Round` per decoding round, from which statistics are computed at the end."""
+"""Records a rollout by :class:`Round`, and computes statistics from them at the end."""
 
 import time
 from collections import deque

@@ -1,4 +1,4 @@
-"""Checks before any work: refuses by name what the engine cannot serve."""
+"""Refuses by name, before any work, the models and settings that the engine cannot serve."""
 
 import sys
 import warnings

@@ -1,4 +1,4 @@
-"""The decoding loop: admit, plan, draft, verify, accept, commit, retire, for rows of different lengths."""
+"""Runs the decoding loop: admit, plan, draft, verify, accept, commit, retire."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The rows in flight: the request in each row of the cache, its tokens, also as `generate` shows them; the queue."""
+"""Holds the rows in flight and their tokens, and the queue of requests."""
 
 import functools
 import hashlib

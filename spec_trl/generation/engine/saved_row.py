@@ -1,5 +1,4 @@
-"""A row's tokens and K/V, saved where the row leaves and restored where it goes on: in a later round (preemption), on
-another rank, or in the next turn of a conversation."""
+"""Saves a row's tokens and K/V, and restores them in a later round, rank or turn."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

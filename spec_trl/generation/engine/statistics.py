@@ -1,4 +1,5 @@
-"""Statistics of one `generate` call: plain data, read without torch and transformers. `record.py` computes them."""
+"""Defines the statistics of a `generate` call as plain data, without torch and transformers. `record.py` computes
+them."""
 
 import math
 from collections.abc import Mapping, Sequence

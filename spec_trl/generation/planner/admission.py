@@ -1,4 +1,4 @@
-"""When free rows are given to waiting requests; and the rounds that decoding without drafts would have run."""
+"""Delays free rows until several requests can enter, and counts the rounds of plain decoding."""
 
 import heapq
 import math
@@ -13,11 +13,7 @@ largest simulated value (benchmarks/admission.py) that lengthens no case by more
 
 
 class AdmissionDelay:
-    """Delays free rows until several requests can enter, whose prompts are then read together.
-
-    Args:
-        capacity: number of all rows.
-    """
+    """Delays free rows, of `capacity`, until several requests can enter: their prompts are then read together."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -25,7 +21,7 @@ class AdmissionDelay:
 
     def rounds(self, free: int, in_flight: Collection[str], upcoming: str | None) -> int:
         """Rounds to wait before `free` rows are filled. Returns 0, and resets the count, if no row decodes, or if the
-        key of the next prompt, `upcoming` (None: unknown), is among those `in_flight`: its K/V exists."""
+        next prompt's key, `upcoming` (None: unknown), is among those `in_flight`: K/V of that prompt exists."""
         left = math.ceil((MAX_EMPTY_ROUNDS * self._capacity - self._empty) / free) - 1
         if left > 0 and in_flight and upcoming not in in_flight:
             return left
@@ -33,14 +29,13 @@ class AdmissionDelay:
         return 0
 
     def waits(self, free: int, in_flight: Collection[str], upcoming: str | None) -> bool:
-        """Whether `free` rows stay empty for the next round, and counts it."""
+        """Counts one round with `free` empty rows if they should stay empty, and returns whether they should."""
         if not self.rounds(free, in_flight, upcoming):
             return False
         self.wait(free, 1)
         return True
 
     def wait(self, free: int, rounds: int) -> None:
-        """Counts `rounds` rounds with `free` empty rows."""
         self._empty += free * rounds
 
 
@@ -58,8 +53,8 @@ def plain_rounds(
     """Rounds of plain decoding, between changes of the batch.
 
     Args:
-        prompts: tokens of each request when its first round begins, and its prompt's key.
-        tokens: by request, tokens from rounds; with 0 the row is free again at once.
+        prompts: tokens of each request when its first round begins, and key of the prompt.
+        tokens: by request, tokens from rounds; 0: the row is free again at once.
         capacity: rows; further requests wait in order.
         done: rounds to leave out at the beginning.
     """

@@ -1,4 +1,4 @@
-"""The clock: seconds of decoding rounds, predicted by timed forwards or a calibration, corrected by every round.
+"""Predicts the seconds of decoding rounds, and corrects the prediction after every round.
 
 Plain numpy: it runs in every plan, and in simulations.
 """
@@ -67,7 +67,7 @@ class Clock:
         predict: seconds of a round.
         error: sd of a drafter's term before it was measured. The first measurement of a drafter that was only probed
             (`error` above `CELL_ERROR`) may differ by far more (`UNTRIED`).
-        path: of a file to :meth:`keep` it in.
+        path: of a file for :meth:`keep`.
     """
 
     def __init__(self, predict: RoundSeconds, error: float = CELL_ERROR, path: Path | None = None) -> None:
@@ -106,7 +106,6 @@ class Clock:
         return self._predicted[plan]
 
     def compare(self, plans: Sequence[Plan], rows: int) -> Rounds:
-        """What is predicted of `plans` for `rows` rows."""
         key = (*plans,), rows, len(self.tried)
         if key not in self._compared:
             seconds = np.array([self.predicted(plan)[:rows] for plan in plans])
@@ -119,7 +118,6 @@ class Clock:
         return self._compared[key]
 
     def _shares(self, plan: Plan, rows: int) -> list[float]:
-        """Predicted share of a round that each drafter adds to an autoregressive round."""
         plain, added = self.predicted(PLAIN)[rows - 1], []
         for name, length in plan.by_drafter.items():
             alone = float(self.predicted(Plan((name,), (length,)))[rows - 1])
@@ -130,7 +128,7 @@ class Clock:
     # ---- corrected --------------------------------------------------------------------------------------------------
 
     def seconds(self, plan: Plan, rows: int, length: float | None = None) -> float:
-        """Expected seconds of a round now, of rows of mean length `length`; None: of that which is followed."""
+        """Expected seconds of a round now, of rows of mean length `length`; None: that of :meth:`follow`."""
         if length is None:
             predicted = float(self.predicted(plan)[rows - 1])
         else:
@@ -156,8 +154,8 @@ class Clock:
         """Records the seconds of consecutive rounds.
 
         Returns:
-            `[rounds]`: which of them count. One much longer round of a plan and size in `OUTLIER_ROUNDS` is ignored:
-            it compiled, or touched memory for the first time, and the next rounds will not.
+            `[rounds]`: whether each counts. One much longer round of a plan and size in `OUTLIER_ROUNDS` is ignored:
+            a round that compiled, or touched memory for the first time, says nothing about the next ones.
         """
         kind, counts = (plan, rows.bit_length()), np.ones(len(measured), dtype=bool)
         ratios = np.log(np.array(measured) / self.predicted(plan)[rows - 1])
@@ -194,8 +192,7 @@ class Clock:
         scatter = max(min(scatter, OUTLIER**2 * self._noise), NOISE[0] ** 2)
         self._noise += (scatter - self._noise) * weight / (FADE / (1 - FADE) + weight)
         if surprise > OUTLIER**2:
-            # The machine has jumped, or the prediction of the drafts is wrong: an autoregressive round will show
-            # which.
+            # Either the machine has jumped, or the draft's prediction is wrong: an autoregressive round will show it.
             covariance[0, 0] += error * error
             if plan.drafters and kind != self._last:
                 covariance[places, places] += np.minimum((error / slopes[places]) ** 2, MOST_OFF**2) / len(places)
@@ -204,8 +201,8 @@ class Clock:
         return counts
 
     def _fit(self, terms: tuple[Floats, Integers, Floats], ratio: float, noise: float, steps: int) -> None:
-        """Moves the terms towards a measured log `ratio` of variance `noise`: an iterated Kalman update, in which the
-        mean is where the line that is fitted touches the curve."""
+        """Moves the terms towards a measured log `ratio` of variance `noise` by an iterated Kalman update: the mean is
+        the point at which the fitted line touches the curve."""
         before, methods, covariance = self._mean.copy(), [self._places[name] for name in self.tried], self._covariance
         for _ in range(steps):
             (expected,), (slopes,) = self._linear(*terms)
@@ -216,7 +213,7 @@ class Clock:
         self._covariance = covariance - np.outer(cross, cross / variance)
 
     def end_rollout(self) -> None:
-        """Makes well-known terms less certain: anything may have changed a little between rollouts."""
+        """Makes well-known terms less certain, since anything may have changed a little between rollouts."""
         place = np.arange(1, len(self._mean))
         variance = self._covariance[place, place]
         self._covariance[place, place] = np.where(variance < CELL_ERROR**2, variance / FADE, variance)
@@ -240,7 +237,7 @@ class Clock:
         return weights, drafters, shares
 
     def _linear(self, weights: Floats, drafters: Integers, shares: Floats) -> tuple[Floats, Floats]:
-        """Expected logarithms `[A]`, and their slopes by the terms `[A, terms]`."""
+        """Expected logarithms `[A]`, and slopes by the terms `[A, terms]`."""
         parts = shares * np.exp(self._mean[drafters])  # [A, M]
         whole = 1 - shares.sum(1) + parts.sum(1)  # [A]
         slopes = weights.copy()
@@ -262,7 +259,7 @@ class Clock:
             places.append(self._places[name])
         return places
 
-    # ---- kept -------------------------------------------------------------------------------------------------------
+    # ---- stored -----------------------------------------------------------------------------------------------------
 
     def keep(self) -> None:
         """Writes the file if at least twice as many rounds are known as the file holds. A file that cannot be written
@@ -286,7 +283,7 @@ class Clock:
         return clock
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint keeps; JSON."""
+        """State of a checkpoint; JSON."""
         terms = []
         for name in self._places:
             plan, size = name if isinstance(name, tuple) else (name, 0)
@@ -302,8 +299,8 @@ class Clock:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`. The machine may be a different one: its level is reset. A state of releases
-        before `VERSION` is ignored: their predictions differ, and in some a compiling round could exclude drafts.
+        """Continues from a `state_dict`, with a new level: the machine may be another one. A state of releases before
+        `VERSION` is ignored: their predictions differ, and in some a compiling round could exclude drafts.
 
         Raises:
             ValueError: the numbers do not fit the terms, or are not finite.
@@ -348,7 +345,7 @@ class ForwardSeconds:
         return end + max(end - start, 0.0) / (last - before) * (tokens - last)
 
     def scaled(self, share: float = 1.0, plus: float = 0.0) -> "ForwardSeconds":
-        """The same multiplied by `share`, for another network, and with `plus` seconds added to every forward."""
+        """The same times `share`, for another network, `plus` seconds per forward."""
         return ForwardSeconds(self.tokens, [share * own + plus for own in self.seconds])
 
 
@@ -387,7 +384,7 @@ class AffineSeconds:
 
 
 def fit_affine(times: Sequence[tuple[int, float, float]]) -> AffineSeconds:
-    """The line through `times`, of (batch, seconds, weight), by least squares; its parts are never negative.
+    """The line through `times` of (batch, seconds, weight), by least squares, without negative parts.
 
     Raises:
         ValueError: there is no time.

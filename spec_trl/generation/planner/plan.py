@@ -1,4 +1,4 @@
-"""What a round does: its plan, and the plan of the current rounds with what they have measured."""
+"""Defines a plan of a round, and holds the current plan with its measured rounds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,6 @@ class Plan(NamedTuple):
 
     @property
     def by_drafter(self) -> dict[str, int]:
-        """γ of each drafter."""
         return dict(zip(self.drafters, self.draft_lengths, strict=True))
 
 
@@ -39,11 +38,11 @@ class CurrentPlan:
     gain: float = 0.0  # expected, of the tokens per second
     width: int = 0  # most draft tokens of a row
     chains: tuple[Chain, ...] = ()
-    lasts: float = 0.0  # seconds of rounds after which a new plan is made
+    lasts: float = 0.0  # seconds until the next plan is made
     passed: float = 0.0  # seconds of its rounds
-    failed: bool = False  # whether a drafter did: the round's seconds and verdicts then say nothing
+    failed: bool = False  # whether a drafter failed: seconds and verdicts of the round are then invalid
     measured: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens of each round
-    # Of each round that drafted: accepted and drafted tokens, by candidate, of each row.
+    # Of each drafted round: accepted and drafted tokens, by candidate, of each row.
     verdicts: list[tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]] = field(default_factory=list)
 
     @property

@@ -1,4 +1,4 @@
-"""The planner decides when to draft, with which drafter and how far: the plan of least expected time to the last row.
+"""Plans when, with which drafter and how far to draft: the least expected time to the last row.
 
 It chooses among no draft, every drafter at every γ, rows divided between two drafters, and races of two. Uncertain
 plans are tried, and paid for from an exploration budget, so a rollout is never much slower than one without drafts.
@@ -46,10 +46,10 @@ class Planner(Control):
     * **Expected**: a plan's τ by row (`Drafts`) and its seconds (`Clock`) give the time until the last row ends; while
       requests wait for a row, tokens per second count instead.
     * **Rule**: the plan of largest log gain over autoregressive decoding plus its standard deviation, among those
-      whose worst case the budget covers. So plans that might be better are tried, and plans known to be worse are not.
-    * **First trial**: an unmeasured prediction may be off by a factor of six, either way. A drafter that would then
-      pay is tried once, at the shortest γ, when the budget holds the predicted cost, or `MAX_BUDGET`: at most
-      `MAX_BUDGET` / `ROUND_BUDGET` rounds after the first round.
+      whose worst case the budget covers: plans that might be better are tried, plans known to be worse are not.
+    * **First trial**: an unmeasured prediction may be off by a factor of six, either way. A drafter that would pay
+      with such an error is tried once, at the shortest γ, when the budget holds the predicted cost, or `MAX_BUDGET`:
+      at most `MAX_BUDGET` / `ROUND_BUDGET` rounds after the first round.
     * **Budget**, in autoregressive rounds: `ROUND_BUDGET` per round, plus measured gains and losses of speculation.
     * **Planning takes time**: a plan lasts until planning is at most `SHARE` of the time, if its rows stay and it does
       not lose. The clock gets its rounds when the next plan is made.
@@ -182,12 +182,12 @@ class Planner(Control):
         return current.chains
 
     def _choose(self, choice: Choice, gains: Floats) -> int | None:
-        """The plan of largest optimistic gain that the budget covers, None: no drafts; `gains` `[A]` are predicted."""
+        """The plan of largest optimistic gain that the budget covers, by predicted `gains` `[A]`; None: no drafts."""
         rounds, untried = choice.rounds, choice.rounds.untried
         offsets, variances = self.clock.offsets(rounds)
         unsure = self.drafts.variances(self.compared_length).ravel()[choice.places].max(1)  # [A]
         gains = np.minimum(gains - offsets, choice.most)  # no draft makes a round shorter
-        # A round commits at least a token per row, so it costs at most this many autoregressive rounds.
+        # A round commits at least a token per row: an upper bound of its cost in autoregressive rounds.
         ratios = rounds.seconds[:, -1] / rounds.plain * np.exp(offsets)
         # A first trial, one round of the shortest γ, is covered by its predicted cost: the real cost is unknown.
         caution = np.where(untried, 0.0, CAUTION)
@@ -222,8 +222,8 @@ class Planner(Control):
         self._explanation = Explanation(gain, f"{promised}: {then}")
 
     def _explain_no_draft(self, choice: Choice, gains: Floats, worst: Floats, trial: int | None) -> None:
-        """Explains why the plan of largest gain does not draft, or when the first trial, of plan `trial`, will run.
-        `gains` of impossible plans are -inf."""
+        """Explains why the plan of largest gain does not draft, or when trial plan `trial` will run; `gains` of
+        impossible plans are -inf."""
         best = int(gains.argmax()) if trial is None else trial
         gain, cost = math.exp(gains[best]), float(worst[best])
         if (most := int(self._max_rows.max())) < self._batch:
@@ -283,7 +283,7 @@ class Planner(Control):
         return known
 
     def _chains(self, plan: Plan, efficiencies: Floats) -> tuple[Chain, ...]:
-        """Returns the chains of a plan; if two drafters share the rows, a row gets the one of larger τ."""
+        """Returns the chains of a plan; of two drafters a row gets the one of larger τ."""
         drafts = [(self._index[name], length) for name, length in plan.by_drafter.items()]
         if len(drafts) < 2 or plan.on_all_rows:
             return tuple(Chain(*draft) for draft in drafts)
@@ -360,7 +360,7 @@ class Planner(Control):
         return sum(count * self.clock.seconds(PLAIN, batch, length) for count, batch, length in rounds)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; JSON."""
+        """State of a checkpoint; JSON."""
         return {"times": self.clock.state_dict(), **self.drafts.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Calibration: times this machine's rounds with the engine, and fits the roofline to them (ER App. E.3)."""
+"""Times this machine's rounds with the engine, and fits the roofline to them (ER App. E.3)."""
 
 import gc
 import itertools

@@ -1,4 +1,4 @@
-"""The draft-length controller: γ follows the block efficiency over training (ER §3.3, Algorithm 1 lines 14-20)."""
+"""Controls γ by the block efficiency over training (ER §3.3, Algorithm 1 lines 14-20)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

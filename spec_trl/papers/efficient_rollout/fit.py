@@ -1,4 +1,4 @@
-"""Fitting a roofline to a sweep, and judging the fit (ER App. E.3, E.4).
+"""Fits a roofline to a sweep, and judges the fit (ER App. E.3, E.4).
 
 ER's three stages: F_eff from GEMMs; BW_eff, ρ_κ and c_T from the target's times; the rest from those of draft and
 verification. The improved form shares more parameters between target and verification, so its last two are one.

@@ -1,5 +1,4 @@
-"""A calibrated roofline as a JSON file: what it is valid for, the coefficients, and the times they were fitted to; and
-the seconds of rounds that it predicts for any drafters."""
+"""Reads and writes a calibrated roofline as a JSON file, and predicts the seconds of rounds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

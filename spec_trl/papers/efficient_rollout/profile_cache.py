@@ -1,4 +1,4 @@
-"""Finds the roofline profile of a model on this machine: a named file, the user's cache, or a new calibration."""
+"""Finds a model's roofline profile: a named file, the user's cache, or a new calibration."""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Seconds of a forward by the roofline of ER §2.2 and §3.2, and by a form that fits measured sweeps better.
+"""Predicts the seconds of a forward by the roofline (ER §2.2, §3.2).
 
 Pure Python: it is evaluated in every decoding round.
 """

@@ -1,4 +1,4 @@
-"""Measured forward times over batch size, cached length and draft length, and the CSV files that hold them."""
+"""Reads and writes forward times over batch size, cached length and draft length as CSV files."""
 
 import csv
 import warnings

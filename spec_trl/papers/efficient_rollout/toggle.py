@@ -1,4 +1,4 @@
-"""The roofline toggle: EfficientRollout's π_SD as printed (ER §3.2, Eq. 3)."""
+"""Decides by the roofline whether a round drafts: EfficientRollout's π_SD (ER §3.2, Eq. 3)."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Further drafters for slow requests (SA §4.2 "Greedy Best-of-N assignments", Algorithm 3)."""
+"""Assigns further drafters to slow requests (SA §4.2, Algorithm 3)."""
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A cluster to simulate: its workers' times, its drafters' acceptance and its requests' lengths.
+"""Describes a cluster to simulate: times of workers, acceptance of drafters, lengths of requests.
 
 All are assumptions of the caller; nothing is fitted here.
 """

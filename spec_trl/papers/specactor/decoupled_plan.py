@@ -1,4 +1,4 @@
-"""SA Algorithm 1: which GPUs draft, which verify, and how far a drafter may run ahead.
+"""Plans decoupled execution: GPUs that draft, GPUs that verify, and the window (SA Algorithm 1).
 
 A group of g_d GPUs that draft and g_v GPUs that verify serves its share of the requests; the cluster is as many groups
 as fit. The paper searches only decoupled execution; here coupled execution and plain decoding are compared with it.

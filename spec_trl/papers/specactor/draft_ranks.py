@@ -1,4 +1,4 @@
-"""A drafter on another rank (SA §4.1): the pipe of decoupled execution over torch.distributed.
+"""Runs a drafter on another rank (SA §4.1), over torch.distributed.
 
     if rank == 0:
         pipe = DraftRank(1)

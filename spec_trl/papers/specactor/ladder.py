@@ -1,4 +1,4 @@
-"""The draft ladder: speedup of drafting methods by acceptance and batch, from profiled rounds (SA §4.2, Fig. 10a).
+"""Ranks drafting methods by speedup at an acceptance and a batch (SA §4.2, Fig. 10a).
 
 Acceptance here is p, the probability that a draft token is accepted if all tokens before it were. Rounds are profiled
 with tokens accepted at random with probability p, and have τ = (1 - p^(γ+1)) / (1 - p) tokens. A caller passes τ,

@@ -1,4 +1,4 @@
-"""Profiles the draft ladder with the engine: real rounds whose drafts are accepted at random (SA §4.2)."""
+"""Profiles the draft ladder in real rounds with drafts accepted at random (SA §4.2)."""
 
 import hashlib
 import time

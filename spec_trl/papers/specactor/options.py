@@ -1,4 +1,4 @@
-"""The options of SpecActor."""
+"""Declares the options of SpecActor."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""Races (SA §4.2): a second verification. A row verifies the chains of several drafters, and commits the longest
-accepted one.
+"""Verifies several chains of a row in one round (races, SA §4.2). A row verifies the chains of several drafters, and
+commits the longest accepted one.
 
 The paper races whole requests, one verifier per drafter. Here a row's chains share a target forward, and every round
 is a race. All chains are verified with the noise of the row's positions, so accepted tokens are equal: the winner

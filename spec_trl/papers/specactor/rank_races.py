@@ -1,4 +1,4 @@
-"""Races between ranks (SA §4.2): a rank without rows races with another drafter for rows that another rank decodes."""
+"""Races between ranks (SA §4.2): a rank without rows drafts for rows of another rank."""
 
 import time
 from typing import Any

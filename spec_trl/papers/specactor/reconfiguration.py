@@ -1,4 +1,4 @@
-"""SA Algorithm 2: requests of low acceptance get a separate window and mode; and such plans for one machine."""
+"""Gives requests of low acceptance a separate window and mode (SA Algorithm 2)."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A cluster's rollout as discrete events: modelled workers, planned by Algorithms 1 to 3 themselves (SA §4, §5).
+"""Simulates a cluster's rollout in discrete events, planned by Algorithms 1 to 3 (SA §4, §5).
 
 A worker executes its requests in periods, whose seconds are affine in the requests (SA §4.1) and in their cached
 tokens. Between two events (a request ends, helpers come or go) requests advance at constant rates.

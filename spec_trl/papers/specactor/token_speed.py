@@ -1,5 +1,4 @@
-"""Tokens per second of a request: drafting and verifying on separate workers (SA §4.1 "Modeling TGS"), one after the
-other on the same workers, and without drafts.
+"""Predicts a request's tokens per second: decoupled, coupled and without drafts (SA §4.1).
 
 TGS is tokens per second of each request of a batch. p is the probability that a draft token is accepted when all
 before it were. A verification over `positions` tokens of each request judges `positions` drafts if the drafter runs

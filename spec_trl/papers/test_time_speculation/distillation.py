@@ -1,4 +1,4 @@
-"""The loss of Test-Time Speculation (TTS §4.1), and τ as the drafter's and the target's logits predict it."""
+"""Computes the loss of Test-Time Speculation (TTS §4.1), and τ predicted from logits."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Test-Time Speculation (arXiv 2605.09329): a drafter that learns, while it drafts, from the rounds it drafted.
+"""Drafts, and learns from the drafted rounds (Test-Time Speculation, arXiv 2605.09329).
 
 Verification computes the target's distribution p at every drafted position anyway. One gradient step brings the
 drafter's distribution q nearer to p before the next draft (TTS §4.1, Algorithm 1). The target does not change.

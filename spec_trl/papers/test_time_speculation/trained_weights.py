@@ -1,4 +1,4 @@
-"""The weights that Test-Time Speculation trains: all of a drafter's, or low-rank corrections of its layers.
+"""Holds the weights that Test-Time Speculation trains: a drafter's own, or low-rank corrections.
 
 A learner trains a copy of the drafting network, at least in float32, while the network drafts. `publish` then copies
 the result into the drafting network, in place. A correction belongs to one cache row, so that every request trains

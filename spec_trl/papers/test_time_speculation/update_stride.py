@@ -1,4 +1,4 @@
-"""The update stride of Test-Time Speculation: every S rounds (TTS App. C.1), or "adaptive": where an update pays.
+"""Decides which rounds train the drafter: every S rounds (TTS App. C.1), or "adaptive" by gain.
 
 The paper leaves an adaptive stride to future work (TTS App. C.2). Here an update runs if the rounds ahead are
 expected to save its seconds, and if a budget covers them.

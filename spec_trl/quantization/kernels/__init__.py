@@ -1,4 +1,4 @@
-"""Kernels that multiply with packed weights, and the choice among them."""
+"""Multiplies with packed weights, and chooses among the kernels."""
 
 from dataclasses import replace
 

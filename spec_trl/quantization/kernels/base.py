@@ -1,4 +1,4 @@
-"""The interface between the quantizer, which makes codes, and the kernels, which store them in different layouts."""
+"""Defines the interface between the quantizer, which makes codes, and kernels, which store them."""
 
 import functools
 import importlib.util

@@ -1,4 +1,4 @@
-"""NF4 by bitsandbytes, an optional extra: only its products, on buffers that a refresh writes in place.
+"""Multiplies NF4 weights by bitsandbytes, an optional extra.
 
 On a CPU 32 rows are stored together. A pair of their columns has 32 bytes:
 

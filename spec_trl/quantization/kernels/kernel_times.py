@@ -1,4 +1,4 @@
-"""Times the kernels that can hold a layer, on its device, and caches the table: the choice of "auto" on a GPU.
+"""Times the kernels of a layer on its device, and caches the table: the choice of "auto" on a GPU.
 
 A table is measured when a copy is packed first, before its first draft. Until then `default_kernel` stands in.
 """

@@ -1,4 +1,4 @@
-"""Marlin and Humming: two optional extras whose 4-bit weights are in the order of tensor-core fragments.
+"""Multiplies 4-bit weights by Marlin or Humming, two optional extras.
 
     codes   int32 [in / 16, 2 * stored_rows], for each kernel in another order
     scales  bfloat16 [groups, stored_rows]: of 64 rows, those with the same row % 8 lie together

@@ -1,4 +1,4 @@
-"""Our products on a CPU over 4-bit and 8-bit weights, in float32: C++ (`cpu_products.cpp`), if it compiles."""
+"""Multiplies 4-bit and 8-bit weights on a CPU in float32, in our C++."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""onnxruntime's 4-bit product with int8 activations, `com.microsoft.MatMulNBits`, on a CPU: an optional extra.
+"""Multiplies 4-bit weights by int8 activations on a CPU by onnxruntime, an optional extra.
 
 A session rearranges the weights when it is made, so `pack_` makes a new session after the last rows, in 0.3 to 0.6 ms
 per million weights. The buffers here hold the codes of the quantizer, the session a rearranged second copy.

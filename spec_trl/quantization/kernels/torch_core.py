@@ -1,4 +1,4 @@
-"""The kernels of torch core, in bfloat16: 4 bits by AVX-512 on a CPU and tinygemm on a GPU, 8 bits on a CPU.
+"""Multiplies 4-bit and 8-bit weights by the kernels of torch, in bfloat16.
 
 The 4-bit ones dequantize as (code - 8) * scale + offset, with scale and offset in bfloat16. Our (code - zero) * scale
 is the same with offset = (8 - zero) * scale, up to the rounding of the offset.

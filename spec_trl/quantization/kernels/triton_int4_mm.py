@@ -1,4 +1,4 @@
-"""The product of `TritonInt4`: y = x Wᵀ for few rows of x and a 4-bit W. Importing this file imports triton.
+"""Computes y = x Wᵀ for few rows of x and a 4-bit W, in Triton. Importing this file imports triton.
 
 A nibble becomes a number by OR-ing it into the bits of 128 in bfloat16, which makes 128 + code exactly; adding
 -(128 + zero), one instruction for two weights and exact as well, leaves code - zero for the tensor cores. The scale

@@ -1,4 +1,4 @@
-"""DFlash: a trained network drafts a block in one forward, conditioned on the target's hidden states."""
+"""Drafts a block in one forward with a trained DFlash network."""
 
 import math
 from collections.abc import Mapping

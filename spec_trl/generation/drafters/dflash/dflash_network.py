@@ -1,4 +1,4 @@
-"""The DFlash draft network (arXiv 2602.06036): a whole block of tokens from one forward over the target's features.
+"""Computes a block of tokens in one forward over the target's features (arXiv 2602.06036).
 
 The block is the last committed token, the anchor, and masks after it. Its queries see each other and the context:
 the target's hidden states at every position before the anchor, fused once and projected to K/V by every layer.

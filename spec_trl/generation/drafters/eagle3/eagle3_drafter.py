@@ -1,4 +1,4 @@
-"""EAGLE-3 as drafter (Li et al. 2025, arXiv 2503.01840): one layer over the target's hidden states."""
+"""Drafts with EAGLE-3 (arXiv 2503.01840): one layer over the target's hidden states."""
 
 import re
 from collections.abc import Mapping

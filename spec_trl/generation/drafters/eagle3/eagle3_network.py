@@ -1,5 +1,4 @@
-"""The EAGLE-3 draft network (Li et al. 2025, arXiv 2503.01840), and the two formats of its checkpoint's config.json:
-SafeAILab's (AngelSlim, SpecForge) and speculators'."""
+"""Builds the EAGLE-3 draft network (arXiv 2503.01840) from either format of its config.json."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

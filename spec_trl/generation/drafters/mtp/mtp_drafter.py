@@ -1,4 +1,4 @@
-"""The multi-token-prediction (MTP) head of a checkpoint as drafter."""
+"""Drafts with the multi-token-prediction (MTP) head of a checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Multi-token-prediction (MTP, NextN) heads in checkpoints: transformers leaves them out when it loads a model.
+"""Reads the multi-token-prediction heads that transformers leaves out when it loads a model.
 
 Layouts name the same parts differently; `MtpNetwork` has Qwen's names. DeepSeek's heads are decoder layers after the
 last one, and bring copies of the embedding and of the output head along.

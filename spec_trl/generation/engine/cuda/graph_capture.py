@@ -1,4 +1,4 @@
-"""Captures CUDA graphs, checks them, limits their memory, and rounds shapes up to the buckets that are captured."""
+"""Captures CUDA graphs, checks them, limits their memory, and rounds shapes up to buckets."""
 
 import math
 import warnings

@@ -1,4 +1,4 @@
-"""Captured draft loops: the γ forwards of a draft, and the draws between them, are launched as one CUDA graph.
+"""Captures draft loops: launches the γ forwards and draws of a draft as one CUDA graph.
 
 For a network that reads its target's hidden states, storing them is captured as well.
 """

@@ -1,4 +1,4 @@
-"""The runner of captured forwards (CUDA graphs): on a GPU an eager forward of one token costs its kernel launches.
+"""Runs captured forwards (CUDA graphs) in place of eager ones, which cost kernel launches.
 
 A captured forward reads its tokens and positions from static buffers and writes its logits into one; replaying it
 launches all its kernels at once. It is captured for a number of rows, tokens per row and visible columns, so shapes

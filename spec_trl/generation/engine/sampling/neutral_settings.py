@@ -1,5 +1,5 @@
-"""Settings of `generate` that change no token, and that the engine does not read: one rule for `generate`, `speculate`
-and the trainers. They are overridden, and a warning says so once."""
+"""Overrides settings of `generate` that change no token and that the engine does not read. They are overridden, and a
+warning says so once."""
 
 import copy
 import warnings

@@ -1,4 +1,4 @@
-"""Arguments of this folder's commands, and their --help. This imports neither torch nor matplotlib."""
+"""Declares the arguments of this folder's commands. This imports neither torch nor matplotlib."""
 
 import argparse
 from pathlib import Path

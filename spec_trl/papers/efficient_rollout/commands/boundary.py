@@ -1,4 +1,4 @@
-"""Where speculation pays: predicted speedup over (S, B) with measured points on it (ER Fig. 11, App. E.4)."""
+"""Draws where speculation pays: predicted speedup with measured points (ER Fig. 11, App. E.4)."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""``spec-trl predict``: step times and speedups from a profile (ER Eq. 1 and 3)."""
+"""Runs `spec-trl predict`: prints step times and speedups from a profile (ER Eq. 1 and 3)."""
 
 import argparse
 import itertools

@@ -1,4 +1,4 @@
-"""Speedup of drafting methods over acceptance (SA Fig. 10a)."""
+"""Draws the speedup of drafting methods over acceptance (SA Fig. 10a)."""
 
 from matplotlib.lines import Line2D
 

@@ -1,4 +1,4 @@
-"""``spec-trl simulate``: seconds of a rollout on a described cluster, by method (SA §5, Fig. 14)."""
+"""Runs `spec-trl simulate`: seconds of a rollout on a described cluster, by method (SA §5, Fig. 14)."""
 
 import argparse
 import itertools

@@ -1,4 +1,4 @@
-"""The verifier's side of decoupled execution (SA §4.1): a drafter whose windows another thread or rank drafts."""
+"""Proposes windows that another thread or rank drafts: the verifier's side of decoupled execution."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

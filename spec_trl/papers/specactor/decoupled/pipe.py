@@ -1,4 +1,4 @@
-"""The pipe from a verifier to its drafter: a queue here for a thread, a process group for a rank (`distributed/`)."""
+"""Connects a verifier to its drafter: a queue for a thread, a process group for a rank."""
 
 import os
 from abc import ABC, abstractmethod

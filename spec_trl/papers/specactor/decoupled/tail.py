@@ -1,4 +1,4 @@
-"""K/V of a drafter that runs ahead of the target whose copy it is."""
+"""Stores K/V of a copy of the target that drafts ahead of it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The drafter's side of decoupled execution: continues its drafts, and drops those that differ from the target.
+"""Continues drafts, and drops those that differ from the target: the drafter's side.
 
 Verifier and worker exchange messages: a kind and a flat int64 tensor in host memory, a few hundred bytes per round.
 """

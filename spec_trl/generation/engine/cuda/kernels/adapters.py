@@ -1,4 +1,4 @@
-"""What LoRA adapters add to the products of their layers, in Triton. Importing this file imports Triton.
+"""Adds LoRA adapters to the products of their layers, in Triton. Importing this file imports Triton.
 
     out[row, n] = y[row, n] + scaling * sum over r of b[n, r] * (sum over k of a[r, k] * x[row, k])
 

@@ -1,4 +1,4 @@
-"""The gated delta rule over a few tokens per row, in Triton. Importing this file imports Triton.
+"""Computes the gated delta rule over a few tokens per row, in Triton. Importing this file imports Triton.
 
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q     (Yang et al. 2024, arXiv 2412.06464, equation 10)
 

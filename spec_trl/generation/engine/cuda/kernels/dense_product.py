@@ -1,4 +1,4 @@
-"""The product of a dense layer with one order of summation for every number of rows, in Triton. Import it only where
+"""Multiplies dense layers with the same order of summation for every number of rows, in Triton. Import it only where
 Triton is wanted.
 
     y[row, output] = round(sum over k of x[row, k] * weight[output, k] + bias[output])

@@ -1,4 +1,4 @@
-"""The operations of a decoder layer between its matrix products, in Triton. Importing this file imports Triton.
+"""Computes a decoder layer's operations between its matrix products, in Triton. Importing this file imports Triton.
 
 A small operation on a GPU takes the time of its launch. An eager layer has some thirty of them; here they are five:
 

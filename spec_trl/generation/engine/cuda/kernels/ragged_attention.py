@@ -1,4 +1,5 @@
-"""Attention of prompts, steps and drafts over the ragged cache in Triton. Import it only where Triton is wanted.
+"""Computes attention of prompts, steps and drafts over the ragged cache, in Triton. Import it only where Triton is
+wanted.
 
 A row's queries see columns of the cache from a first to a last one, both read from tensors: the shapes, and with
 them a captured CUDA graph, are the same however long the rows are, and what lies past a row's end is never read.

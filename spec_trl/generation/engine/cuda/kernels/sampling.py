@@ -1,5 +1,5 @@
-"""Sampling in Triton: draws tokens in one pass over the logits, and finds where top-p cuts, without a sort. Import it
-only where Triton is wanted.
+"""Draws tokens in one pass over the logits, and finds the cut of top-p without a sort, in Triton. Import it only where
+Triton is wanted.
 
 `fused_draw` draws what `engine.noise` draws in torch, whose noise costs as many bytes as float32 logits, written and
 read again: here it is hashed in registers. Each program reads a chunk of one row once and leaves four numbers. A
