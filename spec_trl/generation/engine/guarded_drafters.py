@@ -46,7 +46,7 @@ class GuardedDrafters:
 
     @property
     def waited(self) -> float:
-        """Seconds in which decoding waited for learning or packing of drafters, failed ones included."""
+        """Seconds in which decoding waited for learning or packing, of failed drafters too."""
         return sum(map(attrgetter("waited"), self._all))
 
     def ask_all(self, action: Callable[[Drafter], None]) -> None:
@@ -92,17 +92,17 @@ class _Lookup:
 
 
 class LookupEvaluation:
-    """Estimates the acceptance of lookup drafters that do not draft. Sometimes those named by the control draft beside
-    a round, and the control learns how far the committed text agrees. No forward runs, and no token depends on it. A
-    lookup pauses so that it takes at most :data:`~.SHARE` of the time."""
+    """Estimates the acceptance of lookup drafters that do not draft: those named by the control sometimes draft beside
+    a round, and the control records how far the committed text agrees. No forward runs, and no token depends on it. A
+    lookup takes at most :data:`~.SHARE` of the time, and then pauses."""
 
     def __init__(self, control: Control, drafters: GuardedDrafters, vocabulary: int) -> None:
         self._control, self._drafters, self._vocabulary = control, drafters, vocabulary
         self._lookups = {index: _Lookup() for index in control.compared_lookups}
 
     def before_round(self, drafting: Mapping[int, object], requests: Sequence[int]) -> None:
-        """Makes lookups draft for `requests`, the one in each row (-1: it has ended), that are not `drafting`, if no
-        earlier drafts of them are left to compare."""
+        """Makes idle lookups draft for `requests`, the request in each row (-1: ended), if all their earlier drafts
+        are compared; `drafting`: drafters of the round."""
         for index, lookup in self._lookups.items():
             if index in drafting:
                 lookup.pending.clear()  # the round shows its acceptance
@@ -124,7 +124,7 @@ class LookupEvaluation:
         return {request: (draft, 0) for request, draft in zip(requests, on_host, strict=True) if request >= 0}
 
     def after_round(self, requests: Sequence[int], tokens: Integers, counts: Integers) -> None:
-        """Compares drafts with the first `counts` `[B]` of `tokens` `[B, γ + 1]`, which the round has committed."""
+        """Compares drafts with the first `counts` `[B]` of `tokens` `[B, γ + 1]`, the committed ones."""
         for index, lookup in self._lookups.items():
             if lookup.pending:
                 started = time.perf_counter()
@@ -159,9 +159,9 @@ class LookupEvaluation:
 def broken_logits(
     target: EagerRunner, rows: Rows, sound: Integers, counts: Integers, draft_length: int, rounds: int
 ) -> FloatingPointError:
-    """Makes the error for target logits that leave a row no token to draw: fewer of its tokens are `sound` (`[B]`)
-    than the `counts` (`[B]`) to commit. Repeats the forward of `draft_length` draft tokens, to name the module in
-    which NaN or infinity begins."""
+    """Makes the error for rows without a token to draw: fewer of their tokens are `sound` (`[B]`) than the `counts`
+    (`[B]`) to commit. Repeats the forward of `draft_length` draft tokens, to name the first module with NaN or
+    infinity."""
     row, count = int((sound < counts).argmax()), draft_length + 1
     # The verified tokens are the row's drafts up to the position.
     tokens, columns = rows.window(-1, count), rows.columns_after(-1, count)  # [B, γ + 1] each

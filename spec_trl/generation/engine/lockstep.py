@@ -1,8 +1,8 @@
 """Decodes in step, for processors and criteria that may read the whole batch or have state.
 
-They are shown what `generate` shows them, in its order and once: at every step the whole batch up to there. Drafts are
-made without them, and verified by one forward for all rows. Then the round walks along the drafts, step by step, as
-far as every row draws its own:
+`generate`'s calls are repeated in order and once: every step sees the whole batch up to there. Drafts are made without
+these processors, and verified by one forward for all rows. Then the round walks along the drafts, step by step, as far
+as every row draws its own:
 
     row 1 drafts   a b c d     the target draws   a b c .
     row 2 drafts   e f g h                        e f x .     both rows commit three tokens, and the round ends
@@ -28,7 +28,7 @@ class RolloutInStep(Rollout):
     """A rollout with all requests at once, in which all rows have generated equally many tokens, as in `generate`.
 
     Ended rows stay until the last row ends, so that processors and criteria get all rows at every step: with
-    `padding`, or if it is None with tokens of the model, as in `generate` without EOS. The options are those of
+    `padding`, or if None with tokens of the model, as in `generate` without EOS. The options are those of
     :class:`Rollout`, with rows for all requests.
     """
 
@@ -65,8 +65,8 @@ class RolloutInStep(Rollout):
         return self._judge(super()._arrange({}, {}), logits, noise)
 
     def _judge(self, drafts: Drafts, logits: Tensor, noise: RoundNoise | None) -> Outcome:
-        """The walk. Each step is one of `generate`: processors, token, criteria, streamer. The next step follows if
-        every row has drafted the token that it drew, and none has ended with it."""
+        """Walks along the drafts. A step is one of `generate`: processors, token, criteria, streamer. The next step
+        follows if every row has drafted its drawn token, and no row has ended."""
         rows, proposal = self.rows, drafts.proposal
         padded, ended = self._padded(), sent(torch.from_numpy(self._ended), logits.device)  # [B] each
         lengths = proposal.drafted().masked_fill(padded, drafts.width)  # [B]
@@ -88,8 +88,8 @@ class RolloutInStep(Rollout):
         return self._outcome(drafts, draws, agrees, ends)
 
     def _outcome(self, drafts: Drafts, draws: list[Draw], agrees: list[Tensor], ends: Tensor) -> Outcome:
-        """The outcome of a walk: the draw of each step, which rows (`[B]` bool) had drafted its token, and which end
-        with the last one. A row's drafts count as far as they were looked at."""
+        """The outcome of a walk: draws by step, rows (`[B]` bool) that had drafted the drawn token, and rows that end
+        with the last one. Only drafts that the walk has reached count."""
         proposal, steps, batch = drafts.proposal, len(draws), len(ends)
         logprobs = [drawn.logprobs for drawn in draws if drawn.logprobs is not None]
         drawn = Draw(

@@ -95,7 +95,7 @@ class Round:
 
 
 def on_host(completions: Sequence[Completion]) -> list[Completion]:
-    """Copies `completions` to the host, all in one copy of their tokens and one of their logprobs."""
+    """Copies `completions` to the host in two copies: tokens, and logprobs."""
     counts = [len(done.tokens) for done in completions]
     logprobs = [done.logprobs for done in completions if done.logprobs is not None]
     if not completions:
@@ -143,8 +143,8 @@ class PhaseTimer:
 
 
 class Record:
-    """The record of a rollout of `requests` under `strategy`, whose drafters have these `names`. Its clock starts when
-    it is made.
+    """The record of a rollout of `requests` under `strategy`, with drafters of these `names`. Its clock starts at
+    construction.
 
     Attributes:
         rounds: decoding rounds; the last one may be unfinished.
@@ -175,7 +175,7 @@ class Record:
         return self.rounds[-1]
 
     def end(self, requests: Sequence[int], completions: Mapping[int, Completion]) -> None:
-        """Records that `requests` have left: those in `completions` have ended here; others end on another rank."""
+        """Records that `requests` have left: those in `completions` ended here, others end on another rank."""
         self._ends.update(dict.fromkeys(requests, (time.perf_counter() - self._started, len(self.rounds))))
         for index, completion in completions.items():
             self.completions[index] = completion
@@ -183,7 +183,6 @@ class Record:
     def statistics(
         self, target: EagerRunner, rows: Rows, drafters: Sequence[Drafter], control: Control
     ) -> SpeculationStatistics:
-        """The statistics of the whole rollout."""
         completed = {index: done for index, done in enumerate(self.completions) if done is not None}
         completed = dict(zip(completed, on_host([*completed.values()]), strict=True))
         for index, done in completed.items():
@@ -228,7 +227,7 @@ class Record:
         self, statistics: SpeculationStatistics, completed: Mapping[int, Completion], capacity: int, control: Control
     ) -> float | None:
         """Estimates plain decoding: the same prefill, the rounds before the first draft, and the remaining rounds,
-        within what the rounds that drafted can have saved."""
+        within the possible savings of drafted rounds."""
         prefill = statistics.phase_seconds.get("prefill", 0.0)  # this rank may decode nothing
         plain, seconds = 0, prefill
         while plain < len(self.rounds) and not self.rounds[plain].draft_length:
@@ -283,13 +282,12 @@ def points_and_plans(rounds: Sequence[Round], names: Sequence[str]) -> tuple[lis
 def timelines(
     rounds: Sequence[Round], names: Sequence[str], ends: Mapping[int, tuple[float, int]], completed: Container[int]
 ) -> list[RequestTimeline]:
-    """Timelines: who drafted for a request in which round, by request.
+    """Finds, by request, the drafters of each round.
 
     Args:
-        rounds: of the rollout.
-        names: of the drafters.
-        ends: by request: seconds, and rounds that had begun.
-        completed: the requests that ended here. A request without rounds ended with its first token.
+        rounds, names: of the rollout, and of the drafters.
+        ends: by request: seconds, and rounds before its end.
+        completed: requests that ended here. One without rounds ended with its first token.
     """
     by_request: dict[int, RequestTimeline] = {}
     before: Any = None
@@ -319,8 +317,8 @@ def timelines(
 def count_drafts(
     statistics: SpeculationStatistics, rounds: Sequence[Round], requests: int, names: Sequence[str]
 ) -> None:
-    """Fills in `total`, `per_request`, `per_depth` and `per_drafter`, for a batch of `requests` requests, and counts
-    further chains. Drafters with the same name are counted together."""
+    """Fills in `total`, `per_request`, `per_depth` and `per_drafter` for a batch of `requests` requests, and counts
+    further chains. Drafters of one name are counted together."""
     labels = list(dict.fromkeys(names))
     label_of = np.array([labels.index(name) for name in names], np.int64)
     # Columns in the order of DraftCounts.
@@ -361,8 +359,8 @@ def counts_of(drafted: NDArray[Any], accepted: NDArray[Any], committed: NDArray[
 
 
 def thin(changes: list[Any], most: int, when: int) -> None:
-    """Merges the two shortest neighbouring spans until `most` of `changes` remain. The open span is never merged. The
-    field `when` of a change is its round; the fields after it are what changed."""
+    """Merges the two shortest neighbouring spans until `most` of `changes` remain, but never the open span. The field
+    `when` of a change is its round; later fields are the changed ones."""
     while len(changes) > most:
         at = min(range(1, len(changes) - 1), key=lambda at: changes[at + 1][when] - changes[at - 1][when])
         one, other, ended = changes[at - 1 : at + 2]

@@ -62,8 +62,8 @@ _WAYS_OUT = {
         ("use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit"), "assistant_strategy says what drafts"
     ),
 }
-# Settings of generate with their values in sampling and greedy search; of others `neutral_settings.py` says why they
-# need not be served.
+# Settings of generate with their values in sampling and greedy search; `neutral_settings.py` has those that change
+# no token.
 _SERVED: dict[str, tuple[object, ...]] = {
     "num_beams": (0, 1),
     "num_beam_groups": (0, 1),
@@ -124,7 +124,7 @@ def _check_model(model: PreTrainedModel) -> None:
 
 
 def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
-    """Returns the reason why `model`, with the text config `config`, is not served, to follow its name, or None."""
+    """Returns why `model`, with the text config `config`, is not served, without the model's name; or None."""
     settings, decoder = vars(config), model.get_decoder()
     scripted = (name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule))
     if name := next(scripted, None):
@@ -163,7 +163,7 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
 
 
 def _renamed() -> str:
-    """Explains why an argument of every model's forward may seem missing; empty under tested versions."""
+    """Explains an argument that every model's forward seems to lack; empty under tested versions."""
     if transformers.__version__ in SpecifierSet(TRANSFORMERS):
         return ""
     return (
@@ -232,7 +232,7 @@ def with_wrappers(model: nn.Module) -> Iterator[Any]:
 
 
 def refusal(name: str, value: Any) -> ValueError:
-    """Of a setting of `generate` that cannot be served."""
+    """The error for a setting of `generate` that cannot be served."""
     way_out = _WAYS_OUT.get(name)
     if name.startswith("output_"):
         way_out = "the output's .logprobs holds those of the sampled tokens"
@@ -243,9 +243,9 @@ def refusal(name: str, value: Any) -> ValueError:
 
 
 def check_not_diverted(heals: bool | None, keywords: Mapping[str, Any]) -> None:
-    """Raises ValueError for what `generate`, with `keywords` and with `token_healing` where it `heals`, does before it
-    comes to a decoding method: it rewrites the prompts with a tokenizer, or keeps the tokenizer of an assistant from a
-    custom method."""
+    """Raises ValueError for steps of `generate`, with `keywords` and with `token_healing` if it `heals`, before a
+    decoding method runs: it rewrites the prompts with a tokenizer, or withholds an assistant's tokenizer from a custom
+    method."""
     if heals:
         raise refusal("token_healing", True)
     if keywords.get("assistant_tokenizer") is not None:
@@ -253,8 +253,8 @@ def check_not_diverted(heals: bool | None, keywords: Mapping[str, Any]) -> None:
 
 
 def check_generation_config(config: GenerationConfig) -> None:
-    """Raises ValueError for modes of generate that are not sampling or greedy search. `config` is the one that
-    `generate` has completed."""
+    """Raises ValueError for modes of generate other than sampling and greedy search; `config` as completed by
+    `generate`."""
     for name, values in _SERVED.items():
         value = vars(config).get(name)
         if value is not None and value not in values:
@@ -262,8 +262,8 @@ def check_generation_config(config: GenerationConfig) -> None:
 
 
 def check_keywords(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError for model inputs that the engine would drop, for a cache that holds tokens, and where prompts
-    hold more than text without the images (`image_prompts.py`)."""
+    """Raises ValueError for model inputs that the engine would drop, for a cache with tokens, and for prompts with
+    more than text without images (`image_prompts.py`)."""
     types = ("token_type_ids", "mm_token_type_ids") if "image" in model.input_modalities else ()
     beyond_text = list(model_kwargs.get("mm_encoder_outputs") or ())  # generate passes an empty dict for text
     filled, unknown = [], []
@@ -331,7 +331,7 @@ def read_prompts(
         position_ids: `[B, width]` int64, or with axes before them, or None.
 
     Raises:
-        ValueError: a prompt is empty, right-padded or has holes, holds ids that the model's embedding does not, or its
+        ValueError: a prompt is empty, right-padded or has holes, has ids outside of the model's embedding, or its
             positions do not count from its first token.
     """
     _check_not_empty(input_ids)
@@ -384,9 +384,8 @@ def check_lengths(
     new_tokens: int,
     name: Callable[[int], str] = "prompt {}".format,
 ) -> None:
-    """Raises ValueError where a prompt, of `lengths` tokens, reaches with `new_tokens` beyond `limit`, the
-    :func:`position_limit` of `model`; warns where it reaches beyond the model's context. `name` names a row in the
-    error."""
+    """Raises ValueError where a prompt of `lengths` tokens and `new_tokens` reach beyond `limit`, the
+    :func:`position_limit` of `model`; warns beyond the model's context. `name` names a row in the error."""
     config = model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)  # a network without attention has none
     longest = max(lengths)

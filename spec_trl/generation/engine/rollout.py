@@ -31,7 +31,7 @@ class Rollout:
 
     The candidates of `control` are the `drafters` in their order; the capacity of `rows` bounds the batch. `rejection`
     verifies by rejection sampling if it samples. A streamer's `on_tokens` is called with `[n]` new tokens per round,
-    at batch 1 only. If `memory` ends, rows leave and wait; None: there is enough.
+    at batch 1 only. `memory` watches free memory and preempts rows when it runs out; None disables this.
 
     Attributes:
         in_step: whether all rows commit equally many tokens in a round.
@@ -72,8 +72,8 @@ class Rollout:
         self._delay = AdmissionDelay(rows.capacity)
 
     def run(self) -> tuple[list[Completion | None], SpeculationStatistics]:
-        """Generates until the queue and the rows are empty. Completions are in the order of their indices; None:
-        another rank decoded the request."""
+        """Generates until the queue and the rows are empty. Completions are by index of request; None: another rank
+        decoded it."""
         self.begin()
         while self.admit():
             self._preempt()
@@ -86,7 +86,6 @@ class Rollout:
         return self.record.completions, statistics
 
     def begin(self) -> None:
-        """Prepares drafters and control."""
         control = self.control
         with self.record.phase("control"):
             control.in_step = self.in_step
@@ -98,7 +97,7 @@ class Rollout:
         self._lookups = LookupEvaluation(control, self.drafters, self._vocabulary)
 
     def end(self) -> None:
-        """Makes drafters drop rows and caches, which would otherwise outlive the generation."""
+        """Makes drafters drop rows and caches, which would outlive the generation."""
         self.drafters.ask_all(methodcaller("end"))
 
     # ---- rows that enter --------------------------------------------------------------------------------------------
@@ -136,8 +135,8 @@ class Rollout:
         return taken if queue.parked is None else queue.parked.saved_of(taken, self)
 
     def _first_tokens(self, admission: Admission, logits: Tensor) -> Outcome:
-        """Draws the first token of every row that needs one, with the noise of its position; all copies of a prompt
-        draw from one row of `logits` (`[n, 1, V]`, of n leaders). Other rows take no token."""
+        """Draws the first token of every row without one, with the noise of its position; all copies of a prompt draw
+        from the same row of `logits` (`[n, 1, V]`, n leaders). Other rows take no token."""
         rows, leader_of = self.rows, admission.first_token_rows
         place = {leader: place for place, leader in enumerate(dict.fromkeys(leader_of.values()))}
         places = [[*leader_of], [place[leader] for leader in leader_of.values()]]
@@ -163,8 +162,8 @@ class Rollout:
         return [replace(chain, draft_length=min(chain.draft_length, most)) for chain in plan] if most > 0 else []
 
     def decode_round(self, plan: Sequence[Chain]) -> None:
-        """One round: drafters draft the chains of `plan`, one target forward verifies them, and every row commits the
-        accepted tokens and one of the target; without drafts the target decodes."""
+        """Runs one round: drafters draft the chains of `plan`, one target forward verifies them, and every row commits
+        the accepted tokens and one of the target; without drafts the target decodes."""
         rows, target, phase = self.rows, self.target, self.record.phase
         lengths = draft_lengths(plan, rows.active)
         self._lookups.before_round(lengths, self._requests())  # its time is not part of the round
@@ -196,7 +195,7 @@ class Rollout:
             self.control.record(drafts.width, seconds, tokens, target.preparations == prepared)
 
     def _propose(self, index: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        """Returns the proposal of drafter `index`; an empty one if it fails."""
+        """Returns the proposal of drafter `index`; an empty one if the drafter fails."""
         rows, shape = self.rows, (self.rows.active, draft_length, self._vocabulary)
         drafter = self.drafters.in_use.get(index)
         before = None if drafter is None else drafter.max_rows
@@ -206,16 +205,15 @@ class Rollout:
         if proposal is None:
             # K/V of its drafts may be broken: verifying as many tokens overwrites it.
             return Proposal(rows.window(-1, 1).expand(-1, draft_length), torch.zeros_like(rows.lengths))
-        # Rejection and processors must know on the device how many drafts there are; the bonus token counts too.
+        # Rejection and processors need the number of drafts on the device; the bonus token counts too.
         drafts_left = rows.limits - rows.lengths - 1 if self._rejection or self._pipeline.may_refuse else None  # [B]
         return proposal.to(rows.tokens.device).within(self._vocabulary, drafts_left)
 
     def _arrange(self, lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> Drafts:
-        """Gives every row its drafts: `lengths` are planned, by drafter and row."""
         return Drafts.of(self.rows, lengths, drafted)
 
     def _forward(self, drafts: Drafts) -> Tensor:
-        """The verification forward: feeds the last committed token and drafts of rows; returns logits `[B, W, V]`."""
+        """Verifies by a forward over the last committed token and drafts of rows; returns logits `[B, W, V]`."""
         rows, width = self.rows, drafts.width
         columns = rows.columns_after(-1, width + 1)  # [B, γ + 1]
         tokens = rows.tokens[: rows.active].gather(1, columns[:, :1])  # [B, 1]
@@ -248,7 +246,7 @@ class Rollout:
         return replace(outcome, counts=counts, ends=ends, drafted=drafted, accepted=accepted)
 
     def _commit(self, outcome: Outcome) -> tuple[list[int], int]:
-        """Commits the tokens that rows take; returns the rows that end, and the number of tokens."""
+        """Commits the tokens of rows; returns the ended rows and the number of tokens."""
         rows, drawn, counts, requests = self.rows, outcome.drawn, outcome.counts, self._requests()
         if (outcome.sound < counts).any():
             done = sum(past.tokens > 0 for past in self.record.rounds)
@@ -294,12 +292,12 @@ class Rollout:
         self.drafters.ask_all(methodcaller("move", source, destination, columns))
 
     def drop(self, leaving: Sequence[int]) -> None:
-        """Removes the rows `leaving`, which another rank continues, or has ended first."""
+        """Removes the rows `leaving`, which another rank continues or has ended first."""
         self.record.end([self.rows.indices[row] for row in leaving], {})
         self._free(list(leaving))
 
     def _preempt(self) -> None:
-        """If memory ends, puts rows back into the queue (preemption); their K/V is computed again when they return."""
+        """Preempts rows if memory runs out: they return to the queue, and their K/V is computed again later."""
         leaving = [] if self._memory is None else self._memory.leaving(int(self.rows.host_lengths.sum()))
         if leaving:
             requests = self.save(leaving, head_share=1.0)
@@ -308,10 +306,10 @@ class Rollout:
             self.record.preemptions += len(leaving)
 
     def save(self, leaving: Sequence[int], head_share: float) -> list[Request]:
-        """Returns the requests of the rows `leaving` with what a row needs to go on with them; the rows stay.
+        """Returns the requests of the rows `leaving` with all that a row needs to continue them; the rows stay.
 
-        The K/V of the first `head_share` of their columns is left out, to be computed again. All K/V is left out if
-        memory for a copy lacks, or if drafters read hidden states or layers keep states, which only a forward gives.
+        Leaves out K/V of the first `head_share` of the columns, to be computed again. Leaves out all K/V without
+        memory for a copy, or if drafters read hidden states or layers have states: only a forward produces these.
         """
         rows, cache = self.rows, self.target.cache
         needed = sum(int(rows.host_lengths[row]) for row in leaving) * cache.column_bytes

@@ -22,13 +22,13 @@ that returns the K/V, and waits if another rank still sends it."""
 
 @dataclass(frozen=True)
 class SavedRow:
-    """What a row has, besides its request.
+    """Tokens and K/V of a row.
 
     Args:
-        tokens: `[n]` int64, generated; None: no token was generated, or all are in the request's prompt.
+        tokens: `[n]` int64, generated; None: none, or all are in the request's prompt.
         logprobs: `[n]` float32 of `tokens`; None: not wanted.
         first: first column with saved K/V; earlier columns are computed again.
-        kv: an owner that is missing computes all columns.
+        kv: by owner; a missing owner computes all columns.
     """
 
     tokens: Tensor | None
@@ -39,7 +39,7 @@ class SavedRow:
     @classmethod
     def save(cls, row: int, rows: "Rows", cache: RaggedCache, first: int, want_logprobs: bool) -> "SavedRow":
         """Copies the tokens of `row`, and the target's K/V from column `first` on, without the last token, which the
-        next forward feeds."""
+        next forward reads."""
         tokens, logprobs = rows.output(row, want_logprobs)
         columns = int(rows.host_lengths[row]) - 1
         if first >= columns:

@@ -167,32 +167,31 @@ def plain_seconds_within(estimate: float, common: float, least: float, most: flo
 
         common + Σ p_r  <=  plain seconds  <=  common + Σ p_r t_r / B_r          over rounds r that drafted
 
-    A drafted round of B_r rows commits t_r tokens, at least one per row. So it stands for at least one plain round of
-    p_r seconds, and did the work of t_r / B_r. All other rounds are in both ways of decoding: what an estimate says of
-    them is noise. Hence a call of s seconds never gains more than Σ (p_r t_r / B_r - s_r).
+    A drafted round of B_r rows commits t_r tokens, at least one per row: it replaces at least one plain round of p_r
+    seconds, and did the work of t_r / B_r. All other rounds are in both ways of decoding, and their estimate is noise:
+    a call of s seconds never gains more than Σ (p_r t_r / B_r - s_r).
 
     Args:
         estimate: seconds.
-        common: seconds that plain decoding has too: of prompts, and of rounds that did not draft.
+        common: seconds of prompts and of rounds without drafts, which plain decoding has too.
         least, most: the two sums, seconds. Where they contradict each other, `most` holds.
     """
     return common + min(max(estimate - common, least), most)
 
 
 def gain(plain_seconds: float | None, seconds: float, drafted_rounds: float) -> float | None:
-    """Speedup over plain decoding. None: `plain_seconds` are unknown, or too few rounds drafted to tell."""
+    """Speedup over plain decoding. None: `plain_seconds` is unknown, or too few rounds drafted."""
     return plain_seconds / seconds if plain_seconds and seconds and drafted_rounds >= FEWEST_DRAFTED else None
 
 
 def too_few(drafted_rounds: float) -> str:
-    """Says that no gain is told after so many rounds that drafted."""
     count = round(drafted_rounds)
     many = "1 round with drafts is" if count == 1 else f"{count} rounds with drafts are"
     return f"{many} too few to tell a gain ({FEWEST_DRAFTED})"
 
 
 def slowest(timelines: Sequence[RequestTimeline], count: int) -> list[RequestTimeline]:
-    """The `count` requests that ended last, in the order of their ends."""
+    """The `count` requests that ended last, in order."""
     return sorted(timelines, key=lambda timeline: timeline.ended)[-count:]
 
 
@@ -234,8 +233,8 @@ class SpeculationStatistics:
             exactness; later calls take milliseconds.
         cache_bytes: peak of the K/V caches, drafters' included: on a CPU under Linux of written pages, in a pool of
             pages that rows had, else of the whole caches.
-        preemptions: how often a row left for want of memory. Its K/V is computed again when it comes back.
-        tokens_read: tokens of prompts, and of rows that came back, whose K/V the target computed.
+        preemptions: how often a row left for want of memory. Its K/V is computed again when it returns.
+        tokens_read: tokens of prompts and of returned rows with K/V computed by the target.
         graphs, graph_bytes: captured forwards of target and drafters, and device memory that they take in addition to
             weights and caches.
         copied_bytes: of 16-bit copies of the target's wider weights, under autocast.
@@ -285,22 +284,18 @@ class SpeculationStatistics:
 
     @property
     def acceptance_rate(self) -> float:
-        """Over all rows."""
         return self.total.acceptance_rate
 
     @property
     def first_token_acceptance(self) -> float:
-        """Over all rows."""
         return self.total.first_token_acceptance
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over `seconds`."""
         return self.tokens / self.seconds if self.seconds else math.nan
 
     @property
     def drafted_rounds(self) -> int:
-        """Rounds that drafted."""
         return sum(point.rounds for point in self.points if point.draft_length)
 
     def __str__(self) -> str:
@@ -326,7 +321,7 @@ class SpeculationStatistics:
         return "\n".join(lines)
 
     def tail(self, share: float = 0.5) -> Tail:
-        """Decoding from when at least `share` of the requests had ended until the last one had (SA §4.2).
+        """Decoding from the end of at least `share` of the requests to the end of the last one (SA §4.2).
 
         Raises:
             ValueError: `share` is not in 0 to 1.
