@@ -27,7 +27,7 @@ from .session import Snapshot
 
 
 class Family(NamedTuple):
-    """What the engine must know of a kind of model and of its prompts."""
+    """Facts about a kind of model and its prompts."""
 
     has_states: bool
     """Whether layers keep states of convolutions or scans."""
@@ -37,7 +37,7 @@ class Family(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of `generate` asks for."""
+    """One checked call of `generate`."""
 
     model: PreTrainedModel
     snapshot: Snapshot  # of the model
@@ -79,8 +79,8 @@ def check_call(
     request_ids: Sequence[int] | None,
     inputs: Mapping[str, Any],
 ) -> Call:
-    """Checks the arguments of a call; `snapshot`: of the model; `inputs`: those that `generate` prepares, and what the
-    keyword hands over by names with an underscore. Raises ValueError, before any work, for what cannot be served."""
+    """Checks the arguments of a call; `snapshot`: of the model; `inputs`: prepared by `generate`, and with underscores
+    by the keyword. Raises ValueError, before any work, for a call that cannot be served."""
     inputs = dict(inputs)
     assistant, streamer, shown = (
         inputs.pop("_assistant", None),
@@ -141,7 +141,7 @@ def check_call(
 def of_model(
     model: PreTrainedModel, config: SpeculativeConfig, device: torch.device, has_states: bool
 ) -> dict[str, Asked]:
-    """Features of `model` on `device`; `has_states`: whether it keeps states."""
+    """Features of `model` on `device`; `has_states`: whether the model has recurrent states."""
     place = f"the model on {device}"
     return {
         STATES: has_states and f"a model of type '{model.config.model_type}', which keeps states,",

@@ -1,6 +1,6 @@
 """Decodes for the keyword `assistant_strategy` of `generate`.
 
-A call passes these components, in this order. Each knows the `Call`, and none this file.
+A call passes these components, in this order. Each knows the `Call`, and none imports this file.
 
     check_call     call.py           checks the arguments: a frozen `Call`, or one error before any work
     make_drafting  strategies.py     the drafters of the call, and the control that decides when they draft
@@ -49,8 +49,8 @@ from .strategies import decoupled, keep_acceptance, make_drafting
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """Result of `generate(assistant_strategy=..., return_dict_in_generate=True)`: the fields of `generate`'s own, of
-    which only `sequences` is set, and others.
+    """Result of `generate(assistant_strategy=..., return_dict_in_generate=True)`: of the fields of `generate`'s output
+    only `sequences` is set.
 
     Args:
         sequences: `[B, prompt width + new]` int64, prompts as passed, outputs right-padded.
@@ -88,21 +88,20 @@ def speculative_decoding(
         model: the target.
         input_ids: `[B, width]` int64, left-padded.
         logits_processor, stopping_criteria, generation_config: prepared by `generate`; act as in `generate`.
-        assistant_strategy: who drafts, see docs/drafters.md.
+        assistant_strategy: the drafters, see docs/drafters.md.
         speculative_config: options, a :class:`SpeculativeConfig` or a dict of its fields.
         drafter: a drafter or several, instead of those of the strategy.
-        request_ids: B ints that key the noise with the seed; by default 0..B. Two calls with the same seed and ids
-            sample the same tokens.
+        request_ids: B ints that key the noise with the seed; by default 0..B. Equal seed and ids sample equal tokens.
         control: decides in every round which drafters draft; by default made from the config.
-        make_queue: makes the queue of requests. A queue may share them with other ranks
-            (:class:`~.SharedPool`); rows that another rank decodes have a length of 0 here.
+        make_queue: makes the queue of requests, which may share them with other ranks (:class:`~.SharedPool`); rows
+            decoded by another rank have a length of 0 here.
         model_kwargs: `attention_mask` and other inputs that `generate` prepares.
 
     Returns:
         `[B, width + new]` int64, or a :class:`SpeculativeOutput` with `return_dict_in_generate=True`.
 
     Raises:
-        ValueError: the call cannot be served; raised before any work.
+        ValueError: the call cannot be served; before any work.
         FloatingPointError: the target's logits are NaN.
     """
     config, began = SpeculativeConfig.coerce(speculative_config), time.perf_counter()
@@ -158,7 +157,7 @@ def _rollout(
     copied: int,
     make_queue: Callable[[list[Request]], RequestQueue],
 ) -> Rollout:
-    """Makes the rollout of `call`; draws its seed, if the config has none. `copied`: bytes of copied weights."""
+    """Makes the rollout of `call`; draws a seed if the config has none. `copied`: bytes of copied weights."""
     device, settings = call.model.device, call.settings
     seed = call.config.seed if call.config.seed is not None else draw_seed()
     streams = stream_keys(seed, torch.tensor(list(call.request_ids), dtype=torch.int64)).tolist()

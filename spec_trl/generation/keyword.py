@@ -26,7 +26,7 @@ UNDONE_WITH_IT = list[Callable[[], None]]()
 
 
 def install() -> None:
-    """Teaches `GenerationMixin.generate` the keyword `assistant_strategy`; importing spec_trl does it."""
+    """Adds the keyword `assistant_strategy` to `GenerationMixin.generate`; importing spec_trl calls this."""
     global _generate
     if _generate is not None:
         return
@@ -96,9 +96,8 @@ def setting(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _prepare_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses or overrides arguments on which `generate` would act or fail before it calls the decoding method. Turns
-    stop strings into a criterion, because `generate` does not pass the tokenizer on to a custom method. `args` has at
-    most the prompts."""
+    """Refuses or overrides arguments on which `generate` would act or fail before the decoding method runs. Turns stop
+    strings into a criterion, because a custom method gets no tokenizer. `args` has at most the prompts."""
     config = override(model, kwargs.pop("generation_config", None), kwargs)
     if config is not None:
         kwargs["generation_config"] = config

@@ -33,8 +33,8 @@ NO_KERNEL = "none"
 def find_clock(
     model: PreTrainedModel, drafters: Sequence[Drafter], config: SpeculativeConfig
 ) -> Clock | None:
-    """Returns the clock of `model` with `drafters`, saved by an earlier process, else probed; None if
-    `config.sd_toggle` or a lack of drafters leaves nothing to predict."""
+    """Returns the clock of `model` with `drafters`, saved by an earlier process, else probed; None if there is nothing
+    to predict (`config.sd_toggle`, no drafters)."""
     if not drafters or config.sd_toggle in ("always", "never"):
         return None
     # One file per hardware, shape, dtype, kernel, version of torch, set of drafters, and their devices.
@@ -87,8 +87,8 @@ def ladder_folder(config: SpeculativeConfig) -> Path:
 
 
 def profile_key(model: PreTrainedModel, config: SpeculativeConfig, measures: bool = False) -> ProfileKey:
-    """Key of a profile for `model` on this machine. `measures`: whether times of kernels that are not known are
-    measured (:func:`~.find_kernel`)."""
+    """Key of a profile for `model` on this machine. `measures`: whether to time unknown kernels
+    (:func:`~.find_kernel`)."""
     shape = model.config.get_text_config(decoder=True)
     parameters = sum(p.numel() for p in model.parameters())
     scheme = choose_scheme(config.draft_quantization, config.draft_kernel, model)

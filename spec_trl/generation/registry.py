@@ -11,10 +11,8 @@ T = TypeVar("T", bound=type)
 
 
 def register_drafter(kind: T) -> T:
-    """Class decorator: `generate(assistant_strategy=kind.strategy)`, and the trainer, draft with `kind`, a
-    :class:`~.Drafter`.
-
-    A class of the same module and name replaces the older one, as when a notebook's cell runs again.
+    """Class decorator: `generate(assistant_strategy=kind.strategy)` and the trainer draft with `kind`, a
+    :class:`~.Drafter`, which replaces a class of the same module and name (a notebook's cell that runs again).
 
     Raises:
         ValueError: another class has the name.
@@ -34,12 +32,10 @@ def strategies() -> tuple[str, ...]:
 
 
 def needing_assistant() -> tuple[str, ...]:
-    """Drafters that draft with an `assistant_model`."""
     return tuple(name for name, kind in DRAFTERS.items() if kind.assistant == "required")
 
 
 def taking_assistant() -> tuple[str, ...]:
-    """Strategies that accept an `assistant_model`."""
     return (*(name for name, kind in DRAFTERS.items() if kind.assistant != "none"), *CHOOSING)
 
 

@@ -1,9 +1,9 @@
 """Stores objects that the next call for a model reuses: one session per model.
 
-A call borrows the session of its model. When it begins, the fingerprint of the model (modules, hooks, plain attributes
-such as active adapters and their scaling, dtypes and devices) is compared with that of the last call, and objects made
-for another structure are dropped. The values of the weights may change: copies of weights compare
-:class:`WeightState`, and captured forwards, which read weights by address, compare :func:`addresses`.
+A call borrows the session of its model, and compares the fingerprint of the model (modules, hooks, plain attributes
+such as active adapters and their scaling, dtypes and devices) with that of the last call: objects of another structure
+are dropped. The values of the weights may change: copies of weights compare :class:`WeightState`, and captured
+forwards, which read weights by address, compare :func:`addresses`.
 """
 
 import copy
@@ -37,9 +37,9 @@ _TENSORS = "_parameters", "_buffers"  # a shadow has the same dicts; copies woul
 _CODE = {FunctionType, MethodType, partial}
 _PLAIN = (bool, int, float, str)
 _OF_TRAINING = ("training", "gradient_checkpointing")  # ignored by a shadow, which is in eval mode
-# Objects that attributes may lead to, beside what lies in them: to look at these takes a few milliseconds.
+# Objects reached from attributes that are searched for the model: a few milliseconds.
 _MOST_OBJECTS = 10_000
-_VALUES = 256  # values of a weight that are compared; an optimizer step changes most of them
+_VALUES = 256  # compared values of a weight; an optimizer step changes most values
 _sessions: "WeakKeyDictionary[nn.Module, Session]" = WeakKeyDictionary()
 _snapshots: "WeakKeyDictionary[nn.Module, Snapshot]" = WeakKeyDictionary()
 
@@ -61,11 +61,11 @@ class Session:
 
     Attributes:
         snapshot: of the model, taken or compared at the beginning of the call; None before the first call.
-        shadow: the network of the last call. It stays while the snapshot holds.
-        runner: with captured forwards. It stays while the structure of the model is the same.
-        drafters: by strategy. They stay while the structure is the same, or longer (`Drafter.outlives_changes`).
+        shadow: the network of the last call, valid while the snapshot holds.
+        runner: with captured forwards, valid while the structure of the model is the same.
+        drafters: by strategy, valid while the structure is the same, or longer (`Drafter.outlives_changes`).
         controls: by drafters and options, with their measurements.
-        ladder: of the drafters that were profiled last.
+        ladder: of the drafters profiled last.
         acceptance: first-token acceptance by strategy.
         heads: whether a checkpoint, by its name, has an MTP head that can draft for the model.
     """
@@ -85,12 +85,11 @@ class Session:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Session":
-        """Returns the session of `model`."""
         return _sessions.setdefault(model, cls())
 
     @classmethod
     def below(cls, model: nn.Module) -> "list[Session]":
-        """Returns the sessions of `model` and of the models that it wraps, spare ones included."""
+        """Returns the sessions of `model` and of the models that it wraps, with their second sessions."""
         sessions = [_sessions[module] for module in model.modules() if module in _sessions]
         for session in sessions:
             if session._spare is not None:
@@ -100,9 +99,9 @@ class Session:
     @classmethod
     @contextmanager
     def lend(cls, model: nn.Module) -> "Iterator[Session]":
-        """Lends the session of `model` to one call. A call that begins while another runs gets a spare session, which
-        serves the next such call as well, but keeps no captured forwards. A session that is released during a call is
-        freed after it."""
+        """Lends the session of `model` to one call. A call that begins while another runs gets a second session, which
+        serves later such calls too, but stores no captured forwards. A session released during a call is freed after
+        the call."""
         first = session = cls.of(model)
         while not session._in_use.acquire(blocking=False):
             if session._spare is None:
@@ -146,13 +145,13 @@ class Session:
                 self.shadow = None
 
     def drop_runner(self) -> None:
-        """Frees captured forwards. They reference each other, so this needs a garbage collection: 0.3 s."""
+        """Frees captured forwards. They reference each other: this needs a garbage collection (0.3 s)."""
         if self.runner is not None:
             self.runner = None
             gc.collect()
 
     def clear(self) -> None:
-        """Frees all, and what the spare one has, unless a call has that."""
+        """Frees all objects, and those of the second session unless a call uses it."""
         spare, self._spare = self._spare, None
         if spare is not None and spare._in_use.acquire(blocking=False):
             spare.clear()
@@ -162,14 +161,14 @@ class Session:
 
 
 def capturing_session(model: nn.Module) -> Session | None:
-    """Returns the session of `model`, also if it is wrapped, that holds a runner with captured forwards, or None."""
+    """Returns the session of `model`, which may be wrapped, that holds a runner with captured forwards, or None."""
     return next((session for session in Session.below(model) if session.runner is not None), None)
 
 
 def release(model: nn.Module) -> None:
-    """Frees all objects that calls for `model`, also if it is wrapped, have left: K/V cache and captured forwards, the
+    """Frees all objects that calls for `model`, which may be wrapped, have left: K/V cache and captured forwards, the
     quantized copy, assistants loaded by path or hub id, a `"tts"` drafter with its learned weights, texts of earlier
-    calls, and measurements of drafters and rounds. Objects of a running call are freed when that call ends.
+    calls, and measurements of drafters and rounds. Objects of a running call are freed at its end.
     """
     for module in model.modules():
         _snapshots.pop(module, None)
@@ -182,21 +181,20 @@ def release(model: nn.Module) -> None:
 
 
 def structure(model: nn.Module) -> tuple[object, ...]:
-    """Structure of `model` without its weights: modules, their hooks and plain attributes, such as which adapters are
-    active, merged or scaled, and the dtypes and devices of tensors. While it is equal, a copy of `model` needs at most
-    new weights."""
+    """Structure of `model` without its weights: modules, their hooks and plain attributes (such as active, merged or
+    scaled adapters), and the dtypes and devices of tensors. While the structure is equal, a copy of `model` needs at
+    most new weights."""
     return snapshot_of(model).find("structure", partial(_structure, model))
 
 
 def addresses(network: nn.Module) -> tuple[int, ...]:
-    """Addresses of the parameters and buffers of `network`."""
     return tuple(tensor.data_ptr() for tensor in (*network.parameters(), *network.buffers()))
 
 
 class WeightState:
-    """Addresses of the parameters of `network`, their version counters, and some of their values, since fused
-    optimizers and writes through `.data` do not count versions. Such a write that changes only other values is not
-    seen. Takes 3 ms with 272 parameters on a CPU."""
+    """Addresses of the parameters of `network`, their version counters, and some of their values, because fused
+    optimizers and writes through `.data` count no version; a write of only other values stays unseen. Takes 3 ms with
+    272 parameters on a CPU."""
 
     def __init__(self, network: nn.Module) -> None:
         parameters = list(chain.from_iterable(map(_stored, network.parameters())))
@@ -221,7 +219,7 @@ class WeightState:
 
 
 def _stored(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold the numbers of `tensor`: itself, or those in a wrapper, as torchao's quantized weights."""
+    """The tensors that hold the numbers of `tensor`: itself, or those in a wrapper such as torchao's."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -263,14 +261,14 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Snapshot:
-    """Content of the modules of `network`: classes and forwards, attributes, elements of attributes that are
-    containers, configs, and kind, dtype and device of tensors, but not their identity; and without the marks of
-    training (:mod:`~spec_trl.generation.engine.network.training_marks`).
+    """Content of the modules of `network`: classes and forwards, attributes and elements of container attributes,
+    configs, and kind, dtype and device of tensors, but not their identity, nor marks of training
+    (:mod:`~spec_trl.generation.engine.network.training_marks`).
 
     Attributes:
         is_complete: False for a network with hooks, methods or closures as attributes, whose effect may change unseen,
-            and for a network whose attributes lead back to it: a reference would keep it alive for ever. Such a
-            snapshot is empty, and serves one call.
+            or with attributes that lead back to it: a reference would keep it alive for ever. Such a snapshot is
+            empty, and serves one call.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -291,14 +289,14 @@ class Snapshot:
         self._configs = [(config, copy.deepcopy(vars(config))) for config in configs.values()]
 
     def find(self, name: str, find: Callable[[], T]) -> T:
-        """Returns the fact `name`, computed by `find` at the first call."""
+        """Returns the fact `name`, computed by `find` once."""
         if name not in self._facts:
             self._facts[name] = find()
         fact: T = self._facts[name]
         return fact
 
     def holds(self, network: nn.Module) -> bool:
-        """Whether nothing of it has changed."""
+        """Whether `network` is unchanged."""
         try:
             for module, kind, state in zip([network, *self._below], self._kinds, self._states, strict=True):
                 # Comparing identities is cheap; few modules have marks of training.
@@ -319,7 +317,7 @@ class Snapshot:
 
 
 def snapshot_of(network: nn.Module) -> Snapshot:
-    """Returns the last snapshot of `network` if it still holds; else a new one."""
+    """Returns the last snapshot of `network` if it holds; else a new one."""
     snapshot = _snapshots.get(network)
     if snapshot is None or not snapshot.holds(network):
         snapshot = Snapshot(network)
@@ -347,7 +345,7 @@ def _may_change(value: Any) -> bool:
 
 def _lead_to(network: nn.Module, values: Sequence[Any], below: Sequence[nn.Module]) -> bool:
     """Whether `values`, shared with the modules `below` the network, reference `network`, or too many objects to
-    tell."""
+    search."""
     seen: dict[int, Any] = {id(module): module for module in below}  # holds the objects, so that ids stay unique
     left, most = list(values), len(values) + len(below) + _MOST_OBJECTS
     while left and len(seen) <= most:

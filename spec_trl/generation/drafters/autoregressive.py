@@ -34,8 +34,8 @@ class NetworkDrafter(TrainableDrafter):
 
     Args:
         network: the drafting network, as :func:`~.make_shadow` makes it.
-        shares_target_cache: whether it reads the target's K/V. The K/V of drafts is written into the target's cache,
-            where verification overwrites it (ER §E.2), or into a tail if it runs ahead (SA §4.1).
+        shares_target_cache: whether it reads the target's K/V. K/V of drafts is then written into the target's cache,
+            and overwritten by verification (ER §E.2), or into a tail if it runs ahead (SA §4.1).
         made_of: networks with an equal tuple share captured forwards; None: only this network.
     """
 
@@ -52,12 +52,12 @@ class NetworkDrafter(TrainableDrafter):
         config = network.config.get_text_config(decoder=True)
         self._vocabulary, self.width = config.vocab_size, config.hidden_size
         self._has_states = keeps_states(network.config)
-        self.drafts_ahead = not self._has_states  # states that drafts have advanced cannot go back
+        self.drafts_ahead = not self._has_states  # states advanced by drafts cannot go back
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
         rows = session.rows
-        # In host memory: drafts fed in this round, valid after waiting for the device, `[B, γ - 1]`.
+        # In host memory: drafts read in this round, valid after waiting for the device, `[B, γ - 1]`.
         self._fed: Integers | None = None
         self.cached = None
         tail = session.tail if self._shares_target_cache else None
@@ -108,7 +108,7 @@ class NetworkDrafter(TrainableDrafter):
             return
         rows, cached = self.session.rows, self.cached[: self.session.rows.active]  # [B]
         if self._fed is not None:
-            # Fed drafts count as far as they were committed: they may be rejected, or another drafter's may win.
+            # Read drafts count as far as they were committed: they may be rejected, or another drafter's may win.
             fed, self._fed = self._fed, None
             count = min(fed.shape[1], tokens.shape[1])
             cached += np.logical_and.accumulate(fed[:, :count] == tokens[:, :count], axis=1).sum(1)
@@ -165,11 +165,11 @@ class NetworkDrafter(TrainableDrafter):
         }
 
     def _catch_up(self) -> int:
-        """Feeds the tokens that the cache lacks, except the newest; returns the number of these, at least 1."""
+        """Reads the tokens that the cache lacks, except the newest; returns the number of these, at least 1."""
         if self.cached is None:
             return 1
         rows = self.session.rows
-        # Usually 1, or 2 after a fully accepted block; more after rounds without drafting. Rows that lack fewer feed
+        # Usually 1, or 2 after a fully accepted block; more after rounds without drafting. Rows that lack fewer read
         # some tokens again, which writes the same K/V.
         missing = int((rows.host_lengths - self.cached[: rows.active]).max())
         while missing > CATCH_UP:  # in pieces, without logits, which would take much memory for a long prompt
