@@ -43,7 +43,7 @@ Assistant: TypeAlias = "PreTrainedModel | str | None"
 
 def make_drafting(session: Session, call: "Call", claims: ExitStack) -> tuple[list[Drafter], Control]:
     """Returns the drafters of `call`, in use until `claims` ends, and its control, which may calibrate the machine
-    first. Raises ValueError if the control does not go with the call."""
+    first. Raises ValueError if the control cannot serve the call."""
     config, control = call.config, call.control
     if call.drafters is not None:
         drafters = call.drafters
@@ -72,9 +72,8 @@ def make_drafters(
     session: Session, strategy: str, model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig
 ) -> list[Drafter]:
     """Returns the drafters of `strategy` for `model`: none for `"none"`, all possible ones for `"auto"`, those of
-    `specactor.drafters` for `"best_of_n"`, else one. Drafters that can serve further calls stay in the session. Raises
-    ValueError if an assistant cannot draft.
-    """
+    `specactor.drafters` for `"best_of_n"`, else one. Reusable drafters stay in the session. Raises ValueError if an
+    assistant cannot draft."""
     assistant = os.fspath(assistant) if isinstance(assistant, os.PathLike) else assistant
     if assistant is not None or strategy == "best_of_n":
         check_assistants(strategy, assistant, config, model)
@@ -118,7 +117,7 @@ def policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
 
 
 def refresh(model: nn.Module) -> None:
-    """Requantizes the copies of `model`, also if it is wrapped, before their next draft.
+    """Requantizes the copies of `model`, which may be wrapped, before their next draft.
 
     Needed only for in-place changes, through `.data` or by a fused optimizer, that leave a sample of 256 to 1024
     values per weight unchanged; calls detect all others.
@@ -158,7 +157,7 @@ def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeCon
 
 
 def decoupled(drafters: list[Drafter], call: "Call", rows: int) -> list[Drafter]:
-    """Returns the `drafters` of `call`, with at most `rows` rows in flight; those that run decoupled get a thread.
+    """Returns the `drafters` of `call`, with at most `rows` rows in flight; drafters that run decoupled get a thread.
     Raises ValueError if one must run decoupled and cannot."""
     model, config = call.model, call.config
     if call.images:
@@ -180,7 +179,7 @@ def decoupled(drafters: list[Drafter], call: "Call", rows: int) -> list[Drafter]
 
 
 def keep_acceptance(session: Session, drafters: Sequence[Drafter], statistics: SpeculationStatistics) -> None:
-    """Stores the acceptance of first drafts, by which later calls plan decoupled execution."""
+    """Stores the acceptance of first drafts, for later plans of decoupled execution."""
     for drafter in drafters:
         acceptance = statistics.per_drafter[drafter.strategy].first_token_acceptance
         if not math.isnan(acceptance):
@@ -195,8 +194,7 @@ def _drafting_share() -> float:
 def _plans(
     drafter: Drafter, model: PreTrainedModel, config: SpeculativeConfig, capacity: int, length: int
 ) -> "RequestPlans[int] | None":
-    """Returns the plans of requests, which begin as the machine's; None without a profile or an earlier call's
-    acceptance."""
+    """Returns the plans of requests, at first the machine's; None without a profile or an earlier acceptance."""
     acceptance = Session.of(model).acceptance.get(drafter.strategy)
     if acceptance is None:
         return None
@@ -222,8 +220,8 @@ def make_control(
     several_chains: bool = True,
 ) -> Control:
     """Makes the control of `config.sd_toggle` over `drafters`, in their order. A planner chooses among
-    `draft_lengths`; it predicts rounds by a calibrated `profile` or `ladder` of these drafters, else by a probed
-    `clock`. A row may get `several_chains` where the config allows it.
+    `draft_lengths`, and predicts rounds by a calibrated `profile` or `ladder` of these drafters, else by a probed
+    `clock`. A row may get `several_chains` if the config allows it.
 
     Raises:
         ValueError: two drafters have the same strategy name.
@@ -277,8 +275,8 @@ def control_for(
     capacity: int,
     length: int,
 ) -> CachedControl:
-    """Returns the control of a call with these drafters: that of the last call with the same options, with its
-    measurements, else a new one, which may calibrate the machine first.
+    """Returns the control of a call with these drafters: the last one with the same options and its measurements, else
+    a new one, which may calibrate the machine first.
 
     Args:
         session: of the call; the control stays in it.
@@ -294,7 +292,7 @@ def control_for(
         profile = find_profile(model, config, capacity, length)
         if strategy in CHOOSING:
             ladder = find_ladder(model, drafters, config, capacity, lengths)
-    # Costs instead of assistants: a key that referenced them would keep them alive.
+    # Costs instead of assistants, which a key would keep alive.
     members = [(drafter.strategy, drafter.cost) for drafter in drafters]
     several_chains = strategy == "best_of_n"
     options = vars(config) | {"seed": None, "specactor": vars(config.specactor) | {"assistants": None}}

@@ -23,7 +23,6 @@ def holds_stacked_weights(module: nn.Module) -> bool:
 
 
 def matrix_names(module: nn.Module) -> tuple[str, str]:
-    """The names of the first and the second stacked Parameter."""
     return ("gate_up_proj" if under_adapters(module).has_gate else "up_proj"), "down_proj"
 
 
@@ -49,8 +48,8 @@ def matrices_of(module: nn.Module, name: str) -> list[Tensor]:
 
 
 class QuantizedExperts(PackedLayer):
-    """Runs the chosen experts with packed weights, `first` of gate_up_proj (or up_proj) and `second` of down_proj;
-    with many rows the replaced module. No gradient passes."""
+    """Runs the chosen experts with packed weights, `first` of gate_up_proj (or up_proj) and `second` of down_proj, and
+    the replaced module for many rows. No gradient passes."""
 
     def __init__(self, dense: nn.Module, first: list[PackedWeight], second: list[PackedWeight]) -> None:
         super().__init__(dense)

@@ -23,7 +23,7 @@ al. 2023, §3 and App. E)."""
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Spec of a weight matrix [out_features, in_features], which a kernel needs before it stores the weight.
+    """Spec of a weight matrix [out_features, in_features], with which a kernel is chosen.
 
     Attributes:
         bits: 4 (asymmetric, integer zero points; or NF4) or 8 (symmetric).
@@ -78,7 +78,7 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class Package:
-    """A kernel's package: its distribution, the module that it brings, and what `pip install` needs."""
+    """A kernel's package: its distribution, its module, and its requirement for `pip install`."""
 
     name: str
     module: str
@@ -88,8 +88,8 @@ class Package:
 class PackedWeight(nn.Module, ABC):
     """One quantized weight in one kernel's layout. The subclass is the kernel; the instance is a layer's weight.
 
-    Buffers are only ever written in place, so a captured CUDA graph that reads them survives a refresh. They are
-    non-persistent: a checkpoint never holds a copy of the policy.
+    Buffers are only written in place, so that captured CUDA graphs survive a refresh. They are non-persistent: a
+    checkpoint never holds a copy of the policy.
 
     Attributes:
         name: the kernel's name; kernels for different devices may share one.
@@ -99,7 +99,7 @@ class PackedWeight(nn.Module, ABC):
         package: the package that provides it; None = torch.
         activation_dtypes: dtypes in which it can compute, the best first; empty = any, the policy's first.
         multiples: numbers that must divide out_features and in_features.
-        row_block: `pack_` takes blocks that begin at a multiple of this and (except the last) have a multiple of it.
+        row_block: `pack_` takes blocks that begin at a multiple of this; all but the last have a multiple of rows.
         rows_along: the row dimension of every buffer, if a slice of the buffers is a weight.
         max_rows: above this many rows of x the policy's dense weight is faster.
         is_final: False for a kernel that stands in until times are measured.
@@ -120,18 +120,17 @@ class PackedWeight(nn.Module, ABC):
     activation_dtype: torch.dtype
 
     def __init__(self, layer: LayerSpec) -> None:
-        """Allocates the buffers for `layer`, for which `unsupported` returned None."""
         super().__init__()
         self.layer = layer
         self.activation_dtype = layer.activation_dtype or (*self.activation_dtypes, layer.policy_dtype)[0]
 
     def allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Zeros that become a buffer when assigned to an attribute of this module."""
+        """Zeros for a buffer: assign them to an attribute of this module."""
         return nn.Buffer(torch.zeros(shape, dtype=dtype, device=self.layer.device), persistent=False)
 
     @classmethod
     def unsupported(cls, layer: LayerSpec) -> str | None:
-        """Returns the reason why this kernel cannot hold `layer`, which has its codes and kind of device, or None."""
+        """Returns the reason why this kernel cannot hold `layer`, of its codes and kind of device, or None."""
         if cls.activation_dtypes and layer.activation_dtype not in (None, *cls.activation_dtypes):
             known = " or ".join(map(str, cls.activation_dtypes))
             return f"activation_dtype={layer.activation_dtype}, and it computes in {known}"
@@ -153,13 +152,12 @@ class PackedWeight(nn.Module, ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the packed weight occupies."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
 
 def join_rows(parts: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Makes an empty weight with the rows of `parts`, whose buffers become slices of it: packing a part packs its rows
-    here. None if parts differ in more than their rows, or the kernel has no slices."""
+    """Makes an empty weight with the rows of `parts`, whose buffers become slices of it: packing a part packs its
+    rows. None if parts differ in more than their rows, or the kernel has no slices."""
     first, rows = parts[0], [part.layer.out_features for part in parts]
     if not first.rows_along or any(count % first.row_block for count in rows):
         return None
@@ -191,7 +189,6 @@ def join_nibbles(nibbles: Sequence[Tensor]) -> Tensor:
 
 
 def pad_rows(rows: QuantizedRows, multiple: int) -> QuantizedRows:
-    """Appends rows of zeros up to a multiple of `multiple`."""
     padding = (0, 0, 0, -len(rows.codes) % multiple)
     if not any(padding):
         return rows
@@ -199,7 +196,7 @@ def pad_rows(rows: QuantizedRows, multiple: int) -> QuantizedRows:
 
 
 def gpu_unsupported(layer: LayerSpec, capability: tuple[int, int] = (8, 0)) -> str | None:
-    """Returns the reason why the GPU of `layer` cannot run a kernel for NVIDIA GPUs from `capability` (Ampere) on, or
+    """Returns the reason why the GPU of `layer` cannot run a kernel for NVIDIA `capability` (default Ampere), or
     None."""
     if torch.version.hip is not None:
         return "the GPU is not NVIDIA's"
