@@ -17,8 +17,8 @@ from .shared_work import measured_send_seconds
 
 
 class Sending:
-    """Begins to send the requests that :meth:`Rollout.save` returned to `rank`; `note` describes the tensors. `more`:
-    further entries of the note."""
+    """Sends the requests of :meth:`Rollout.save` to `rank`; `note` describes the tensors, with further entries
+    `more`."""
 
     def __init__(self, requests: Sequence[Request], link: Link, rank: int, note: str, **more: Any) -> None:
         saved = [request.saved for request in requests if request.saved is not None]
@@ -61,7 +61,7 @@ class MovedRows:
     Attributes:
         note: the header's entries.
         requests: the moved requests, with their saved rows.
-        send_seconds: seconds per token of K/V; None: not all of it has arrived, or none was sent.
+        send_seconds: seconds per token of K/V; None: some K/V has not arrived, or none was sent.
     """
 
     def __init__(self, header: str, link: Link, requests: Sequence[Request]) -> None:
@@ -93,8 +93,8 @@ class MovedRows:
             self.requests.append(replace(requests[index], saved=SavedRow(text, scores, first, kv)))
 
     def _tail(self, place: int) -> RowStates:
-        """Waits for the K/V of the row at `place` and returns it. The pool outlives the rollout, so it drops its
-        reference."""
+        """Waits for the K/V of the row at `place` and returns it, without a reference: the pool outlives the
+        rollout."""
         if self._transfers:
             self._synchronize()
             computed = time.perf_counter()

@@ -27,13 +27,13 @@ class SharedPool(RequestQueue):
 
     Args:
         requests: of all ranks, the same list on every rank.
-        order: groups of request indices that are taken together, in the order of decoding; the same on every rank.
+        order: groups of request indices to take together, in the order of decoding; the same on every rank.
         rows: number of rows that a rank decodes at once, the same on every rank.
         link: to the other ranks.
-        send_seconds: seconds to send a token's K/V, measured in earlier rollouts; None: nothing was sent so far.
+        send_seconds: seconds to send a token's K/V, measured in earlier rollouts; None: unknown.
 
     Attributes:
-        send_seconds: the same, updated by what this rank received.
+        send_seconds: the same, with the rows received by this rank.
         idle_seconds: seconds in which this rank had nothing to decode.
         taken_over: number of rows received from other ranks.
     """
@@ -115,7 +115,7 @@ class SharedPool(RequestQueue):
         return [*range(len(rollout.rows.indices))]
 
     def _help(self, rollout: Rollout) -> bool:
-        """Sends rows to the rank that has waited longest; returns False if that does not pay."""
+        """Sends rows to the rank that has waited longest; returns False if moving rows does not pay."""
         lengths: list[int] = rollout.rows.host_lengths.tolist()
         movable = sorted(self._movable(rollout), key=lengths.__getitem__)
         record, in_flight = rollout.record, rollout.rows
@@ -143,7 +143,7 @@ class SharedPool(RequestQueue):
         return True
 
     def _post_rows(self, rows: int) -> None:
-        """Publishes the number of this rank's rows, which also shows that the rank is alive."""
+        """Publishes the number of this rank's rows, as a sign of life."""
         self._link.post(self._link.rows_of(self._link.rank), f"{rows} {self._rounds}")
 
     def _has_most(self, rows: int) -> bool:

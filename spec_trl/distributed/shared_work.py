@@ -70,15 +70,14 @@ def dealt_to_holders(
 
 @dataclass(frozen=True)
 class MoveCosts:
-    """Seconds per token of a row's K/V: to `compute` it again, and to `send` it. None: nothing was sent so far."""
+    """Seconds per token of a row's K/V: to `compute` it again, and to `send` it (None: unknown)."""
 
     compute: float
     send: float | None
 
     @property
     def head_share(self) -> float:
-        """Share of columns that is computed again, so that computing takes as long as sending the rest; else a
-        half."""
+        """Share of columns to compute again, so that computing takes as long as sending the rest; else a half."""
         return 0.5 if self.send is None else self.send / (self.send + self.compute)
 
     def seconds(self, tokens: int) -> float:

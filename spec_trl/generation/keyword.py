@@ -20,9 +20,9 @@ from .refusals import check
 _SIGNATURE = inspect.signature(speculative_decoding)
 _generate: Callable[..., Any] | None = None
 DEFAULTS: "WeakKeyDictionary[Any, Callable[..., Any]]" = WeakKeyDictionary()
-"""Functions by model that run a call without a decoding method; they get plain `generate` and the call's arguments."""
+"""Per model: a call of `model.generate` without `assistant_strategy`; gets plain `generate` and the arguments."""
 UNDONE_WITH_IT = list[Callable[[], None]]()
-"""Take back what else was changed in transformers, when the keyword is taken away."""
+"""Calls that undo other changes of transformers when the keyword is removed."""
 
 
 def install() -> None:

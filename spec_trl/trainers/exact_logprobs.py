@@ -1,9 +1,9 @@
 """Computes training log-probabilities that equal the sampler's bit for bit, on a CPU.
 
-The sampler's engine reads a micro-batch as it was generated, without gradient, and stores the input of every decoder
-layer. In the policy's forward all layers but the last compute nothing and return the stored input of the next layer,
-and the engine's log-probabilities replace those of the head. In the backward pass a layer runs as usual on its stored
-input, as under gradient checkpointing, with its ordinary gradient.
+The sampler's engine reads a micro-batch as generated, without gradient, and stores the input of every decoder layer.
+In the policy's forward all layers but the last compute nothing and return the stored input of the next layer, and the
+engine's log-probabilities replace those of the head. In the backward pass a layer runs as usual on its stored input,
+as under gradient checkpointing, with its ordinary gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,10 +37,10 @@ class ExactLogprobs:
     Args:
         trainer: its rollouts are repeated.
         config: of rollouts.
-        processors: of rollouts; each acts on one position at a time.
+        processors: of rollouts, each acting on one position at a time.
 
     Raises:
-        ValueError: the two could differ.
+        ValueError: sampler and training could differ.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ExactLogprobs:
         self._rehearse(trainer.model)
 
     def _rehearse(self, model: nn.Module) -> None:
-        """Scores four tokens, with a gradient, by layers that return what was stored."""
+        """Scores four tokens, with a gradient, by layers that return stored states."""
         ids = torch.arange(4, device=self._accelerator.device)[None]
         learned = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         try:
@@ -135,7 +135,7 @@ def _positions(mask: Tensor) -> Tensor:
 
 @contextmanager
 def _before_completions(policy: PreTrainedModel, width: int) -> Iterator[None]:
-    """Inside, the decoder passes to the head only the states that predict the `width` tokens of completions."""
+    """Passes to the head, within the block, only the states that predict the `width` tokens of completions."""
 
     def cut(_: nn.Module, __: Any, output: Any) -> None:
         output.last_hidden_state = output.last_hidden_state[:, -width - 1 : -1]  # [B, width, hidden]
@@ -148,8 +148,8 @@ def _before_completions(policy: PreTrainedModel, width: int) -> Iterator[None]:
 
 
 def _returned_beside(policy: PreTrainedModel) -> list[tuple[None, ...] | None]:
-    """What each decoder layer returns after its hidden states; None: it returns a tensor alone. Raises ValueError
-    where that is more than None."""
+    """The results of each decoder layer after its hidden states; None: it returns a tensor alone. Raises ValueError
+    for results other than None."""
     seen: list[Any] = []
     layers = decoder_layers(policy)
     hooks = [layer.register_forward_hook(lambda _, __, output: seen.append(output)) for layer in layers]
@@ -169,8 +169,8 @@ def _returned_beside(policy: PreTrainedModel) -> list[tuple[None, ...] | None]:
 def _returning(
     layers: nn.ModuleList, states: Sequence[Tensor], beside: Sequence[tuple[None, ...] | None]
 ) -> Iterator[None]:
-    """Inside, all decoder `layers` but the last return `states`, and the last returns what it would; `beside`: see
-    :func:`_returned_beside`."""
+    """Makes all decoder `layers` but the last return `states` within the block, and the last one its usual result;
+    `beside`: see :func:`_returned_beside`."""
     forwards = [vars(layer).get("forward") for layer in layers]
     returned: list[Tensor] = []
     for layer, output, others in zip(layers, [*states, None], beside, strict=True):
@@ -192,9 +192,9 @@ def _replacement(
     beside: tuple[None, ...] | None,
     returned: list[Tensor],
 ) -> Callable[..., Any]:
-    """Makes a forward that returns `output`, and what a layer returns `beside` it, with the gradient of the `usual`
-    forward, and stores `output` in `returned`; None: the usual forward. It checks that its input is what the layer
-    before stored there."""
+    """Makes a forward that returns `output`, and a layer's results `beside` it, with the gradient of the `usual`
+    forward, and stores `output` in `returned`; None: the usual forward. It checks that its input is the output stored
+    by the layer before."""
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]

@@ -15,11 +15,11 @@ from .rollout_options import RolloutOptions
 
 _COLUMNS = "images", "image"
 """Columns in which TRL looks for images."""
-_LOOKED_AT = 64  # rows, spread over a dataset, that are looked at for images
+_LOOKED_AT = 64  # rows of a dataset, evenly spread, searched for images
 
 
 def has_images(dataset: object) -> bool:
-    """Whether some of `dataset`, or of a dict of datasets, has images, as far as can be seen without decoding one."""
+    """Whether some of `dataset`, or of a dict of datasets, has images, judged without decoding one."""
     if isinstance(dataset, dict):
         return any(map(has_images, dataset.values()))
     if not isinstance(dataset, Dataset) or not len(dataset):
@@ -31,7 +31,7 @@ def has_images(dataset: object) -> bool:
 
 
 def check_images(policy: PreTrainedModel, options: RolloutOptions, has_tools: bool) -> None:
-    """Raises ValueError if the policy's family, or something else of the run, does not go with images."""
+    """Raises ValueError if the policy's family, or another part of the run, cannot serve images."""
     check_family(policy, f"Use {options.base_trainer}, or leave the images out of the dataset.")
     check(options.asked(options.rollout_config()) | {IMAGES: True, "tools": has_tools})
 
@@ -39,11 +39,11 @@ def check_images(policy: PreTrainedModel, options: RolloutOptions, has_tools: bo
 def image_inputs(
     images: Any, fields: Mapping[str, Any], policy: PreTrainedModel, options: RolloutOptions, has_tools: bool
 ) -> dict[str, Any]:
-    """Returns what `generate` takes for the `images` of a rollout's prompts, out of `fields`, a processor's outputs
+    """Returns the inputs of `generate` for the `images` of a rollout's prompts, from `fields`, a processor's outputs
     besides token ids: tensors, and rows of token types without padding. Empty: prompts are text.
 
     Raises:
-        ValueError: the images are not in `fields`, or the run does not go with images.
+        ValueError: the images are not in `fields`, or the run cannot serve images.
     """
     carried = [
         name for name, rows in fields.items()

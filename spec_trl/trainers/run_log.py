@@ -1,7 +1,8 @@
 """Writes and reads the log of a training run: a JSON object per rollout and step.
 
-A resumed run appends a second header to the same file. Its records replace those that the first attempt wrote after
-the checkpoint. Reading a log needs neither torch nor transformers.
+A resumed run appends a second header to the same file. Its records replace those of the first attempt after the
+checkpoint. Reading a log needs neither torch nor transformers.
+
 """
 
 import json
@@ -126,7 +127,7 @@ class RolloutRecord:
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding, refresh included and setup left out; NaN: unknown."""
+        """Over plain decoding, refresh included, without setup; NaN: unknown."""
         seconds = self.seconds - self.setup_seconds
         return self.plain_seconds / seconds if self.plain_seconds and seconds else math.nan
 
@@ -155,7 +156,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class PlainCall:
-    """A call of `generate` that speculation does not serve, and so was plain, for a `reason`."""
+    """A call of `generate` that ran plain, with the `reason`."""
 
     kind: Literal["plain_call"] = field(default="plain_call", kw_only=True)
     reason: str
@@ -178,7 +179,6 @@ class Run:
 
     @property
     def header(self) -> RunHeader:
-        """The newest header."""
         return self.headers[-1]
 
     def of(self, mode: str) -> list[RolloutRecord]:
@@ -216,7 +216,7 @@ class RunLog:
 
 
 def read_run(path: Path | str) -> Run:
-    """Reads the log of a run. An unfinished last line is left out with a warning.
+    """Reads the log of a run. An unfinished last line is left out, with a warning.
 
     Args:
         path: the log file, or the output folder that holds it as `rollout_log.jsonl`.

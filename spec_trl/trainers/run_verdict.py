@@ -23,7 +23,7 @@ LOOKUPS = ("history", "ngram")
 @dataclass
 class Verdict:
     """Sums over a run so far. Its text says in one sentence whether speculation helped the training rollouts.
-    Refreshing and training the drafter are subtracted from the gain; what comes once stands beside it.
+    Refreshing and training the drafter are subtracted from the gain; one-time costs are named beside it.
 
     Args:
         rollouts: number of training rollouts.
@@ -57,7 +57,6 @@ class Verdict:
     refused: dict[str, int] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
-        """Counts one more record of the run."""
         if isinstance(record, RunHeader):
             self.calibration_seconds += record.calibration_seconds
             self.is_calibrated |= record.profile is not None
@@ -81,17 +80,17 @@ class Verdict:
 
     @property
     def spent(self) -> float:
-        """Seconds of the compared rollouts and of training the drafter, without what comes once."""
+        """Seconds of the compared rollouts and of training the drafter, without one-time costs."""
         return self.seconds + self.adaptation_seconds
 
     @property
     def saved(self) -> float:
-        """Seconds, without what comes once; less than 0: lost."""
+        """Seconds, without one-time costs; less than 0: lost."""
         return self.plain_seconds - self.spent
 
     @property
     def once(self) -> float:
-        """Seconds that come once in a run."""
+        """Seconds of one-time costs."""
         return self.calibration_seconds + self.setup_seconds
 
     def __str__(self) -> str:
@@ -128,8 +127,8 @@ class Verdict:
 
 
 def verdict_of(run: Run) -> tuple[Verdict, list[float]]:
-    """The verdict on a run, and the seconds saved up to each training rollout and the steps that follow it, what comes
-    once subtracted."""
+    """The verdict on a run, and the seconds saved up to each training rollout and the steps after it, less one-time
+    costs."""
     verdict, saved = Verdict(), list[float]()
     others: list[RunHeader | PlainCall] = [*run.headers, *run.plain_calls]
     for other in others:
@@ -152,10 +151,10 @@ def _seconds(seconds: float) -> str:
 class CollapseAlarm:
     """Warns once when a drafter's acceptance collapses between two rollouts: it no longer predicts its policy.
 
-    The difference of the two rates is tested against its own standard error, sqrt(r (1 - r) (1 / n + 1 / m)), with r
-    the rate of both together and n and m their numbers of verified blocks. Blocks are the units, since one wrong token
-    ends a draft: for a share of γ tokens the error is at most this, for first tokens exactly this. Where a fall by
-    half would not show, the rollout with more blocks stays the one to compare with.
+    The difference of the two rates is tested against its standard error, sqrt(r (1 - r) (1 / n + 1 / m)), with r the
+    rate of both together and n and m their numbers of verified blocks. Blocks are the units, since one wrong token
+    ends a draft: for a share of γ tokens the error is at most this, for first tokens exactly this. If a fall by half
+    could not show, the rollout with more blocks remains the reference.
 
     Args:
         by_first_token: compare the acceptance of first draft tokens alone, which does not depend on γ.
@@ -166,7 +165,7 @@ class CollapseAlarm:
         self._previous: RolloutRecord | None = None
 
     def add(self, record: RolloutRecord) -> None:
-        """Compares a training rollout with the one before, and warns if acceptance collapsed."""
+        """Compares a training rollout with the reference, and warns if acceptance collapsed."""
         if not record.per_depth or record.drafter in LOOKUPS:
             return
         previous = self._previous

@@ -52,20 +52,20 @@ def speculate(
 
     Calls of the policy's `generate` that name no `assistant_strategy` then draft with `strategy`, and sample the
     tokens of `strategy="none"`; under `return_dict_in_generate` they return a :class:`SpeculativeOutput`. A call that
-    asks for what speculation cannot serve, such as beams, is plain, with one warning. A trainer logs the means of its
-    rollouts' metrics, as :class:`SpecGRPOTrainer` does; ranks do not pool their rows, as its ranks do. A second call
-    for a model stops what the first one returned.
+    cannot be served, such as beam search, runs plain, with one warning. A trainer logs the means of its rollouts'
+    metrics, as :class:`SpecGRPOTrainer` does; unlike there, ranks do not pool their rows. A second call for a model
+    stops the first one's result.
 
     Args:
         target: a trainer of transformers or TRL, or the model, which may be wrapped.
-        strategy: who drafts, see docs/drafters.md.
+        strategy: the drafters, see docs/drafters.md.
         assistant_model: of strategies that take one.
-        output_dir: folder of the log, `rollout_log.jsonl`; by default the trainer's. A model alone has none. The first
-            rank writes it, of its rollouts and steps.
+        output_dir: folder of the log, `rollout_log.jsonl`, written by the first rank about its rollouts and steps; by
+            default the trainer's. A model alone has none.
         options: fields of :class:`SpeculativeConfig` but `seed`.
 
     Raises:
-        ValueError: options, model or trainer ask for what cannot be served; names the argument.
+        ValueError: options, model or trainer cannot be served; names the argument.
     """
     trainer = target if isinstance(target, Trainer) else None
     if trainer is None and not isinstance(target, nn.Module):
@@ -130,7 +130,7 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
             trainer.callback_handler.callbacks.insert(0, self._reports)
 
     def stop(self) -> None:
-        """Makes `generate` plain again; a call that is running ends as it began."""
+        """Makes `generate` plain again; a running call ends as it began."""
         for policy in [policy for policy, default in DEFAULTS.items() if default is self]:
             del DEFAULTS[policy]
         trainer = self._trainer()
@@ -141,13 +141,13 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
         self.stop()
 
     def refresh(self) -> None:
-        """Drafts with the policy's present weights. Needed only where a call cannot see that they have changed
+        """Drafts with the policy's present weights. Needed only for changes that a call cannot detect
         (:func:`spec_trl.refresh`)."""
         if (model := self._model()) is not None:
             refresh(model)
 
     def __call__(self, generate: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Generates for `generate(model, *args, **kwargs)`, which would be plain."""
+        """Generates in place of the plain `generate(model, *args, **kwargs)`."""
         names = list(inspect.signature(generate).parameters)[1:]
         kwargs = dict(zip(names, args, strict=False)) | kwargs
         begun = list[bool]()
@@ -169,7 +169,7 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
 
     def rollout(self, model: Any, kwargs: dict[str, Any], begun: list[bool]) -> SpeculativeOutput:
         """Samples for a call of the `generate` of `model` with `kwargs`, and logs the rollout. `begun` gets an item
-        where decoding begins: an error before that is a refusal."""
+        when decoding begins: an earlier error is a refusal."""
         call = kwargs | {"assistant_strategy": self._strategy, "speculative_config": self._config}
         if (config := kwargs.get("generation_config")) is None:
             call["return_dict_in_generate"] = True
@@ -219,7 +219,7 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
 
 
 class _HeldStreamer(BaseStreamer):
-    """Passes to `streamer` nothing before the rollout has `begun`: a call that is refused puts its prompt again."""
+    """Buffers streamer output until decoding starts: a refused call that falls back prints its prompt only once."""
 
     def __init__(self, streamer: BaseStreamer, begun: list[bool]) -> None:
         self._streamer, self._begun, self._held = streamer, begun, list[torch.Tensor]()

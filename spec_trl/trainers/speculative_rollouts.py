@@ -34,8 +34,8 @@ else:
 
 
 class SpeculativeRollouts(TrainerOfTRL):
-    """Stands before a trainer of TRL that samples in `_generate_single_turn` among the base classes of a trainer, and
-    has each of its rollouts sampled by a :class:`TrainerSpeculator`.
+    """Precedes a trainer of TRL that samples in `_generate_single_turn` among the base classes of a trainer, and
+    samples each of its rollouts by a :class:`TrainerSpeculator`.
 
     Args:
         model: the policy.
@@ -102,7 +102,7 @@ class SpeculativeRollouts(TrainerOfTRL):
         return result
 
     def _begin_attempt(self, step: int) -> None:
-        """Called where a training loop begins, from a checkpoint if `step` is not 0."""
+        """Begins a training loop, from a checkpoint if `step` is not 0."""
         self._attempts += 1
         if self._attempts > 1:  # memory ended in the one before
             self._graphs.free(self.model)

@@ -1,7 +1,7 @@
 """Samples a policy's rollouts and logs them; its two verbs are `refresh` and `rollout`.
 
-The trainers' one (:class:`~.TrainerSpeculator`) takes prompts of all ranks, and that of :func:`~.speculate` the calls
-of `generate` that a trainer or loop makes. Here is what both do: noise counters, sums of a rollout, log and verdict.
+:class:`~.TrainerSpeculator` takes prompts of all ranks for our trainers, :func:`~.speculate` the calls of `generate`
+of any trainer or loop. Shared here: noise counters, sums of a rollout, log and verdict.
 """
 
 from abc import abstractmethod
@@ -28,8 +28,8 @@ class Speculator:
         folder: of the log; None: no log is written.
 
     Attributes:
-        counts: number of rollouts by mode. Each mode has its noise: an evaluation does not change the samples of
-            training.
+        counts: number of rollouts by mode. Each mode has its own noise: an evaluation leaves training samples as they
+            are.
         verdict: whether the rollouts of the newest part of the run gained from drafts, in a sentence.
         log: None without a folder.
     """
@@ -42,7 +42,7 @@ class Speculator:
 
     @abstractmethod
     def refresh(self) -> None:
-        """The policy's weights have changed: the next rollout drafts with the new ones."""
+        """Makes the next rollout draft with the policy's new weights."""
 
     @abstractmethod
     def rollout(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,6 @@ class Speculator:
         self._append(StepRecord(step, seconds, phases, reward), policy)
 
     def log_plain_call(self, policy: Any, reason: str) -> None:
-        """Logs a call that speculation does not serve."""
         self._append(PlainCall(reason), policy)
 
     def _append(self, record: Record, policy: Any) -> None:

@@ -72,11 +72,11 @@ class StepClock(TrainerCallback):
             self.end(name)
 
     def begin(self, name: str) -> None:
-        """Begins a phase, which :meth:`end` ends."""
+        """Begins a phase, until :meth:`end`."""
         self._begun[name] = self._now()
 
     def end(self, name: str) -> None:
-        """Ends a phase, if it has begun."""
+        """Ends a phase, if begun."""
         if name in self._begun:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - self._begun.pop(name)
 
@@ -109,8 +109,8 @@ class RolloutSums:
         turns: number of turns of a tool loop.
         summed: counts; in the log sums over ranks.
         longest: seconds and rounds; in the log those of the slowest rank. `seconds` is without setup; `plain_seconds`
-            is infinite if it is unknown for one of the calls.
-        own: in the log those of rank 0. Requests, rounds and seconds of a later call go on from the calls before.
+            is infinite if unknown for one of the calls.
+        own: in the log those of rank 0. Requests, rounds and seconds of a later call continue the calls before.
         idle_seconds: seconds in which this rank waited for other ranks of its pool.
         rank_seconds: seconds of decoding by rank; set by `over_ranks`.
     """
@@ -127,7 +127,7 @@ class RolloutSums:
     def add(
         self, statistics: SpeculationStatistics, requests: int, seconds: float, pool: SharedPool | None = None
     ) -> None:
-        """Adds a `generate` call that decoded `requests` rows in `seconds`, setup included; `pool`: of ranks."""
+        """Adds a `generate` call of `requests` rows that took `seconds`, setup included; `pool`: of ranks."""
         seconds -= statistics.setup_seconds
         begun, rounds, done = self.longest["seconds"], self.own["rounds"], self.summed["requests"]
         learning, tail = statistics.learning or LearningStatistics(), statistics.tail()
@@ -168,14 +168,13 @@ class RolloutSums:
         self.idle_seconds += 0.0 if pool is None else pool.idle_seconds
 
     def add_refreshes(self, drafters: Iterable[Drafter]) -> None:
-        """Adds the seconds that copies of the policy among `drafters` took to be made or requantized since the last
-        call."""
+        """Adds the seconds of making and requantizing copies of the policy among `drafters` since the last call."""
         for copied in policy_copies(drafters):
             self.longest["refresh_seconds"] += copied.refresh_seconds
             copied.refresh_seconds = 0.0
 
     def over_ranks(self, strategies: Sequence[str]) -> None:
-        """Makes these the sums of all ranks, with a tally by strategy for `strategies`. All ranks must call it."""
+        """Sums over all ranks, with a tally by strategy for `strategies`. All ranks must call it."""
         ranks = gather_object([(self.summed, self.longest, self.longest["seconds"] - self.idle_seconds)])
         none = {"tallies": {name: Tally() for name in strategies}}
         self.summed = reduce(added, [summed for summed, _, _ in ranks], none)

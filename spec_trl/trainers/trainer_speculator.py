@@ -56,8 +56,8 @@ PROFILE_FILE = "roofline_profile.json"
 def draft_length_controllers(
     config: SpeculativeConfig, strategies: Sequence[str], saved: Mapping[str, DraftLengthState]
 ) -> "dict[str, DraftLengthController]":
-    """For each drafter by its strategy: where a checkpoint `saved` it, or at its start. None where a planner chooses γ
-    in each round."""
+    """The controllers of γ by strategy, restored where a checkpoint `saved` them; {}: a planner chooses γ in each
+    round."""
     controllers: dict[str, DraftLengthController] = {}
     options = config.efficient_rollout
     for name in strategies if config.sd_toggle in ("always", "roofline") else ():
@@ -140,8 +140,8 @@ class TrainerSpeculator(Speculator):
         """Takes a turn of all ranks; returns the completions of this rank's prompts.
 
         Args:
-            prompts: token ids, possibly of no prompt. Rows of prompts with images stay on their rank, and so do those
-                of other ranks in this turn.
+            prompts: token ids, possibly of no prompt. Rows of prompts with images stay on their rank, as do those of
+                other ranks in this turn.
             generation_config: of the rollout.
             tokenizer: pads, and reads stop strings.
             images: inputs of `generate` for these prompts (:func:`~.image_inputs`).
@@ -150,8 +150,8 @@ class TrainerSpeculator(Speculator):
         return self._take(turn, generation_config, tokenizer, images)
 
     def join_others(self, generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Takes part in further turns until no rank has prompts: a turn needs all ranks, which gather weights and may
-        share rows."""
+        """Takes part in further turns until no rank has prompts: all ranks gather weights in a turn, and may share
+        rows."""
         while self._accelerator.num_processes > 1 and (turn := self._sharing.gather([])).rows:
             self._take(turn, generation_config, tokenizer)
 
@@ -351,7 +351,7 @@ class TrainerSpeculator(Speculator):
         return ladder
 
     def _on_one_rank(self, measure: Callable[[], T]) -> T:
-        """Returns on all ranks the result of `measure` on one rank: several ranks at once would disturb the times."""
+        """Returns on all ranks the result of `measure` on one rank: several at once would disturb the times."""
         result: list[Any] = [None]
         if self._accelerator.is_main_process:
             try:
@@ -366,7 +366,8 @@ class TrainerSpeculator(Speculator):
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, folder: str, is_shared: bool) -> None:
-        """Writes this rank's state to a checkpoint, and that of all ranks where this rank `is_shared`'s writer."""
+        """Writes this rank's state to a checkpoint, and the state of all ranks if this rank writes it
+        (`is_shared`)."""
         if is_shared:
             now = {name: DraftLengthState(**one.state_dict()) for name, one in self._draft_lengths.items()}
             RolloutState(self.counts, now or self._saved_lengths).save(folder)
@@ -378,7 +379,7 @@ class TrainerSpeculator(Speculator):
         RankState(memories, ledger).save(folder, self._accelerator.process_index)
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint at the next rollout, also if it lacks our state."""
+        """Restores a checkpoint at the next rollout, even without our state."""
         if (state := RolloutState.load(folder)) is None:
             return
         saved = RankState.load(folder, self._accelerator.process_index)

@@ -118,7 +118,7 @@ class Drafter(CandidateGenerator):
     """
 
     strategy: str = "custom"
-    """Its `assistant_strategy`, if registered; its name in statistics."""
+    """The `assistant_strategy`, if registered; the name in statistics."""
     assistant: Literal["none", "optional", "required"] = "none"
     """Whether it drafts with the `assistant_model`."""
     has_probabilities: bool
@@ -126,16 +126,16 @@ class Drafter(CandidateGenerator):
     uses_pool: bool = False
     """Whether its K/V is in pages if the target's is, instead of whole rows."""
     max_rows: int = sys.maxsize
-    """With more rows in flight a draft costs as much as the target; such rounds decode autoregressively."""
+    """Most rows in flight that it drafts for; beyond, a draft costs as much as the target."""
     cost: DraftCost | None = None
-    """Cost of a network other than the policy's packed copy, whose cost is in a profile."""
+    """Cost of this drafter's network. None: no network, or the policy's packed copy, whose cost is measured."""
     drafts_ahead: bool = True
-    """Whether it can continue after its drafts, and go back when rows become shorter. False if it reads hidden states
-    of the target, or stores committed tokens."""
+    """Whether it can continue after its drafts, and go back when rows become shorter. False if it reads the target's
+    hidden states, or stores committed tokens."""
     looks_up: bool = False
     """Whether it looks drafts up in texts, without a forward."""
     reads_prompts: bool = True
-    """Whether it reads prompts by forwards of its own, which know no images. Lookups have no forwards."""
+    """Whether its own forwards, which know no images, read prompts."""
     beside: Literal["thread", "elsewhere"] | None = None
     """Where it drafts while the target verifies; None: it drafts between verifications."""
     outlives_changes: bool = False
@@ -149,7 +149,7 @@ class Drafter(CandidateGenerator):
     made_for: tuple[object, ...] | None = None
     """Result of :meth:`kept_for` when it was made."""
     hangs_in: Thread | None = None
-    """The thread of an earlier generation that hangs in this drafter."""
+    """A background thread of an earlier call that still uses this drafter."""
 
     @classmethod
     def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "Drafter":
@@ -209,7 +209,7 @@ class Drafter(CandidateGenerator):
                 call's cache.
         """
         if self.hangs_in is not None and self.hangs_in.is_alive():
-            raise RuntimeError("a thread of an earlier generation hangs in it")
+            raise RuntimeError("this drafter is still used by a background thread of an earlier call; make a new one")
         self.session = session
 
     def admit(self, admission: Admission) -> None:

@@ -33,9 +33,9 @@ from .statistics import (
 
 
 LENGTH_BIN = 128
-"""Width of bins: rounds with mean lengths in the same bin are one :class:`RoundPoint`."""
+"""Tokens: rounds with mean lengths in the same bin are one :class:`RoundPoint`."""
 ROUNDS_AT_ONCE = 128
-"""Number of rounds whose drafts are counted together: a bound on memory."""
+"""Rounds counted together: a bound on memory."""
 
 
 @dataclass(frozen=True)

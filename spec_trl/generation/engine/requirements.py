@@ -108,9 +108,9 @@ def _check_model(model: PreTrainedModel) -> None:
     _check_adapters(model)
     if (name := unfollowed_patch(model)) is not None:
         raise ValueError(
-            f"the forward of {f'{name!r}' if name else 'the model'} was replaced on the instance by one that reaches "
-            "the model in a roundabout way (a global variable, a container, an object), and the engine runs a second "
-            "module tree. Use register_forward_hook, or let the new forward hold the old one in its closure."
+            f"the forward of {f'{name!r}' if name else 'the model'} was replaced by a function that reaches the model "
+            "by a global variable, a container or an object, so the engine cannot redirect it. Use "
+            "register_forward_hook, or let the new forward hold the old one in its closure."
         )
     check_foreign_layers(model)
     if is_fsdp_managed_module(model):

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 SHORT_PROMPT = 16
-"""Prompts of so few tokens are read like generated tokens on a CPU, where a decoder layer of few tokens is one call
-(`cpu_layers.py`). Only the prompt's length decides, so that its sums do not depend on other rows."""
+"""Tokens: up to this length a CPU reads a prompt through the single-call layers of generated tokens (`cpu_layers.py`),
+longer ones through prefill. The choice looks at one row only, so a row's bits never depend on its neighbours."""
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 Text: TypeAlias = "tuple[bytes, Spans, ImagePrompt | None]"
-"""Tokens of a prompt, its spans and images: of equal ones K/V is equal."""
+"""Tokens of a prompt, its spans and images, which decide its K/V."""
 
 
 class Piece(NamedTuple):

@@ -12,12 +12,12 @@ from ..planner.control import Tally
 DEPTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Lower edges of the output-depth bins in tokens; from 512 on those of ER Tab. 7."""
 MOST_CHANGES = 32
-"""Changes in the timeline of one request; more are merged."""
+"""Most changes in the timeline of one request; more are merged."""
 MOST_PLANS = 128
-"""Changes of the plan of a rollout: about as many as a figure can show."""
+"""Most changes of the plan of a rollout: about as many as a figure can show."""
 FEWEST_DRAFTED = 10
-"""Rounds that drafted, below which no gain is told: the seconds of one round vary by a third (the standard deviation
-that the ledger finds), so those of ten by a tenth."""
+"""Drafted rounds below which no gain is reported: the seconds of one round vary by a third (standard deviation), those
+of ten by a tenth."""
 
 
 def added(one: Any, other: Any) -> Any:

@@ -71,9 +71,9 @@ class RaggedCache(Cache):
     has_states = False
     """Whether layers keep states beside K/V (:class:`~.States`)."""
     held: dict[Any, Any] = {}
-    """What replays inputs of states that the last forward held."""
+    """Inputs that the last verification stored, by layer, for replay into the recurrent states."""
     is_repeatable = True
-    """Whether a forward that is not a prompt's may run twice."""
+    """Whether a decode forward may run twice on one input (warm-up, capture); False if it changes states in place."""
     state_bytes = 0
     """Bytes of the states of all rows."""
 

@@ -153,7 +153,7 @@ def plan_memory(session: Session, call: "Call", drafters: Sequence[Drafter], dra
     """
     config, device, rows, columns = call.config, call.model.device, call.capacity, call.longest + drafted
     in_pool, late = takes_pool(config, device, call.family.has_states), takes_memory_late(device)
-    # One row is alone in memory, so nothing is divided.
+    # One row is no batch to size: free memory is not needed.
     free = free_for_cache(session, device) if in_pool or rows > 1 else 0
     fact, dtype = call.snapshot.find, autocast_dtype(device) or call.model.dtype
     states = fact("states", partial(state_bytes, call.model)) if call.family.has_states else 0
