@@ -125,14 +125,14 @@ class DecoupledDrafter(Drafter):
         self._due = due
         return Proposal(self._drafts[:batch, :draft_length].clone(), ahead.clamp(max=draft_length))  # [B, γ], [B]
 
-    def observe(self, tokens: Integers, kept: Integers) -> None:
+    def observe(self, tokens: Integers, counts: Integers) -> None:
         batch = self._active
         if self._due is not None:
             due, self._due = self._due, None
             self._add_window(self.pipe.receive(), due)
         ahead, drafts = self._ahead[:batch], self._drafts[:batch]  # [B], [B, 2w]
-        count = torch.from_numpy(kept)  # [B]
-        text = torch.from_numpy(tokens[:, : kept.max()])  # [B, K]
+        count = torch.from_numpy(counts)  # [B]
+        text = torch.from_numpy(tokens[:, : counts.max()])  # [B, K]
         step = torch.arange(text.shape[1])  # [K]
         judged = torch.minimum(count, ahead)  # [B]
         is_right = (drafts[:, : len(step)] == text) & (step < judged[:, None])  # [B, K]
@@ -147,7 +147,7 @@ class DecoupledDrafter(Drafter):
         ahead.copy_(left)
         self._lengths[:batch] += count
         if self._plans is not None:
-            self._plans.record(self.session.rows.indices, *(part.tolist() for part in (kept, judged, right)))
+            self._plans.record(self.session.rows.indices, *(part.tolist() for part in (counts, judged, right)))
 
     def _add_window(self, answer: Tensor, due: Tensor) -> None:
         """Adds the window in `answer` to the pending drafts; `due`: `[B]`, most tokens by row.
