@@ -24,7 +24,7 @@ def hardware_name(device: torch.device) -> str:
 
 
 def kernel_switches() -> list[str]:
-    """The environment variables that are set and change what a CPU computes with."""
+    """The set environment variables that change a CPU's kernels."""
     return [f"{name}={os.environ[name]}" for name in _SWITCHES if os.environ.get(name)]
 
 
@@ -36,7 +36,7 @@ def processor_name() -> str:
 
 
 def instruction_set() -> str:
-    """What the CPU computes with, such as "AVX512 avx512_bf16": torch's level, and instructions for bfloat16."""
+    """The CPU's instructions, such as "AVX512 avx512_bf16": torch's level, and instructions for bfloat16."""
     flags = _cpuinfo().split()
     return " ".join([torch.backends.cpu.get_cpu_capability(), *(flag for flag in _BFLOAT16_FLAGS if flag in flags)])
 

@@ -49,8 +49,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """The JSON text of a dataclass. NaN and infinity, which JSON does not have, become null; other values that
-    it does not have, such as models among settings, become texts."""
+    """The JSON text of a dataclass. Values without a JSON form change: NaN and infinity become null, others, such as
+    models among settings, texts."""
     return _adapter(type(value)).dump_json(value, indent=indent, fallback=_named).decode()
 
 
@@ -62,8 +62,8 @@ def jsonable(value: Any) -> Any:
 
 
 def _named(value: Any) -> Any:
-    """What stands in JSON for a value that it does not have: the number in a scalar of numpy or torch; the path of a
-    class or function; the class, and the path or hub id, of a model; else the value's text."""
+    """The JSON form of another value: the number in a scalar of numpy or torch; the path of a class or function; the
+    class, and the path or hub id, of a model; else the value's text."""
     if getattr(value, "shape", None) == ():
         return value.item()
     if hasattr(value, "__qualname__"):
@@ -105,10 +105,9 @@ def read_json(path: str | Path, kind: type[T], what: str, remedy: str) -> T:
     """Reads what :func:`write_json` wrote; the file may have been edited by hand.
 
     Args:
-        path: the file.
-        kind: the dataclass that it holds.
+        path, kind: the file, and the dataclass in it.
         what: names the content in errors: "roofline profile".
-        remedy: what the user can do about a damaged file.
+        remedy: the user's remedy for a damaged file.
 
     Raises:
         FileNotFoundError: there is no such file.

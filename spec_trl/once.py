@@ -5,7 +5,7 @@ seen: set[str] = set()
 
 
 def first_time(subject: str) -> bool:
-    """Whether `subject` is new in this process; from then on it is not."""
+    """Whether `subject` is new in this process."""
     is_new = subject not in seen
     seen.add(subject)
     return is_new

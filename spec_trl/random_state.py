@@ -1,6 +1,6 @@
 """Shields the global random generators from draws that are no sampling.
 
-A call samples from one seed, drawn from torch's generator. To load an assistant may draw too: some families initialise
+A call samples from one seed, drawn from torch's generator. Loading an assistant may draw too: some families initialise
 weights at random before they are read.
 """
 
@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 
-_in_use = RLock()  # a seed that is drawn while another thread restores the generators would be drawn again
+_in_use = RLock()  # a seed drawn while another thread restores the generators would be drawn again
 
 
 @contextmanager
 def keeping_generators() -> Iterator[None]:
-    """Within it nothing is sampled: the generators of torch, numpy and `random` are as before at its end."""
+    """Restores the generators of torch, numpy and `random` at the end of the block, in which nothing is sampled."""
     with _in_use:
         on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
         of_torch, of_numpy, of_random = torch.get_rng_state(), np.random.get_state(), random.getstate()

@@ -28,8 +28,8 @@ class Command:
 
 
 def add_option(parser: argparse.ArgumentParser, flag: str, name: str, **changes: Any) -> None:
-    """Adds `flag` for the option `name` of :class:`SpeculativeConfig`, with its default and help. `changes` are
-    arguments of `add_argument` and go first."""
+    """Adds `flag` for the option `name` of :class:`SpeculativeConfig`, with its default and help. Arguments of
+    `add_argument` in `changes` replace these."""
     default = OPTIONS[name].default
     text = " ".join(default) if isinstance(default, tuple) else "%(default)s"
     shown = "" if default is None else f" (default: {text})"
@@ -59,7 +59,6 @@ _whole = _number("an integer of at least 1", lambda value: value >= 1 and value 
 
 
 def whole_number(text: str) -> int:
-    """An integer of at least 1."""
     return int(_whole(text))
 
 
@@ -94,14 +93,13 @@ def figure_file(text: str) -> Path:
 
 
 def add_margin(parser: argparse.ArgumentParser, default: float | None = MARGIN) -> None:
-    """Adds --margin, ε; with `default` None a command can see whether the user set it."""
+    """Adds --margin, ε; `default` None shows whether the user set it."""
     name = "efficient_rollout.margin"
     text = f"{OPTIONS[name].metadata['help']} ({MARGIN})"
     add_option(parser, "--margin", name, type=fraction, default=default, help=text)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Adds --device."""
     parser.add_argument("--device", help="e.g. cuda or cpu (default: cuda where there is one, else cpu)")
 
 

@@ -96,11 +96,7 @@ def _measure(
     until: float,
 ) -> list[Gain]:  # fmt: skip
     """Compares strategies at every batch size before `until`, and prints a table per batch size. The smallest batch
-    chooses among the candidates.
-
-    Raises:
-        ValueError: nothing can be compared in that time; says what would be enough.
-    """
+    chooses among the candidates. Raises ValueError, with the time that would be enough, if there is too little."""
     ways, missing = make_ways(model, sorted(set(arguments.draft_length)), assistants)
     longest = max(map(len, prompts)) + arguments.length
     profile = find_profile(model, SpeculativeConfig(), max(arguments.batch), longest)
@@ -149,7 +145,7 @@ def _measure(
 
 
 def _too_short(arguments: argparse.Namespace, batch: int, now: float, seconds: float | None) -> str:
-    """What to do if `seconds` from `now` on are needed, or nobody knows how many."""
+    """The remedy if `seconds` (None: unknown) from `now` on are needed."""
     before = now - arguments.started
     text = f"--seconds {arguments.seconds:g} is too short: "
     if seconds is None:
@@ -222,9 +218,8 @@ def choose(gains: Sequence[Gain]) -> tuple[Way | None, float]:
     strategy is clearly faster than "none".
 
     A strategy is clearly faster if it gains MARGIN, more than its measurements spread, and tokens per block explain
-    the gain. "auto" is recommended unless a drafter that always drafts is faster by as much. A strategy is excluded if
-    its drafter failed, or if not all tokens were examined, or if tokens differ from those of "none" by more than
-    near-ties.
+    the gain. "auto" is recommended unless a drafter that always drafts is faster by as much. Excluded are strategies
+    with a failed drafter, unexamined tokens, or tokens that differ from those of "none" by more than near-ties.
     """
     by_way: dict[Way, list[Gain]] = {}
     for gain in gains:
@@ -290,7 +285,7 @@ def _listed(batches: dict[int, bool], wanted: bool) -> str:
 
 
 def config_to_paste(way: Way, dtype: str, mixed: bool) -> tuple[str, str]:
-    """Arguments of generate, and a config of the trainer, as Python text: both run what was measured."""
+    """Arguments of generate, and a config of the trainer, as Python text, for what was measured."""
     named = f"assistant_strategy={way.strategy!r}"
     if way.assistant is not None:
         named += f", assistant_model={way.assistant!r}"

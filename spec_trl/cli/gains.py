@@ -1,8 +1,8 @@
 """Measures the gain of "auto" and of each drafter over transformers' generate and "none".
 
-A token that differs is a near-tie, which rounding decides, or an error. The logits of a position differ in their last
-bits between forward shapes; this logit noise is measured. The scores of both tokens are computed again, by an
-unbatched forward of the prefix: it is a near-tie when both lie closer to the best score than the noise.
+A differing token is a near-tie, decided by rounding, or an error. The logits of a position differ in their last bits
+between forward shapes; this logit noise is measured. An unbatched forward of the prefix computes the scores of both
+tokens again: a near-tie has both closer to the best score than the noise.
 """
 
 import math
@@ -54,7 +54,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of generate; `statistics` where the engine ran."""
+    """One call of generate; `statistics` if the engine ran."""
 
     seconds: float
     completions: list[list[int]]
@@ -76,7 +76,7 @@ class Way:
         strategy: GENERATE (transformers' generate), or an `assistant_strategy`.
         draft_length: γ of a drafter that always drafts; 0: the default of the strategy.
         drafter: of this strategy.
-        assistant: what the drafter was loaded from, if it needs an assistant.
+        assistant: source of the drafter, if it needs an assistant.
     """
 
     strategy: str
@@ -86,7 +86,6 @@ class Way:
 
     @property
     def name(self) -> str:
-        """Name in tables."""
         return f"{self.strategy}, γ {self.draft_length}" if self.draft_length else self.strategy
 
     @property
@@ -160,7 +159,7 @@ def make_ways(
 
 @dataclass
 class Identity:
-    """Rows of a strategy compared with those of "none" with the same seed: `unexplained` rows differ, and not by a
+    """Rows of a strategy compared with those of "none" with the same seed: `unexplained` rows differ by more than a
     near-tie; `unexamined` rows were left for lack of time."""
 
     rows: int = 0
@@ -259,7 +258,7 @@ def distance(scores: Tensor, tokens: tuple[int, int]) -> float:
 
 @dataclass(frozen=True)
 class Gain:
-    """Results of a strategy at one batch size. None: unknown, or does not apply.
+    """Results of a strategy at one batch size. None: unknown, or not applicable.
 
     Args:
         rows: of the batch.
@@ -297,8 +296,8 @@ class Gain:
 
     @property
     def explained(self) -> float:
-        """The largest speedup over "none" that the tokens per block explain: rounds that drafted gave τ tokens instead
-        of one. More is noise."""
+        """The largest speedup over "none" that the tokens per block explain: τ tokens instead of one in drafted
+        rounds. More is noise."""
         gained = (self.drafting or 0.0) * ((self.block_efficiency or 1.0) - 1)
         return min(self.of_none, 1 + gained)
 
@@ -307,7 +306,7 @@ def summarise(
     model: PreTrainedModel, work: Work, seed: int, calls: Mapping[Way, Sequence[Call]], profile: "Profile | None",
     until: float = math.inf,
 ) -> list[Gain]:  # fmt: skip
-    """Returns the gains of all strategies; empty without calls of GENERATE and "none". Of several visits the first
+    """Returns the gains of all strategies; empty without calls of GENERATE and "none". The first of several visits
     counts only for identity."""
     references = [next((made for way, made in calls.items() if way.strategy == name), None) for name in BASELINES]
     generate, none = references

@@ -30,8 +30,8 @@ _VERSIONED = ("spec_trl", "transformers", "torch", "trl")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line, without the usage. `loaded`: the command whose arguments are loaded when they are
-    parsed; folders of other commands are not imported."""
+    """Reports an error in one line, without the usage. `loaded`: the command whose arguments are loaded when parsed;
+    folders of other commands are not imported."""
 
     loaded: str | None = None
 
@@ -59,7 +59,6 @@ class _Version(argparse.Action):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with all commands."""
     parser = _Parser(
         prog="spec-trl",
         description="System-aware speculative rollouts: measure a machine, predict what speculation gains, see a run.",

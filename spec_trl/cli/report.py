@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the report. `name` names its PNG and its anchor; `missing` says why there is no drawing, if a user
+    """One part of the report. `name`: of its PNG and its anchor; `missing`: the reason without a drawing, if a user
     can change that. A section without drawing and reason is left out."""
 
     name: str
@@ -36,7 +36,6 @@ class Section:
 
     @property
     def text(self) -> str:
-        """Text of the drawing, or the reason why there is none."""
         return self.missing if self.drawing is None else self.drawing.text
 
 
@@ -120,8 +119,8 @@ def _render(log: Run, sections: Sequence[Section], images: dict[str, bytes]) -> 
 
 
 def _profile_of(log: Run, named: Path | None) -> "tuple[Profile | None, str]":
-    """Returns the profile to draw with, or the reason why there is none. A profile that the user names must be
-    readable; that of the run may be missing."""
+    """Returns the profile to draw with, or the reason why there is none. A profile named by the user must be readable;
+    that of the run may be missing."""
     if named is not None:
         return load("papers.efficient_rollout.profile").Profile.load(named), ""
     if log.header.profile is None:

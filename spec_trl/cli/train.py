@@ -1,6 +1,6 @@
 """Runs `spec-trl grpo` and `spec-trl rloo`: TRL's training scripts with our trainers and configs.
 
-A YAML file of `trl grpo` does as it is. As there, `accelerate launch` starts the processes, with the options that
+A YAML file of `trl grpo` works unchanged. As there, `accelerate launch` starts the processes, with the options that
 neither the script nor the config knows, such as `--num_processes` and `--accelerate_config`. Each process runs this
 module.
 """
