@@ -2,7 +2,6 @@
 
 A resumed run appends a second header to the same file. Its records replace those of the first attempt after the
 checkpoint. Reading a log needs neither torch nor transformers.
-
 """
 
 import json

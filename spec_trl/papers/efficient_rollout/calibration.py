@@ -48,7 +48,7 @@ from .sweep import Mode, Sample
 DRAFT_LENGTHS = (3, 7, 11)
 BATCHES = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
-GEMM_ROWS = (256, 512, 1024)  # there GEMMs are bound by compute: F_eff is taken from them
+GEMM_ROWS = (256, 512, 1024)  # of GEMMs for F_eff: there compute bounds them
 MEMORY_SHARE = 0.3  # share of the free memory for the sweep's K/V cache
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 15  # timed rounds of one visit to a cell; there are two visits
 
@@ -58,7 +58,7 @@ class RoundBench:
 
     Args:
         model: the target.
-        drafters: a round's chains name them by index.
+        drafters: named by index in a round's chains.
         prompts: `[B, n]`, int64, one per row. Rows begin with one more token.
         columns: of the cache, per row.
         config: names the runner.
@@ -114,12 +114,12 @@ class RoundBench:
 
 
 def warm_up_rounds(model: PreTrainedModel, config: SpeculativeConfig) -> int:
-    """Number of untimed rounds per shape: they prepare kernels and captured forwards."""
+    """Number of untimed rounds per shape, which prepare kernels and captured forwards."""
     return CAPTURE_AFTER if captures(config, model.device) else 1
 
 
 def bar_text(what: str, model: PreTrainedModel, kept_in: Path | None) -> str:
-    """The text of a progress bar; with `kept_in` it says that the work happens once."""
+    """The text of a progress bar; `kept_in` adds that the work happens once."""
     return f"{what} {type(model).__name__}" + ("" if kept_in is None else f" (once; kept in {kept_in})")
 
 
@@ -138,16 +138,16 @@ def calibrate(
     acceptance and bookkeeping. The K/V cache holds zeros, since its content does not change the time.
 
     Args:
-        model: the target, on the device it will decode on.
+        model: the target, on its decoding device.
         config: names the drafter's quantization, kernel and head.
-        max_batch_size: most rows in flight that will occur.
-        max_length: longest total length that will occur.
+        max_batch_size: most rows in flight.
+        max_length: longest total length.
         budget_seconds: for the sweep; a large model on a slow machine may exceed it, with four times of every cell.
         progress: show a progress bar.
-        kept_in: folder in which the caller saves the profile; the progress bar names it.
+        kept_in: folder of the caller's profile, for the progress bar.
 
     Raises:
-        ValueError: no kernel can hold the drafter's layers, so there is nothing to calibrate.
+        ValueError: no kernel can hold the drafter's layers: there is nothing to calibrate.
     """
     config = config or SpeculativeConfig()
     key = profile_key(model, config, measures=True)
@@ -226,8 +226,8 @@ def sweep(
     config: SpeculativeConfig,
 ) -> list[Sample]:
     """Times target, draft and verify over a grid that fits the machine, of at most `max_batch` rows of `max_length`
-    tokens, a round's drafts included: in two passes through shuffled cells, within about `budget` seconds. `bar` is
-    the text of a progress bar; None: no bar. RuntimeError: the drafter failed."""
+    tokens, a round's drafts included: in two passes through shuffled cells, within about `budget` seconds. `bar`: text
+    of a progress bar, if any. RuntimeError: the drafter failed."""
     limit = position_limit(model)
     margin = max(DRAFT_LENGTHS) + 1  # tokens that a round may write
     longest = max((max_length if limit is None else min(max_length, limit)) - margin, 1)
@@ -256,7 +256,7 @@ def sweep(
 
 
 class _NoDrafter(Drafter):
-    """Proposes arbitrary tokens: for timing verification with more rows than kernels serve."""
+    """Proposes arbitrary tokens, to time verification with more rows than kernels serve."""
 
     has_probabilities = False
 
@@ -266,7 +266,7 @@ class _NoDrafter(Drafter):
 
 
 class _Bench(RoundBench):
-    """An engine whose rows can be set to any number and length without reading texts."""
+    """An engine with rows of any number and length, without reading texts."""
 
     def __init__(
         self,

@@ -12,19 +12,19 @@ from .sweep import Sample
 
 
 class ProfileMismatch(ValueError):
-    """A profile of other hardware, shape, precision, quantization or kernel than those that run."""
+    """A profile of other hardware, shape, precision, quantization or kernel than the running ones."""
 
 
 @dataclass(frozen=True)
 class Profile:
     """One calibration."""
 
-    key: ProfileKey  # what it is valid for
+    key: ProfileKey  # scope of validity
     roofline: Roofline  # constants and fitted coefficients
     draft_max_rows: int | None  # most rows that the drafter's kernel serves; None: no limit
     diagnostics: dict[str, Any]  # errors of the fit, as plain data
     created: str  # ISO date
-    samples: list[Sample] = field(default_factory=list)  # what it was fitted to, for plots and refits
+    samples: list[Sample] = field(default_factory=list)  # fitted ones, for plots and refits
 
     def save(self, path: str | Path) -> None:
         """Writes JSON to `path`, whole or not at all."""
@@ -34,8 +34,8 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
-        """Reads what `save` wrote. Raises FileNotFoundError if there is no such file, ValueError if it is no
-        profile of this version; the message names file, field and value."""
+        """Reads the file of `save`. Raises FileNotFoundError if missing, ValueError if not a profile of this version;
+        the message names file, field and value."""
         f = read_json(path, _File, "roofline profile", "correct it, or delete the file and calibrate again")
         return cls(f.key, Roofline(f.constants, f.coefficients), f.draft_max_rows, f.diagnostics, f.created, f.samples)
 
@@ -100,8 +100,8 @@ def roofline_rounds(drafters: "Sequence[Drafter]", profile: Profile) -> Roofline
 def roofline_of(drafter: "Drafter", profile: Profile) -> Roofline:
     """Predicts rounds of `drafter`, a network.
 
-    A drafter other than the policy's copy is predicted by its weights and FLOP. Its kernels are dense like the
-    target's, so the target's coefficients apply. A forward that drafts many tokens is divided among them.
+    A drafter other than the policy's copy is predicted by its weights and FLOP, and by the target's coefficients,
+    since its kernels are dense too. A forward that drafts many tokens is divided among them.
     """
     cost = drafter.cost
     if cost is None:

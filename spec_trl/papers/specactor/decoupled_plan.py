@@ -87,9 +87,8 @@ def plan_of_machine(
     verify: Callable[[int], AffineSeconds],
 ) -> ExecutionPlan:
     """Plans how one machine executes a batch at a fixed γ: the fastest of plain, coupled, and decoupled by
-    :func:`~.token_speed.busy_decoupled_speed`, the rule of this package's engine; among equals the first.
-
-    Algorithm 1 splits a cluster among groups; here the group is the machine and b its whole batch.
+    :func:`~.token_speed.busy_decoupled_speed`, the rule of this package's engine; among equals the first. Algorithm 1
+    splits a cluster among groups; here the group is the machine and b its whole batch.
 
     Args:
         acceptance: p, 0 to 1.
@@ -112,8 +111,8 @@ def plan_of_machine(
 def group_batch(requests: int, gpus: int, group: int) -> int:
     """b: most requests of a group of `group` GPUs, out of `requests`.
 
-    Line 4 of Algorithm 1 has ⌈group · B / G⌉, too few where `group` does not divide G: the GPUs left over make no
-    group, and the whole groups share all requests.
+    Line 4 of Algorithm 1 has ⌈group · B / G⌉, too few if `group` does not divide G: the remaining GPUs make no group,
+    and the whole groups share all requests.
     """
     return -(-requests // (gpus // group))
 
@@ -148,10 +147,10 @@ def best_window(
     bonus: int = 0,
 ) -> tuple[int, float]:
     """Returns w from 1 to 64 of the highest TGS, and that TGS. `verify` is V of positions per request. A verification
-    has w positions, and one more if it adds a `bonus` token (coupled execution).
+    has w positions, and one more with a `bonus` token (coupled execution).
 
-    The paper searches up to w_max = max(⌈V'/D'⌉, ⌈β/α⌉), in which V depends on w itself. Here the search ends where
-    no longer window can win: TGS ≤ N / (w D), and that falls as w grows.
+    The paper searches up to w_max = max(⌈V'/D'⌉, ⌈β/α⌉), in which V depends on w itself. Here the search ends where no
+    longer window can win: TGS ≤ N / (w D), which falls as w grows.
     """
     draft_seconds = draft(batch)
     best, most = 0, 0.0

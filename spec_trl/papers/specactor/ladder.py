@@ -1,8 +1,8 @@
 """Ranks drafting methods by speedup at an acceptance and a batch (SA §4.2, Fig. 10a).
 
-Acceptance here is p, the probability that a draft token is accepted if all tokens before it were. Rounds are profiled
-with tokens accepted at random with probability p, and have τ = (1 - p^(γ+1)) / (1 - p) tokens. A caller passes τ,
-which :class:`~.Acceptance` estimates better than p.
+Acceptance here is p, the probability that a draft token is accepted if all tokens before it were. Profiled rounds
+accept tokens at random with probability p, and have τ = (1 - p^(γ+1)) / (1 - p) tokens. A caller passes τ, of which
+:class:`~.Acceptance` makes better estimates than of p.
 """
 
 from bisect import bisect_left
@@ -45,7 +45,6 @@ class Rung:
 
     @cached_property
     def block_efficiency(self) -> float:
-        """τ of its acceptance."""
         return Acceptance.geometric(self.acceptance).block_efficiency(self.draft_length)
 
     @property
@@ -56,8 +55,8 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Speedups of drafting methods, from profiled rounds, which do not depend on weights. Raises ValueError if there
-    is no rung, or if a cell has two."""
+    """Speedups of drafting methods, from profiled rounds, which do not depend on weights. Raises ValueError without a
+    rung, or if a cell has two."""
 
     rungs: tuple[Rung, ...]  # profiled cells, one per (method, batch, γ, acceptance)
     shape: str  # fingerprint of the target's and the drafters' shapes, which the caller compares
@@ -74,7 +73,6 @@ class Ladder:
 
     @cached_property
     def methods(self) -> tuple[str, ...]:
-        """Methods in the order of `rungs`."""
         return tuple(dict.fromkeys(rung.method for rung in self.rungs))
 
     @cached_property
@@ -96,8 +94,8 @@ class Ladder:
     def speedup(self, method: str, block_efficiency: float, batch: int, draft_length: int) -> float:
         """TGS_c over plain decoding: expected tokens of a round, bonus included, times T_plain / T_round.
 
-        Times are interpolated linearly between profiled τ, and constant beyond them. They belong to the profiled batch
-        with the smallest ratio to `batch`; of two equally near batches to the larger, whose speedup is lower.
+        Times are interpolated linearly between profiled τ, and constant beyond them. They are those of the profiled
+        batch with the smallest ratio to `batch`; of two equally near batches the larger, whose speedup is lower.
 
         Raises:
             ValueError: `method` or γ was not profiled, τ is not 1 to γ + 1, or `batch` is less than 1.
@@ -160,15 +158,15 @@ class Ladder:
 
     @classmethod
     def load(cls, path: str | Path) -> "Ladder":
-        """Reads what `save` wrote. Raises FileNotFoundError if there is no such file, ValueError if it is no
-        ladder of this version; the message names file, field and value."""
+        """Reads the file of `save`. Raises FileNotFoundError if missing, ValueError if not a ladder of this version;
+        the message names file, field and value."""
         file = read_json(path, _File, "draft ladder", "correct it, or delete the file and profile again")
         return cls(file.rungs, file.shape)
 
 
 @dataclass(frozen=True)
 class LadderRounds:
-    """Predicts rounds by a profiled draft ladder (SA §4.2): an autoregressive round and what a drafter adds to it."""
+    """Predicts rounds by a profiled draft ladder (SA §4.2): an autoregressive round, plus a drafter's seconds."""
 
     ladder: Ladder
     target: Roofline | None = None  # predicts autoregressive rounds by length; None: the ladder predicts them

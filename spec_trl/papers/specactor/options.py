@@ -49,11 +49,11 @@ class SpecActorOptions(DeclaredOptions):
             require_folder_or_id(f"specactor.assistants[{name!r}]", assistant)
 
     def assistants_with(self, assistant: object, tts_drafter: str) -> dict[str, Any]:
-        """The assistant of each of `drafters` that has one. `assistant`, i.e. `assistant_model`, is for the one that
-        lacks its own; `tts_drafter` is the one that learns under "tts".
+        """The assistant of each of `drafters` that has one. `assistant`, i.e. `assistant_model`, is for the drafter
+        without its own; `tts_drafter` is the one that learns under "tts".
 
         Raises:
-            ValueError: a drafter lacks its assistant, or not exactly one lacks the one that is given.
+            ValueError: a drafter lacks its assistant, or not exactly one lacks the given one.
         """
         assistants = dict(self.assistants or {})
         needs = {*needing_assistant()} | ({"tts"} if tts_drafter in needing_assistant() else set())

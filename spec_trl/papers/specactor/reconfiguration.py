@@ -54,7 +54,7 @@ def reconfigured(
         plan: the group's, from :func:`~.decoupled_plan.execution_plan`.
         draft: D of g_d.
         verify: V of (g_v, positions).
-        batch: b at which forwards are timed. The paper takes 1, as if the request had its workers for itself.
+        batch: b of timed forwards. The paper takes 1, as if the request had its workers for itself.
         speed: the model of decoupled execution.
         waits: the model of a request that waits for its verification while other requests do not.
     """
@@ -106,7 +106,6 @@ class RequestPlans(Generic[Request]):
         self._counts: dict[Request, _Counts] = {}
 
     def of(self, request: Request) -> RequestPlan:
-        """Returns the current plan of `request`."""
         return self._counts_of(request).plan
 
     def record(
@@ -145,7 +144,7 @@ def request_plans(
     length: int,
     share: float,
 ) -> RequestPlans[int]:
-    """The plans of a call's requests, which begin as the machine's (:func:`~.decoupled_plan.plan_of_machine`).
+    """The plans of a call's requests, at first the machine's (:func:`~.decoupled_plan.plan_of_machine`).
 
     Args:
         drafter: the drafter that may run decoupled.
@@ -154,8 +153,7 @@ def request_plans(
         acceptance: p, of an earlier call.
         capacity: most rows in flight.
         length: the longest total length of a row, tokens.
-        share: the cores that the drafter's thread gets over those that the profile was measured with; 0 or less counts
-            as 1.
+        share: cores of the drafter's thread over those of the profile; 0 or less counts as 1.
     """
     roofline = roofline_of(drafter, profile)
     draft, verify = affine_times(roofline, capacity, length / 2, share if share > 0 else 1.0)

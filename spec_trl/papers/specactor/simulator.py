@@ -30,7 +30,7 @@ _count = itertools.count()  # breaks ties between requests that end at the same 
 
 @dataclass(frozen=True)
 class Method:
-    """A method of rolling out on a cluster. Raises ValueError if it drafts and names no drafter."""
+    """A method of rolling out on a cluster. Raises ValueError if it drafts without a drafter."""
 
     name: str
     execution: Literal["plain", "coupled", "disaggregated", "decoupled"] = "plain"
@@ -82,7 +82,7 @@ class _Copy:
     worker: "_Worker"
     plan: RequestPlan = field(init=False)
     rate: float = field(init=False)  # tokens per period
-    share: float = field(init=False)  # share of the periods in which it is verified
+    share: float = field(init=False)  # of the periods in which it is verified
     start: float = field(init=False)
 
     def follow(self, plan: RequestPlan, done: float) -> None:
@@ -241,7 +241,7 @@ class _Simulation:
             worker.arriving.append((copy, delay))
 
     def _period_seconds(self, worker: _Worker) -> float:
-        """Seconds of a verification of the requests of `worker` whose drafts are ready, and of drafting before."""
+        """Seconds of drafting, and of a verification of the requests of `worker` with ready drafts."""
         target, prompt = self.cluster.target, self.cluster.prompt_tokens
         read = max(worker.read_start + worker.read_rate * worker.periods, 0.0) + worker.verified * prompt
         verifying = target.fixed_seconds + worker.positions * target.token_seconds + read * target.cached_token_seconds
@@ -313,7 +313,7 @@ class _Simulation:
         return self._outcome()
 
     def _reconfigure(self, worker: _Worker) -> None:
-        """SA Algorithm 2, every 1000 tokens that the worker's requests have generated on average."""
+        """Runs SA Algorithm 2 after every 1000 tokens, on average, of the worker's requests."""
         if not worker.copies or not worker.runs_ahead or worker.drafter is None:
             return  # a helper chose the request's window when it took the request
         mean = worker.tokens / len(worker.copies)

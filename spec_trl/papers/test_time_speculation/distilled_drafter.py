@@ -41,12 +41,12 @@ from .update_stride import AdaptiveStride, FixedStride
 class DistilledDrafter(Drafter):
     """Drafts with `student` and trains it (TTS Algorithm 1).
 
-    With scope "request" and one row at a time all weights of the student are trained, as in the paper. With several
-    rows every row trains a separate low-rank correction. With the wider scopes all rows train the same weights. A
-    student whose weights are packed always trains low-rank corrections.
+    Scope "request" and one row at a time train all weights of the student, as in the paper; with several rows every
+    row trains a separate low-rank correction. In wider scopes all rows train the same weights. A student with packed
+    weights always trains low-rank corrections.
 
     With an adaptive stride updates run where they pay (:class:`AdaptiveStride`), and train weights only: corrections
-    slow every draft. Until the first update drafting costs what the student costs.
+    slow every draft. Until the first update drafting costs no more than the student.
 
     An update trains a copy. S rounds later, before drafting, the result is published: copied into the drafting
     network. Synchronous learning updates and publishes within round r:
@@ -56,7 +56,7 @@ class DistilledDrafter(Drafter):
         second thread                    └── update on round r's canvas ──┘
 
     Args:
-        student: drafts; no other drafter uses its weights.
+        student: drafts with weights of its own.
         how: scope, stride and the other options.
     """
 
@@ -215,7 +215,7 @@ class DistilledDrafter(Drafter):
         self.student.observe(tokens, counts)
 
     def state_dict(self) -> dict[str, Any]:
-        """What scope "run" has learned so far: tensors, not copies. Empty in other scopes and before the first
+        """Learned state of scope "run" so far: tensors, not copies. Empty in other scopes and before the first
         generation. Must not be called while a generation runs."""
         if self._how.scope != "run":
             return {}
@@ -227,10 +227,9 @@ class DistilledDrafter(Drafter):
         return {"student": self.student.strategy, "price": self.adaptive_stride.state_dict()} | learned
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of :meth:`state_dict` at the next generation; must not be called while one runs.
-
-        That generation warns and learns from the start if the state belongs to another drafter. Scopes other than
-        "run" ignore it.
+        """Restores the result of :meth:`state_dict` at the next generation; must not be called while one runs. That
+        generation warns and learns from the start if the state belongs to another drafter. Scopes other than "run"
+        ignore it.
         """
         if self._how.scope != "run":
             return
@@ -240,7 +239,7 @@ class DistilledDrafter(Drafter):
         self._saved = state
 
     def _learner_for(self, session: DraftSession) -> Learner:
-        """The learner, made anew where the number of rows that learn separately has changed."""
+        """The learner, made anew where the number of separately learning rows has changed."""
         assert session.target is not None
         rows, how = 1, self._how
         if how.scope == "request" and session.rows.capacity > 1:
@@ -291,7 +290,7 @@ class DistilledDrafter(Drafter):
         return self.adaptive_stride.is_due(ahead, self.session.spend)
 
     def _publish(self, seconds: float) -> None:
-        """Copies what an update learned into the drafting network, and records its `seconds`."""
+        """Copies an update's result into the drafting network, and records its `seconds`."""
         assert self.learner is not None
         self.learning.seconds += seconds
         self.learner.publish()
@@ -326,7 +325,7 @@ class DistilledDrafter(Drafter):
         returns its seconds. With an adaptive stride, measures how much earlier updates raise log τ on this canvas."""
         started = time.perf_counter()
         student, how = self.student, self._how
-        # Inference may run under autocast; learning computes in the dtype of what learns.
+        # Inference may run under autocast; learning computes in the dtype of the trained weights.
         with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
             first = anchor = None  # [B, C, draft V]
             if learner.initial is not None and (self._stride is None or how.anchor == "initial"):

@@ -30,7 +30,7 @@ class Learner(ABC):
 
     Attributes:
         network: the trained copy of the drafting network.
-        initial: a network with the weights before learning, q_0; None where it is not needed.
+        initial: a network with the weights before learning, q_0; None: not needed.
         tensors: the trained tensors, with gradient.
         published: tensors of the drafting network, written in place since captured forwards read them.
         rows: number of separate adapters, one per cache row; 1: all rows share the tensors.
@@ -55,7 +55,7 @@ class Learner(ABC):
 
     @abstractmethod
     def reset(self, rows: Iterable[int]) -> None:
-        """Resets the tensors of cache rows `rows`, Adam's moments included."""
+        """Resets the tensors of cache rows `rows`, and Adam's moments."""
 
     @abstractmethod
     def move(self, source: list[int], destination: list[int]) -> None:
@@ -71,8 +71,8 @@ class Learner(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads and publishes the result of :meth:`state_dict`. Raises ValueError, and changes nothing, where its
-        tensors have other shapes."""
+        """Loads and publishes the result of :meth:`state_dict`. Raises ValueError, and changes nothing, for
+        tensors of other shapes."""
 
     @property
     @abstractmethod
@@ -200,7 +200,7 @@ class RowAdapters(RowTensors):
         return super().bytes + sum(down.nbytes for down in self.down.values())
 
     def attach(self, layers: Mapping[str, nn.Module], first_row: Callable[[], int]) -> list[RemovableHandle]:
-        """Has every forward of `layers`, of the same names and shapes, corrected until the handles are removed;
+        """Corrects every forward of `layers`, of the same names and shapes, until the handles are removed;
         `first_row` returns the first cache row of the running forward, and raises ValueError where rows learn
         separately and a layer's inputs have no batch dimension."""
 
@@ -229,7 +229,7 @@ class RowAdapters(RowTensors):
 
 
 class RowAdam(RowTensors):
-    """Adam with a step count per row: torch has one per tensor, and rows are reset at different times. `tensors`, with
+    """Adam with a step count per row, because rows are reset at different times. `tensors`, with
     rows in the first dimension, are written in place."""
 
     def __init__(self, tensors: list[Tensor], learning_rate: float) -> None:
@@ -343,8 +343,8 @@ def _copy_tensors(saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 def make_learner(
     drafter: TrainableDrafter, rows: int, learning_rate: float | None, rank: int, keeps_initial: bool
 ) -> Learner:
-    """Trains all weights where the drafter has some that it does not share and `rows` is 1 (all rows learn together);
-    else low-rank corrections. A `learning_rate` η of None means the drafter's `weight_rate` / width, or
+    """Trains all weights if the drafter has unshared ones and `rows` is 1 (all rows learn together); else low-rank
+    corrections. A `learning_rate` η of None means the drafter's `weight_rate` / width, or
     `CORRECTION_RATE`."""
     if rows == 1 and drafter.trained(drafter.network):
         return WeightLearner(drafter, learning_rate or drafter.weight_rate / drafter.width, keeps_initial)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class DecoupledDrafter(Drafter):
-    """Proposes the window that was drafted while the target verified the round before, and requests the next window,
-    which is drafted while the target verifies this one. The engine's loop is the same as with other drafters.
+    """Proposes the window drafted while the target verified the round before, and requests the next window, drafted
+    while the target verifies this one. The engine's loop is the same as with other drafters.
 
     A period is a round. A row of L committed tokens has pending drafts. A round verifies at most γ of them while the
     drafter adds a window of w = γ + 1:
@@ -36,9 +36,8 @@ class DecoupledDrafter(Drafter):
                    target's  y               y = o1: o2 o3 o4 are verified next; else again as in period 3
 
     One rule covers all cases: drafts stay as far as they continue the committed text, whichever drafts were verified.
-    In the paper's period 3 the verifier waits for the drafter; here it decodes
-    (:func:`~.busy_window_tokens`). Drafter and target wait for each other after every
-    period, so drafts and statistics do not depend on their speed.
+    The paper's verifier waits for the drafter in period 3; here it decodes (:func:`~.busy_window_tokens`). Drafter and
+    target wait for each other after every period, so drafts and statistics do not depend on their speed.
 
     Args:
         pipe: to the drafter.
@@ -47,7 +46,7 @@ class DecoupledDrafter(Drafter):
     """
 
     has_probabilities = False  # its drafts are verified exactly
-    drafts_ahead = False  # it does so already
+    drafts_ahead = False  # already
 
     def __init__(self, pipe: DraftPipe, plans: "RequestPlans[int] | None" = None) -> None:
         self.pipe = pipe

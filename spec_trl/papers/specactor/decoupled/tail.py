@@ -9,8 +9,8 @@ from ....generation.engine.kv.cache import RaggedCache, RaggedLayer, Window
 
 
 class TailCache(RaggedCache):
-    """K/V of a drafter that runs ahead of the target whose copy it is (SA §4.1). It reads the target's columns of
-    committed text, which are not written while it drafts, and writes the K/V of later tokens into a tail:
+    """K/V of a copy of the target that drafts ahead of it (SA §4.1). The copy reads the target's columns of committed
+    text, which stay as they are while it drafts, and writes K/V of later tokens into a tail:
 
         target's columns        t t t t t x x x .     row of L = 6 committed tokens; x: verification may write them
         tail, size 4                      d d d d     position t is column t % 4

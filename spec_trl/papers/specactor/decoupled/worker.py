@@ -60,8 +60,8 @@ class DraftWorker:
         drafter: used only in the thread or process of the worker.
         session: of the mirrored rows, without target.
         vocabulary: number of tokens.
-        target: the target's cache, where a copy of the target may read it: from DRAFT to its answer a row's columns
-            before its last committed token's must stay as they are.
+        target: the target's cache, if a copy of the target may read it: from DRAFT to its answer a row's columns
+            before its last committed token's must not change.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DraftWorker:
         drafter.begin(session)
 
     def handle(self, kind: Kind, values: Tensor) -> Tensor:
-        """Carries out one message; returns the window that answers DRAFT, and else an empty tensor.
+        """Carries out one message; returns the window for DRAFT, else an empty tensor.
 
         Raises:
             ValueError: the message does not fit the rows.
@@ -179,7 +179,7 @@ def work(
         drafter: of the worker.
         begin: makes the worker of a generation from BEGIN's content.
         receive: waits for the next message.
-        answer: sends a WINDOW's content, or the error of a drafter that failed.
+        answer: sends a WINDOW's content, or the error of a failed drafter.
     """
     worker: DraftWorker | None = None
     failure: Exception | None = None
