@@ -54,7 +54,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Trainers import TRL, datasets and peft, which generate does not need.
+    # Trainers import TRL, datasets and peft; generate needs none of them.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f".trainers.{'speculation' if name == 'speculate' else 'trainers'}", __name__)

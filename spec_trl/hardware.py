@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 
-# Environment variables by which torch, oneDNN and MKL choose kernels of a CPU.
+# Environment variables that make torch, oneDNN and MKL choose kernels of a CPU.
 _SWITCHES = (
     "ATEN_CPU_CAPABILITY", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
     "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA",

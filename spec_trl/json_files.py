@@ -23,7 +23,7 @@ _adapters: "dict[Any, TypeAdapter[Any]]" = {}  # one per dataclass: making one t
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary file next to `path`, which replaces `path` at the end unless an exception is raised.
+    """Yields a temporary file next to `path`, and replaces `path` by it at the end unless an exception is raised.
 
     A reader sees the old file or the new one, never a part, even if ranks write `path` at once or the machine stops.
     The folder is created.
@@ -81,7 +81,7 @@ def from_json(text: str | bytes, kind: type[T]) -> T:
         ValueError: `text` is no JSON, or a field is missing, unknown, of the wrong type or refused by the dataclass;
             the message names the first such field and its value.
     """
-    from pydantic import ValidationError  # imported here: it takes a quarter of a second, which most calls do not need
+    from pydantic import ValidationError  # imported here: most calls save its quarter of a second
 
     try:
         value: T = _adapter(kind).validate_json(text, strict=True, extra="forbid")

@@ -18,7 +18,7 @@ _in_use = RLock()  # a seed drawn while another thread restores the generators w
 
 @contextmanager
 def keeping_generators() -> Iterator[None]:
-    """Restores the generators of torch, numpy and `random` at the end of the block, in which nothing is sampled."""
+    """Restores the generators of torch, numpy and `random` at the end of the block; nothing is sampled within."""
     with _in_use:
         on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
         of_torch, of_numpy, of_random = torch.get_rng_state(), np.random.get_state(), random.getstate()

@@ -150,7 +150,7 @@ class DeclaredOptions:
 
     @classmethod
     def remedy(cls, name: str, known: Iterable[str]) -> str:
-        """The remedy for the option `name`, which is none of those `known`."""
+        """The remedy for the option `name`, absent from `known`."""
         return f"Its options are {known}.{did_you_mean(name, known)}"
 
     @classmethod

@@ -38,7 +38,7 @@ def add_option(parser: argparse.ArgumentParser, flag: str, name: str, **changes:
 
 
 def _number(what: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
-    """Makes a type for argparse: a finite number for which `accepts` is true, described by `what`."""
+    """Makes a type for argparse: a finite number that `accepts`, described by `what`."""
 
     def parse(text: str) -> float:
         try:

@@ -292,6 +292,6 @@ def config_to_paste(way: Way, dtype: str, mixed: bool) -> tuple[str, str]:
     if way.draft_length:
         named += f", speculative_config=SpeculativeConfig(draft_length={way.draft_length}, sd_toggle='always')"
     config = f"{named}, bf16={mixed}"
-    if dtype != "float32":  # the dtype in which TRL loads a model by name
+    if dtype != "float32":  # TRL's dtype of a model loaded by name
         config += f", model_init_kwargs={{'dtype': {'torch.float64' if dtype == 'float64' else repr(dtype)}}}"
     return named, f"SpecGRPOConfig({config})"

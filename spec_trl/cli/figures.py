@@ -83,16 +83,16 @@ def _stack(axes: Axes, positions: Sequence[int], bars: Sequence[dict[str, float]
 
 
 def _shares(bars: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean over the bars of each phase's share (ER App. B: of each step, then averaged)."""
+    """Mean over the bars of a phase's share, by phase (ER App. B: by step, then averaged)."""
     timed = [bar for bar in bars if any(bar.values())]
     names = dict.fromkeys(name for bar in timed for name in bar if bar[name])
     return {name: statistics.fmean(bar.get(name, 0.0) / sum(bar.values()) for bar in timed) for name in names}
 
 
 def step_times(steps: Sequence[StepRecord]) -> Drawing | None:
-    """Seconds of each phase, stacked, by optimizer step (ER Fig. 2a, 6b).
+    """Seconds by phase, stacked, by optimizer step (ER Fig. 2a, 6b).
 
-    A run's first step, which builds the drafter and warms up, is drawn but left out of the means, as in ER App. F.
+    A run's first step (building the drafter, warm-up) is drawn but left out of the means, as in ER App. F.
     """
     if not steps:
         return None

@@ -36,7 +36,7 @@ BASELINES = (GENERATE, "none")
 OWN_DRAFTERS = ("self", "ngram", "history")
 """Drafters that need no assistant."""
 ENOUGH_TOKENS, ENOUGH_VISITS = 32, 3
-"""Tokens of the longest row, and counted visits, below which a measurement is thin."""
+"""Fewest tokens of the longest row, and counted visits, of a sufficient measurement."""
 NOISE_TEXTS, NOISE_LENGTH = 2, 64
 """Number of texts, and tokens of each, on which the logit noise is measured."""
 NOISE_PROMPT = 8

@@ -51,7 +51,7 @@ def measure(
     """
     started, probe = clock(), replace(work, new_tokens=min(PROBE, work.new_tokens))
     baselines = [way for way in ways if way.strategy in BASELINES]
-    paces: dict[Way, tuple[float, float]] = {}  # seconds of reading the prompts, and of each token of a row
+    paces: dict[Way, tuple[float, float]] = {}  # seconds of reading the prompts, and per token of a row
     enough, prefill = min(ENOUGH_TOKENS, work.new_tokens), 0.0
 
     def try_out(way: Way) -> bool:

@@ -71,7 +71,7 @@ class Link:
     Args:
         store: shared by all ranks; keys of a rollout begin with a prefix of that rollout.
         rank, ranks: this rank, and how many there are.
-        timeout: seconds of silence of all other ranks after which a waiting rank gives up.
+        timeout: most seconds of silence of all other ranks while a rank waits.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, timeout: float) -> None:
@@ -84,7 +84,7 @@ class Link:
         return f"rows/{rank}"
 
     def count(self, counter: str, by: int = 0) -> int:
-        """Adds `by` to a counter, which begins at 0, and returns the new value, different on all ranks."""
+        """Adds `by` to a counter (at first 0) and returns the new value, different on all ranks."""
         return self._ask(self._store.add, counter, by)
 
     def post(self, note: str, text: str) -> None:
@@ -154,7 +154,7 @@ class Link:
             ) from error
 
     def send(self, tensor: Tensor, rank: int) -> Transfer:
-        """Begins to send a tensor, which must not change until the result's `wait` returns."""
+        """Begins to send a tensor; it must not change until the result's `wait` returns."""
         return Transfer(dist.isend, tensor, rank, self.timeout)
 
     def receive(self, tensor: Tensor, rank: int) -> Transfer:

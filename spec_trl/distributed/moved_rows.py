@@ -120,4 +120,4 @@ class MovedRows:
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # not for the streams on which K/V arrives
+            torch.cuda.current_stream(self._device).synchronize()  # not for the streams of arriving K/V

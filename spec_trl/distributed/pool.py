@@ -34,7 +34,7 @@ class SharedPool(RequestQueue):
 
     Attributes:
         send_seconds: the same, with the rows received by this rank.
-        idle_seconds: seconds in which this rank had nothing to decode.
+        idle_seconds: seconds that this rank had nothing to decode.
         taken_over: number of rows received from other ranks.
     """
 
@@ -131,7 +131,7 @@ class SharedPool(RequestQueue):
         return False
 
     def _send(self, rollout: Rollout, rows: list[int], head_share: float, leaves: bool = True, **more: Any) -> bool:
-        """Answers the oldest call with `rows`, which leave or are copied; `more`: entries of the note."""
+        """Answers the oldest call with `rows`, moved or copied; `more`: entries of the note."""
         number = self._open_calls.pop(0)
         if self._link.claim(f"helper/{number}"):
             self._link.count(IDLE, -1)

@@ -59,7 +59,7 @@ class SharedRollouts:
     Args:
         shares: whether as one pool.
         rank, ranks: this rank, and the number of ranks.
-        timeout: seconds of silence after which a waiting rank gives up.
+        timeout: most seconds of silence while a rank waits.
         decoding: number of ranks that decode, the first ones; None: all. If fewer than all, `shares` must be True.
         parked: takes the K/V of rows between the turns of a tool loop; None: every turn reads whole texts.
         several_chains: as of the control: ranks may then also decode the same rows with several drafters.

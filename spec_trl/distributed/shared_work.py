@@ -90,7 +90,7 @@ def measured_send_seconds(tokens: int, computing: float, waiting: float) -> floa
 
     Args:
         tokens: that were sent.
-        computing: seconds in which the head was computed meanwhile.
+        computing: seconds of computing the head meanwhile.
         waiting: seconds that the receiver then waited. If almost 0, sending took less than computing; half is assumed,
             so that the next move sends more.
     """
@@ -116,7 +116,7 @@ def rows_to_give(lengths: Sequence[int], steps: float, step: AffineSeconds, cost
     them by a separate forward.
 
     Args:
-        lengths: tokens of each row, prompts included, ascending.
+        lengths: tokens by row, prompts included, ascending.
         steps: expected remaining tokens by row.
         step: of :func:`step_seconds`, on either rank.
         costs: of a move.

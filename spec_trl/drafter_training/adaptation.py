@@ -31,7 +31,7 @@ from .sequence_loss import TargetView, sequence_loss
 Adaptable = Eagle3Drafter | DFlashDrafter
 ADAPTABLE = (Eagle3Drafter.strategy, DFlashDrafter.strategy, MtpDrafter.strategy)
 DRAFTER_FOLDER = "drafter"
-"""Folder of the adapted drafter in a checkpoint or a saved model, which `assistant_model` can name."""
+"""Folder of the adapted drafter in a checkpoint or a saved model; `assistant_model` can name it."""
 STATE_FILE = "drafter_adaptation.pt"
 _REHEARSED = 8  # tokens
 
@@ -182,7 +182,7 @@ class DrafterAdaptation:
         del seen
         if not bool((view.is_real.sum(dim=1) > view.first).any()):  # every completion is masked
             return 0.0, 0.0, 0.0, [torch.zeros_like(master) for master in self._masters]
-        # The seed depends on the count of micro-batches, which is saved in checkpoints, and on the rank.
+        # The seed depends on the saved count of micro-batches, and on the rank.
         rank, ranks = self._accelerator.process_index, self._accelerator.num_processes
         key = stream_keys(self._seed, torch.tensor([self._micro_batches * ranks + rank]))
         generator = torch.Generator().manual_seed(int(key) & 0xFFFFFFFF)  # the CPU's generator takes 32 bits

@@ -52,7 +52,7 @@ class Call:
     input_ids: Tensor  # [B, width] int64 as passed, left-padded
     prompts: list[Tensor]  # B of [length] int64, without padding, on the host
     images: list[ImagePrompt | None] | None  # of each prompt; None: no prompt has any
-    request_ids: Sequence[int]  # B, which key the noise with the seed
+    request_ids: Sequence[int]  # B, keys of the noise besides the seed
     streamer: BaseStreamer | None  # gets tokens as they are decoded
     new_tokens: int  # most generated tokens of a row
     longest: int  # most tokens of a row, its prompt included

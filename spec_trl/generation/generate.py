@@ -54,9 +54,9 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
     Args:
         sequences: `[B, prompt width + new]` int64, prompts as passed, outputs right-padded.
-        logprobs: `[B, new]` float32, log-probability (nats) of each sampled token under the processed target
+        logprobs: `[B, new]` float32, log-probabilities (nats) of sampled tokens under the processed target
             distribution; 0 after a row's end.
-        lengths: `[B]` int64, generated tokens of each row, EOS included.
+        lengths: `[B]` int64, generated tokens by row, EOS included.
         statistics: of the generation.
     """
 
@@ -92,8 +92,8 @@ def speculative_decoding(
         speculative_config: options, a :class:`SpeculativeConfig` or a dict of its fields.
         drafter: a drafter or several, instead of those of the strategy.
         request_ids: B ints that key the noise with the seed; by default 0..B. Equal seed and ids sample equal tokens.
-        control: decides in every round which drafters draft; by default made from the config.
-        make_queue: makes the queue of requests, which may share them with other ranks (:class:`~.SharedPool`); rows
+        control: decides in every round when drafters draft; by default made from the config.
+        make_queue: makes the queue of requests, possibly shared with other ranks (:class:`~.SharedPool`); rows
             decoded by another rank have a length of 0 here.
         model_kwargs: `attention_mask` and other inputs that `generate` prepares.
 

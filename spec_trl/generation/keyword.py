@@ -56,7 +56,7 @@ def install() -> None:
         if len(args) > 1:  # more than the prompts
             args, kwargs = (), dict(zip(list(inspect.signature(original).parameters)[1:], args, strict=False)) | kwargs
         _prepare_call(self, args, kwargs)
-        # `generate` would encode images with the modules of the policy, which may train.
+        # `generate` would encode images with the modules of the policy, perhaps in training mode.
         image_inputs = {} if IMAGES.isdisjoint(kwargs) else take_inputs(kwargs)
         kwargs["custom_generate"] = custom = functools.partial(
             speculative_decoding,

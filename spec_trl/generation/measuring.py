@@ -107,5 +107,5 @@ def profile_key(model: PreTrainedModel, config: SpeculativeConfig, measures: boo
 
 
 def effective_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Dtype in which forwards compute."""
+    """Dtype of the arithmetic of forwards."""
     return autocast_dtype(model.device) or model.dtype

@@ -154,7 +154,7 @@ class SpeculativeConfig(DeclaredOptions):
 
     def choice_of_draft_lengths(self) -> tuple[int, ...]:
         """Each γ that a planner may choose, ascending: the given ones; for a single number also twice it; and half of
-        the shortest, which is cheap to try. Drafting ahead plans for one γ alone."""
+        the shortest, cheap to try. Drafting ahead plans for one γ alone."""
         if self.specactor.decoupled_execution != "never" or self.specactor.draft_ranks:
             return (self.first_draft_length,)
         single = self.first_draft_length

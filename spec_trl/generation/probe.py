@@ -125,7 +125,7 @@ def _products(network: nn.Module, model: PreTrainedModel, packs: bool = False) -
 def _layer(layer: Layer, model: PreTrainedModel, packs: bool) -> list[float]:
     width = layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
     dtype = layer.weight.dtype if layer.weight.is_floating_point() else model.dtype
-    if isinstance(layer, QuantizedLinear):  # the copy is packed at its first draft, which may never come
+    if isinstance(layer, QuantizedLinear):  # the copy is packed at its first draft, if any
         if packs:
             layer.refresh(ActivationAware())
         dtype = model.dtype

@@ -36,7 +36,7 @@ T = TypeVar("T")
 _TENSORS = "_parameters", "_buffers"  # a shadow has the same dicts; copies would keep removed entries alive
 _CODE = {FunctionType, MethodType, partial}
 _PLAIN = (bool, int, float, str)
-_OF_TRAINING = ("training", "gradient_checkpointing")  # ignored by a shadow, which is in eval mode
+_OF_TRAINING = ("training", "gradient_checkpointing")  # ignored by a shadow, always in eval mode
 # Objects reached from attributes that are searched for the model: a few milliseconds.
 _MOST_OBJECTS = 10_000
 _VALUES = 256  # compared values of a weight; an optimizer step changes most values
@@ -56,8 +56,8 @@ class Shadow(NamedTuple):
 
 
 class Session:
-    """Objects that calls for one model share, one call at a time. They must not reference the model, which must be
-    freed.
+    """Objects that calls for one model share, one call at a time. They must not reference the model, or it would never
+    be freed.
 
     Attributes:
         snapshot: of the model, taken or compared at the beginning of the call; None before the first call.
@@ -79,7 +79,7 @@ class Session:
         self.ladder: Ladder | None = None
         self.acceptance: dict[str, float] = {}
         self.heads: dict[str, bool] = {}
-        self._structure: tuple[object, ...] | None = None  # of the model for which drafters and runner were made
+        self._structure: tuple[object, ...] | None = None  # of the model, when drafters and runner were made
         self._in_use = Lock()
         self._spare: Session | None = None  # for a call that begins while this one is lent
 
@@ -161,12 +161,12 @@ class Session:
 
 
 def capturing_session(model: nn.Module) -> Session | None:
-    """Returns the session of `model`, which may be wrapped, that holds a runner with captured forwards, or None."""
+    """Returns the session of `model` (perhaps wrapped) that holds a runner with captured forwards, or None."""
     return next((session for session in Session.below(model) if session.runner is not None), None)
 
 
 def release(model: nn.Module) -> None:
-    """Frees all objects that calls for `model`, which may be wrapped, have left: K/V cache and captured forwards, the
+    """Frees all objects that calls for `model` (perhaps wrapped) have left: K/V cache and captured forwards, the
     quantized copy, assistants loaded by path or hub id, a `"tts"` drafter with its learned weights, texts of earlier
     calls, and measurements of drafters and rounds. Objects of a running call are freed at its end.
     """

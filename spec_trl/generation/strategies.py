@@ -117,7 +117,7 @@ def policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
 
 
 def refresh(model: nn.Module) -> None:
-    """Requantizes the copies of `model`, which may be wrapped, before their next draft.
+    """Requantizes the copies of `model` (perhaps wrapped) before their next draft.
 
     Needed only for in-place changes, through `.data` or by a fused optimizer, that leave a sample of 256 to 1024
     values per weight unchanged; calls detect all others.
@@ -292,7 +292,7 @@ def control_for(
         profile = find_profile(model, config, capacity, length)
         if strategy in CHOOSING:
             ladder = find_ladder(model, drafters, config, capacity, lengths)
-    # Costs instead of assistants, which a key would keep alive.
+    # Costs instead of assistants: a key would keep assistants alive.
     members = [(drafter.strategy, drafter.cost) for drafter in drafters]
     several_chains = strategy == "best_of_n"
     options = vars(config) | {"seed": None, "specactor": vars(config.specactor) | {"assistants": None}}

@@ -126,7 +126,7 @@ _HAS_NARROW = HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 # torch computes functions of single numbers in registers; the numbers at the end of a thread's share that fill none go
 # through other code, whose sigmoid, SiLU, tanh-GELU and softplus round otherwise.
 _NUMBERS = 64  # that one step of torch's loops takes, in 16 bits; half as many in float32, a quarter without AVX-512
-_SHARE = 32768  # numbers for which torch wakes another thread (at::internal::GRAIN_SIZE)
+_SHARE = 32768  # numbers per thread of torch (at::internal::GRAIN_SIZE)
 
 
 def by_registers(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

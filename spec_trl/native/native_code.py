@@ -33,7 +33,7 @@ _LEFT_OUT = (
 _LINK = ("-shared", "-fopenmp")
 SOURCES = Path(__file__).parent
 """The folder of the C++."""
-_SECONDS = 60  # after which a compiler is stopped
+_SECONDS = 60  # most, of a compiler
 
 
 @cache
@@ -52,11 +52,11 @@ class Library(NamedTuple):
 loaded: list[Library] = []
 """Libraries that this process has loaded."""
 failed: list[Library] = []
-"""Libraries for which :func:`load` returned None."""
+"""Libraries that :func:`load` could not load."""
 
 
 def untraced(function: F) -> F:
-    """`function`, which hands addresses to C++, as torch.compile must run it: a trace keeps neither the addresses of
+    """`function`, with addresses for C++, as torch.compile must run it: a trace keeps neither the addresses of
     tensors nor what is written to them."""
     wrapped: F = torch.compiler.disable(function)
     return wrapped
@@ -86,7 +86,7 @@ def loads(libraries: list[Library]) -> bool:
 
 
 def target() -> bytes:
-    """The predefined macros, which name the compiler's version and the instructions of this CPU that our C++ uses:
+    """The predefined macros: the compiler's version and the instructions of this CPU that our C++ uses;
     machines may share a home. Raises OSError or SubprocessError where the compiler fails."""
     return _macros(_options({}))
 

@@ -4,10 +4,10 @@ Rounding errors of weights count more where the input channel is large. AWQ mult
 and the input by 1/s_c, so that rounding hurts large channels less: s = a^alpha with a = mean |x| per channel and alpha
 from a small grid, chosen per layer. Differences from the AWQ paper:
 
-- 1/s multiplies the layer's input. AWQ folds it into the norm before the layer, which here belongs to the policy.
+- 1/s multiplies the layer's input. AWQ folds it into the norm before the layer; here the norm belongs to the policy.
 - The search minimizes sum_c E[x_c²] ‖Q_c - W_c‖², the diagonal of the output error E‖(Q - W) x‖²: it neglects
   correlations between channels and needs no stored activations.
-- alpha is searched on some rows of the weight, which share it. AWQ's clipping of weights is left out.
+- alpha is searched on some rows of the weight, for all of them. AWQ's clipping of weights is left out.
 """
 
 from collections.abc import Iterable, Iterator

@@ -47,7 +47,7 @@ class PackedLayer(nn.Module, ABC):
 
     @property
     def max_rows(self) -> int:
-        """Most rows for which packed weights are used."""
+        """Most rows that use packed weights."""
         return self.packed_weights[0].max_rows
 
     @property

@@ -26,7 +26,7 @@ ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 # Rates of a recurrent state: tiny weights whose errors last for the rest of a text. Mamba's `dt_proj` is read and not
 # called.
 DECAY_NAMES = ("in_proj_a", "in_proj_b", "b_proj", "dt_proj")
-# Share of a draft step's bytes from which "auto" packs the lm_head: below it, the gain is under a quarter.
+# Least share of a draft step's bytes for "auto" to pack the lm_head: below it, the gain is under a quarter.
 LM_HEAD_SHARE = 1 / 3
 # Projections of the same input, in the families of `engine/network/fused_layers.py`.
 SIBLINGS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -130,7 +130,7 @@ def quantize_projections(
         kernel: "auto" = the best for each layer; or a kernel's name.
         lm_head: "dense", "packed", or "auto" = packed if, left dense, it made up at least a third of the weight bytes
             of a draft step. A head with hooks or a patched forward stays dense.
-        pack: whether to quantize the present weights, or leave the buffers empty until `refresh()`, which measures.
+        pack: whether to quantize the present weights, or leave the buffers empty until `refresh()` measures.
 
     Raises:
         ValueError: an unknown name; or "nf4" without a kernel for any layer.
@@ -182,7 +182,7 @@ def choose_scheme(name: str, kernel: str, policy: PreTrainedModel) -> Scheme:
 
 @dataclass
 class _Builder:
-    """Walks the shadow, replaces projections, and records which stay dense."""
+    """Walks the shadow, replaces projections, and records the dense ones."""
 
     shadow: PreTrainedModel
     scheme: Scheme
@@ -198,7 +198,7 @@ class _Builder:
         self.names: dict[nn.Module, str] = {module: name for name, module in self.shadow.named_modules()}
 
     def replace_projections(self, parent: nn.Module) -> None:
-        """Replaces the projections below `parent`, except in vision towers, which do not run while drafting."""
+        """Replaces the projections below `parent`, except in vision towers, unused in drafting."""
         layers = layer_specs(parent, self.scheme)
         for child_name, child in list(parent.named_children()):
             is_tower = isinstance(child, PreTrainedModel) and "text" not in child.input_modalities

@@ -95,7 +95,7 @@ class RoundToNearest:
 
 
 def computing_dtype(weight_dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which weights of this dtype are quantized."""
+    """Dtype of the quantizer's arithmetic for weights of this dtype."""
     return torch.float64 if weight_dtype == torch.float64 else torch.float32
 
 

@@ -227,7 +227,7 @@ class _OtherInput(RuntimeError):
 
 
 class _Layer(torch.autograd.Function):
-    """Returns `output` `[B, T, hidden]` with the gradient of `compute(hidden)`, which runs in the backward pass."""
+    """Returns `output` `[B, T, hidden]` with the gradient of `compute(hidden)`, run in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Tensor], output: Tensor, hidden: Tensor, *learned: Tensor) -> Any:

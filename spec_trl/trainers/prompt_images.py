@@ -14,7 +14,7 @@ from .rollout_options import RolloutOptions
 
 
 _COLUMNS = "images", "image"
-"""Columns in which TRL looks for images."""
+"""Columns that TRL searches for images."""
 _LOOKED_AT = 64  # rows of a dataset, evenly spread, searched for images
 
 

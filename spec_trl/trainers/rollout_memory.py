@@ -64,7 +64,7 @@ class KeptGraphs:
 
     @contextmanager
     def rollout(self, policy: nn.Module, steps: int) -> Iterator[None]:
-        """Surrounds a rollout of `policy`, which may be wrapped, after so many optimizer `steps`."""
+        """Surrounds a rollout of `policy` (perhaps wrapped) after so many optimizer `steps`."""
         usage = None if self._first_step is None else peak_memory(self._device)  # peak and total, bytes
         if usage is not None:
             self._peak = max(self._peak, usage[0] - self._held)

@@ -92,7 +92,7 @@ class RolloutOptions(TrainerConfig):
 
     @classmethod
     def remedy(cls, name: str, known: Iterable[str]) -> str:
-        """The remedy for the option `name`, which is none of those `known`."""
+        """The remedy for the option `name`, absent from `known`."""
         place = place_of(name)
         near = f"Give {place}." if place else did_you_mean(name, known).strip()
         return _INSTEAD.get(name) or near or "The installed TRL has none."

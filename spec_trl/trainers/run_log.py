@@ -83,7 +83,7 @@ class RolloutRecord:
         rank_seconds: seconds of decoding by rank; in a pool, waiting for other ranks is left out.
         moved_rows: number of rows that moved from rank to rank.
         drafter_updates: of a drafter that learns while it drafts; None: none learns.
-        drafter_update_seconds: time in which decoding waited for these updates.
+        drafter_update_seconds: time that decoding waited for these updates.
     """
 
     kind: Literal["rollout"] = "rollout"

@@ -35,7 +35,7 @@ class Verdict:
         setup_seconds: of training rollouts.
         adaptation_seconds: spent outside of rollouts.
         rounds, drafted_rounds: of all training rollouts.
-        rounds_of: rounds in which a strategy drafted, alone or with another.
+        rounds_of: by strategy: rounds with its drafts.
         plain_rounds: timed rounds without drafts.
         reason: of the newest rollout; None: the log is older than this field.
         refused: number of calls that were plain, by reason.
@@ -135,7 +135,7 @@ def verdict_of(run: Run) -> tuple[Verdict, list[float]]:
         verdict.add(other)
     # A rollout's `step` counts the steps before it.
     records: list[RolloutRecord | StepRecord] = [*run.steps, *run.of("train")]
-    for record in sorted(records, key=lambda record: record.step):  # which leaves steps before rollouts
+    for record in sorted(records, key=lambda record: record.step):  # steps stay before rollouts
         verdict.add(record)
         if isinstance(record, RolloutRecord):
             saved.append(verdict.saved - verdict.once)
@@ -157,7 +157,7 @@ class CollapseAlarm:
     could not show, the rollout with more blocks remains the reference.
 
     Args:
-        by_first_token: compare the acceptance of first draft tokens alone, which does not depend on γ.
+        by_first_token: compare the acceptance of first draft tokens alone, independent of γ.
     """
 
     def __init__(self, by_first_token: bool) -> None:

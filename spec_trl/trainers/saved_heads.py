@@ -37,7 +37,7 @@ def head_of(drafters: Iterable[Drafter]) -> Mapping[str, Tensor]:
 
 def keep_heads(policy: PreTrainedModel, drafting: Callable[[], Mapping[str, Tensor]]) -> None:
     """Saves `policy` with its heads from now on, whoever saves it: trainers, loops, merges and pushes all call
-    `save_pretrained`, which is replaced for all models, and unchanged for all but such policies.
+    `save_pretrained`, replaced for all models, and unchanged for all but such policies.
 
     Args:
         policy: ignored if its config promises no heads.

@@ -41,7 +41,7 @@ from .trainer_checks import check_generation
 
 
 _OTHER_ENGINES = "use_vllm", "use_transformers_continuous_batching"
-"""Options of TRL's trainers with which `generate` is never called."""
+"""Options of TRL's trainers that avoid `generate`."""
 
 
 def speculate(
@@ -57,7 +57,7 @@ def speculate(
     stops the first one's result.
 
     Args:
-        target: a trainer of transformers or TRL, or the model, which may be wrapped.
+        target: a trainer of transformers or TRL, or the model (perhaps wrapped).
         strategy: the drafters, see docs/drafters.md.
         assistant_model: of strategies that take one.
         output_dir: folder of the log, `rollout_log.jsonl`, written by the first rank about its rollouts and steps; by
@@ -191,7 +191,7 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
         autocast = get_mixed_precision_context_manager(native_amp=True) if is_prepared else nullcontext()
         started, trainer = time.perf_counter(), self._trainer()
         with self._reports.phase("prepare"), self._reports.phase("rollout"), whole_weights(outer), autocast:
-            # Not the model's own `generate`, which may do something before and after it.
+            # Not the model's own `generate`: it may add work before and after.
             output: SpeculativeOutput = GenerationMixin.generate(model, **call, make_queue=begin)
         assert output.statistics is not None and output.lengths is not None
         mode: Mode = "train" if trainer is None or self._reports.in_step else "eval"

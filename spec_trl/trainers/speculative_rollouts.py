@@ -75,7 +75,7 @@ class SpeculativeRollouts(TrainerOfTRL):
         self._speculator = TrainerSpeculator(args, self.accelerator, self._whole_policy, adapts, parks)
         self._drafted_step = -1  # optimizer steps at the newest rollout; -1: weights may have changed without a step
         self._resumed_from: str | None = None
-        self._attempts = 0  # of a `train`, which begins again with a smaller batch under auto_find_batch_size
+        self._attempts = 0  # of a `train`, restarted with a smaller batch under auto_find_batch_size
         in_place = self._dist.zero_stage != 3 and not self._dist.is_fsdp
         self._graphs = KeptGraphs(config.keep_graphs, self.accelerator.device, in_place)
         self._exact = ExactLogprobs(self, config, self._processors) if args.exact_logprobs else None
@@ -204,7 +204,7 @@ class SpeculativeRollouts(TrainerOfTRL):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         adaptation = self._speculator.adaptation
-        if adaptation is not None and self.args.should_save:  # before super, which may push the folder to the hub
+        if adaptation is not None and self.args.should_save:  # before super may push the folder to the hub
             adaptation.save_drafter(output_dir or self.args.output_dir)
         super().save_model(output_dir, _internal_call)
         if _internal_call and output_dir is not None and not self.args.save_only_model:  # a checkpoint

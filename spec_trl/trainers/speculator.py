@@ -49,7 +49,7 @@ class Speculator:
         """Samples completions."""
 
     def begin_run(self) -> None:
-        """Begins a part of the run, which has its own header in the log."""
+        """Begins a part of the run, with its own header in the log."""
         self.verdict, self._is_new = Verdict(), True
         self.log = None if self._folder is None else RunLog(Path(self._folder) / LOG_FILE)
 

@@ -111,7 +111,7 @@ class RolloutSums:
         longest: seconds and rounds; in the log those of the slowest rank. `seconds` is without setup; `plain_seconds`
             is infinite if unknown for one of the calls.
         own: in the log those of rank 0. Requests, rounds and seconds of a later call continue the calls before.
-        idle_seconds: seconds in which this rank waited for other ranks of its pool.
+        idle_seconds: seconds that this rank waited for other ranks of its pool.
         rank_seconds: seconds of decoding by rank; set by `over_ranks`.
     """
 
@@ -132,7 +132,7 @@ class RolloutSums:
         begun, rounds, done = self.longest["seconds"], self.own["rounds"], self.summed["requests"]
         learning, tail = statistics.learning or LearningStatistics(), statistics.tail()
         plain = statistics.plain_seconds
-        rounds_of: dict[str, int] = {}  # by strategy: rounds in which it drafted, alone or with others
+        rounds_of: dict[str, int] = {}  # by strategy: rounds with its drafts
         for point in statistics.points:
             for name in (point.drafter or "").split("+") if point.draft_length else ():
                 rounds_of[name] = rounds_of.get(name, 0) + point.rounds
@@ -192,7 +192,7 @@ class RolloutSums:
         drafted_by = {name: summed.rounds_of.get(name, 0) / (summed.all_rounds or 1) for name in summed.tallies}
         main = max((name for name in drafted_by if drafted_by[name]), key=drafted_by.__getitem__, default=None)
         speculation = sum(summed.tallies.values(), Tally())
-        predicted, reason = next(iter(own.pop("explained")), (None, None))  # of the first call, which has all rows
+        predicted, reason = next(iter(own.pop("explained")), (None, None))  # of the first call, with all rows
         if speculation.predicted_speedup is not None:  # else the prediction was too low, so nothing was drafted
             predicted = speculation.predicted_speedup
         thin(own["speculating"], MOST_PLANS, 0)

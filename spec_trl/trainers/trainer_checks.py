@@ -212,7 +212,7 @@ def _process_once(
     stopping_criteria: StoppingCriteriaList,
     **_: Any,
 ) -> Tensor:
-    """Decodes nothing: runs the processors, which it adds to `seen`, and the criteria."""
+    """Decodes nothing: adds the processors to `seen`, and runs them and the criteria."""
     if (rows := len(input_ids)) > 1:
         check({"num_return_sequences": f"num_return_sequences={rows}", "num_generations": True})
     scores = torch.zeros(1, model.config.get_text_config(decoder=True).vocab_size, device=input_ids.device)

@@ -78,7 +78,7 @@ class TrainerSpeculator(Speculator):
         accelerator: of the run.
         weights: entered for a turn; yields the policy with whole weights, under the autocast of the training.
         adapts: whether a learned drafter is trained along.
-        parks: whether rollouts may have several turns, between which rows keep their K/V.
+        parks: whether rollouts may have several turns, with K/V of rows stored in between.
 
     Attributes:
         drafters: made at the first rollout.
@@ -278,7 +278,7 @@ class TrainerSpeculator(Speculator):
         rows = min(self._config.max_batch_size or rows, rows)  # most rows in flight, in this or a later rollout
         if self._control is None:
             self._control = self._make_control(policy, rows, width + args.max_completion_length)
-        if not isinstance(self._control, Planner):  # which chooses γ by itself
+        if not isinstance(self._control, Planner):  # a planner chooses γ
             for candidate in self._control.candidates:
                 controller = self._draft_lengths[candidate.name]
                 candidate.draft_length = controller.draft_length

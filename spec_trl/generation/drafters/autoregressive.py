@@ -26,7 +26,7 @@ from .trainable_drafter import Canvas, TrainableDrafter
 
 
 CATCH_UP = 16
-"""Most tokens per row in a forward in which a drafter reads text that was committed without it."""
+"""Most tokens per row in a forward over text that was committed without the drafter."""
 
 
 class NetworkDrafter(TrainableDrafter):
@@ -72,7 +72,7 @@ class NetworkDrafter(TrainableDrafter):
             own = cache_for(self.network, rows.capacity, rows.columns) if tail is None else tail
             self._runner = EagerRunner(self.network, own)
         self.cache = self._runner.cache
-        # States of text are separate from those of drafts, which may be rejected.
+        # States of text are separate from those of drafts: drafts may be rejected.
         with_text = not (self._has_states and self._owns_cache)
         self._drafting = self._runner if with_text else self._runner.for_drafter(self.network, True, self._made_of)
 
@@ -170,9 +170,9 @@ class NetworkDrafter(TrainableDrafter):
             return 1
         rows = self.session.rows
         # Usually 1, or 2 after a fully accepted block; more after rounds without drafting. Rows that lack fewer read
-        # some tokens again, which writes the same K/V.
+        # some tokens again and write the same K/V.
         missing = int((rows.host_lengths - self.cached[: rows.active]).max())
-        while missing > CATCH_UP:  # in pieces, without logits, which would take much memory for a long prompt
+        while missing > CATCH_UP:  # in pieces, and without the large logits of a long prompt
             columns = rows.columns_after(-missing, CATCH_UP).clamp(min=0)  # [B, CATCH_UP]
             self._runner.prefill(rows.tokens[: rows.active].gather(1, columns), columns, rows.longest)
             missing -= CATCH_UP

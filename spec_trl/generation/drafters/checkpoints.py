@@ -91,13 +91,13 @@ def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Map
 def load_exactly(
     network: nn.Module, tensors: Mapping[str, Tensor], renames: Mapping[str, str], device: torch.device
 ) -> None:
-    """Loads every parameter and persistent buffer of `network` from the tensor of its name, of which none may be left.
+    """Loads every parameter and persistent buffer of `network` from the tensor of its name; none may be left.
 
     Args:
         network: on the meta device, in the dtype it is to run in.
         tensors: of :func:`read_checkpoint`; floating ones are cast to the network's dtype.
         renames: stored prefix -> prefix in the network, e.g. `{"midlayer.": "layers.0."}`.
-        device: to which the network goes.
+        device: of the network.
 
     Raises:
         ValueError: a tensor is missing, left over, of another shape or kind, or not finite.

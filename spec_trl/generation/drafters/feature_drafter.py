@@ -111,7 +111,7 @@ class FeatureDrafter(TrainableDrafter):
             raise ValueError(f"{self.argument}={str(checkpoint)!r}: {error}") from error
         self.feature_layers = config.feature_layers
         self._vocabulary, self.width = text.vocab_size, config.decoder.hidden_size
-        # Weights that a forward reads and multiplies with: a borrowed head, but no embeddings, which are looked up.
+        # Weights that a forward reads and multiplies with: a borrowed head, but no looked-up embeddings.
         weights = [p for name, p in network.named_parameters() if name != "embed_tokens.weight"]
         if network.lm_head is None:
             weights += list(target.get_output_embeddings().parameters())
@@ -174,8 +174,8 @@ class FeatureDrafter(TrainableDrafter):
 
     @abstractmethod
     def take_features(self, features: Tensor, positions: Tensor) -> None:
-        """Stores the target's features `[B, q, feature width]`, in the network's dtype, at `positions` `[B, q]`, to
-        which the drafter's cache points."""
+        """Stores the target's features `[B, q, feature width]`, in the network's dtype, at `positions` `[B, q]` of the
+        drafter's cache."""
 
     def save(self, folder: str | Path) -> None:
         """Writes the checkpoint in its own format: unchanged parts bit for bit, tensors as safetensors."""
@@ -214,7 +214,7 @@ class FeatureDrafter(TrainableDrafter):
         # A draft starts at a row's newest token.
         self._runner = session.target.for_features(self.network, len(stored), self.columns_of_replay(0))
         self.cache = self._runner.cache
-        # Now, where a lack of memory is reported; the last layer, which may be the widest, first.
+        # Now, where a lack of memory is reported; first the last layer, possibly the widest.
         for layer, like in reversed([*zip(self.cache.layers, stored, strict=True)]):
             if not layer.is_initialized:
                 layer.lazy_initialization(*like)
@@ -301,7 +301,7 @@ class FeatureDrafter(TrainableDrafter):
         return like, like
 
     def stored_states(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of no column, for each layer of the cache."""
+        """Keys and values of no column, by layer of the cache."""
         return [self.no_column()] * self.config.decoder.num_hidden_layers
 
     @property
@@ -329,7 +329,7 @@ class FeatureDrafter(TrainableDrafter):
         return visible
 
     def own_dtype(self) -> torch.autocast:
-        """A context in which the network runs in its own dtype, without the policy's autocast."""
+        """A context of the network's own dtype, without the policy's autocast."""
         return torch.autocast(self.network.fc.weight.device.type, enabled=False)
 
     def _take_in(self, features: Tensor, positions: Tensor, first_row: int) -> None:
@@ -339,7 +339,7 @@ class FeatureDrafter(TrainableDrafter):
         try:
             self._keep_recent(features, positions, first_row)
             lengths = self.session.rows.host_lengths[first_row : first_row + len(positions)]
-            if first_row < self._admitted:  # a round; else prompts, which are admitted here later
+            if first_row < self._admitted:  # a round; else prompts, admitted here later
                 self.cache.reserve((lengths + positions.shape[1] - 1).tolist())
                 self._runner.take_in_round(features, positions, self._take)
             else:
@@ -365,7 +365,7 @@ class FeatureDrafter(TrainableDrafter):
 
         return over_target
 
-    # ---- the newest features of each row, for replays ------------------------------------------------------------
+    # ---- the newest features by row, for replays ------------------------------------------------------------------
 
     def _keep_recent(self, features: Tensor, positions: Tensor, first_row: int) -> None:
         """Stores the target's features `[B, q, F]` of a row's newest columns, in a ring:

@@ -32,7 +32,7 @@ _PARTS = {
 
 
 MOST_INDEXED = 1 << 15
-"""Newest tokens of a prompt's earlier texts that a generation indexes, which takes a tenth of a second. All texts of a
+"""Newest tokens of a prompt's earlier texts that a generation indexes, in a tenth of a second. All texts of a
 prompt with a thousand completions would take seconds."""
 
 
@@ -63,7 +63,7 @@ class HistoryDrafter(Drafter):
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
-        self._texts: list[Text] = []  # of each row
+        self._texts: list[Text] = []  # by row
         self._unread: list[tuple[Integers, Integers]] = []  # committed tokens not in the texts yet
         self.history.drop_indexes(())
 

@@ -32,7 +32,7 @@ class SuffixIndex:
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self._tokens = array("i")  # of each node
+        self._tokens = array("i")  # by node
         self._previous = array("i")  # node before; -1: none
         self._next = array("i")  # node after it in the same text; -1: none yet, or the prompt's end
         self._newest: tuple[dict[int, int], ...] = tuple({} for _ in ANCHORS)

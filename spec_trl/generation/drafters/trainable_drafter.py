@@ -51,7 +51,7 @@ class Canvas:
         return self.tokens.shape[1] - self.context - 1
 
     def columns_after(self, offset: int, count: int) -> Tensor:
-        """`[B, count]` int64: columns n + offset .. of the rows; the last column, which no replay reads, replaces
+        """`[B, count]` int64: columns n + offset .. of the rows; the last column, unread by replays, replaces
         columns before a row's start."""
         columns = self.lengths[:, None] + torch.arange(offset, offset + count, device=self.lengths.device)
         return columns.where(columns >= 0, self.columns - 1)

@@ -122,7 +122,7 @@ class Drafter(CandidateGenerator):
     assistant: Literal["none", "optional", "required"] = "none"
     """Whether it drafts with the `assistant_model`."""
     has_probabilities: bool
-    """Whether proposals can carry draft logits, which rejection verification needs."""
+    """Whether proposals can carry draft logits, for rejection verification."""
     uses_pool: bool = False
     """Whether its K/V is in pages if the target's is, instead of whole rows."""
     max_rows: int = sys.maxsize
@@ -135,7 +135,7 @@ class Drafter(CandidateGenerator):
     looks_up: bool = False
     """Whether it looks drafts up in texts, without a forward."""
     reads_prompts: bool = True
-    """Whether its own forwards, which know no images, read prompts."""
+    """Whether its own forwards, without images, read prompts."""
     beside: Literal["thread", "elsewhere"] | None = None
     """Where it drafts while the target verifies; None: it drafts between verifications."""
     outlives_changes: bool = False
@@ -179,7 +179,7 @@ class Drafter(CandidateGenerator):
 
     @property
     def waited(self) -> float:
-        """Seconds of this generation in which decoding waited for the drafter's learning or packing."""
+        """Seconds of this generation that decoding waited for the drafter's learning or packing."""
         return self.learning.waited if self.learns else 0.0
 
     @contextmanager
@@ -216,7 +216,7 @@ class Drafter(CandidateGenerator):
         """Rows have entered."""
 
     def save_row(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
-        """Saves `row`, which has ended, for the next turn of the conversation. Returns, by strategy, the number of
+        """Saves the ended `row` for the next turn of the conversation. Returns, by strategy, the number of
         first columns that the drafter need not compute again, and K/V of its cache; {}: it computes all, or has no
         cache. None: it cannot be saved, because the drafter reads the target's hidden states of the whole text."""
         return {}
@@ -330,7 +330,7 @@ Forward = Callable[[Tensor, Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class NetworkDraft:
-    """One round's draft loop of a network, which reads every drawn token.
+    """One round's draft loop of a network that reads every drawn token.
 
     Args:
         tokens: `[B, known + γ]` int64: the newest committed tokens, read first, and places for the drafts.

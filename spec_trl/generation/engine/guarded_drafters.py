@@ -46,7 +46,7 @@ class GuardedDrafters:
 
     @property
     def waited(self) -> float:
-        """Seconds in which decoding waited for learning or packing, of failed drafters too."""
+        """Seconds that decoding waited for learning or packing, of failed drafters too."""
         return sum(map(attrgetter("waited"), self._all))
 
     def ask_all(self, action: Callable[[Drafter], None]) -> None:

@@ -25,7 +25,7 @@ from .sampling.noise import Draw, RoundNoise
 
 
 class RolloutInStep(Rollout):
-    """A rollout with all requests at once, in which all rows have generated equally many tokens, as in `generate`.
+    """A rollout with all requests at once and equally many generated tokens in all rows, as in `generate`.
 
     Ended rows stay until the last row ends, so that processors and criteria get all rows at every step: with
     `padding`, or if None with tokens of the model, as in `generate` without EOS. The options are those of
@@ -60,7 +60,7 @@ class RolloutInStep(Rollout):
 
     def _first_tokens(self, admission: Admission, logits: Tensor) -> Outcome:
         rows = self.rows
-        logits = logits[[*admission.first_token_rows.values()]]  # [B, 1, V], of each row's leader
+        logits = logits[[*admission.first_token_rows.values()]]  # [B, 1, V], of the rows' leaders
         noise = RoundNoise(rows.noise_keys(1), logits.shape[-1]) if self._do_sample else None
         return self._judge(super()._arrange({}, {}), logits, noise)
 

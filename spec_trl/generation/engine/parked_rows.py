@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class ParkedRows:
     """Rows of a conversation's earlier turn, by a number that is the same in all turns.
 
-    Parked K/V equals K/V that is computed again: requests of later turns know the generated columns, which are then
+    Parked K/V equals K/V that is computed again: requests of later turns know the generated columns, to be
     computed like steps (:meth:`Request.pieces`). Parked K/V takes at most half of free memory; the oldest rows leave
     first, also for rows in flight, and are read again.
     """
@@ -49,7 +49,7 @@ class ParkedRows:
             self._spans[number] = (*self._spans.get(number, ()), (prompt, prompt + completion - 1))
 
     def add(self, rollout: "Rollout", row: int) -> None:
-        """Parks `row`, which has ended, unless memory lacks, or a drafter reads hidden states of the whole text."""
+        """Parks the ended `row`, unless memory lacks, or a drafter reads hidden states of the whole text."""
         cache, drafters, rows = rollout.target.cache, rollout.drafters, rollout.rows
         index, number = rows.indices[row], self._numbers[rows.indices[row]]
         self._pop(number)  # another rank has decoded the turns since
@@ -74,7 +74,7 @@ class ParkedRows:
         self._bytes += self._rows[number].bytes
 
     def saved_of(self, requests: Sequence[Request], rollout: "Rollout") -> list[Request]:
-        """Returns `requests`, which enter rows now, with their parked rows, which leave the store."""
+        """Returns `requests`, about to enter rows, with their parked rows, and forgets these."""
         in_use = {rollout.drafters.names[drafter] for drafter in rollout.drafters.in_use}
         found = []
         for request in requests:

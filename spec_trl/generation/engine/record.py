@@ -130,7 +130,7 @@ class PhaseTimer:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase so far."""
+        """Seconds by phase so far."""
         if self._events:
             torch.cuda.synchronize()
         while self._events:
@@ -282,7 +282,7 @@ def points_and_plans(rounds: Sequence[Round], names: Sequence[str]) -> tuple[lis
 def timelines(
     rounds: Sequence[Round], names: Sequence[str], ends: Mapping[int, tuple[float, int]], completed: Container[int]
 ) -> list[RequestTimeline]:
-    """Finds, by request, the drafters of each round.
+    """Finds, by request, the drafters by round.
 
     Args:
         rounds, names: of the rollout, and of the drafters.

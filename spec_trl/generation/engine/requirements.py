@@ -437,7 +437,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def _rope_scopes(config: Any) -> list[dict[str, Any]]:
-    """RoPE parameters, one dict or one for each layer type."""
+    """RoPE parameters, one dict or one by layer type."""
     parameters, scopes = vars(config).get("rope_parameters") or {}, []
     for scope in (parameters, *parameters.values()):
         if isinstance(scope, dict) and "rope_type" in scope:

@@ -37,7 +37,7 @@ class Rollout:
         in_step: whether all rows commit equally many tokens in a round.
         queue, target, rows, want_logprobs: the arguments.
         drafters: failing ones are dropped.
-        control: decides which drafters draft.
+        control: decides when drafters draft.
         record: rounds, phases and completions so far.
     """
 
@@ -97,7 +97,7 @@ class Rollout:
         self._lookups = LookupEvaluation(control, self.drafters, self._vocabulary)
 
     def end(self) -> None:
-        """Makes drafters drop rows and caches, which would outlive the generation."""
+        """Makes drafters drop rows and caches: nothing of the generation stays."""
         self.drafters.ask_all(methodcaller("end"))
 
     # ---- rows that enter --------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class Rollout:
         self.drafters.ask_all(methodcaller("move", source, destination, columns))
 
     def drop(self, leaving: Sequence[int]) -> None:
-        """Removes the rows `leaving`, which another rank continues or has ended first."""
+        """Removes the rows `leaving`: another rank continues or has ended them."""
         self.record.end([self.rows.indices[row] for row in leaving], {})
         self._free(list(leaving))
 

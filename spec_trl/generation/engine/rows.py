@@ -29,11 +29,11 @@ longer ones through prefill. The choice looks at one row only, so a row's bits n
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 Text: TypeAlias = "tuple[bytes, Spans, ImagePrompt | None]"
-"""Tokens of a prompt, its spans and images, which decide its K/V."""
+"""Tokens of a prompt, its spans and images: the inputs of its K/V."""
 
 
 class Piece(NamedTuple):
-    """Columns `first..end` of a text, `generated` or of a prompt, which is `short` or not."""
+    """Columns `first..end` of a text, `generated`, or of a prompt, `short` or not."""
 
     first: int
     end: int
@@ -47,7 +47,7 @@ class Request:
 
     Args:
         index: row of the caller's batch.
-        prompt: `[length]` int64, without padding, on the host, which can read it without waiting for a device.
+        prompt: `[length]` int64, without padding, on the host: reading it waits for no device.
         limit: most tokens, the prompt's included.
         stream: key of its noise.
         saved: the row that had the request before, here or on another rank; None: no row had it.
@@ -198,10 +198,10 @@ class Rows:
     Attributes:
         active: rows in flight.
         lengths, prompt_lengths, limits: `[active]` int64 tokens: committed, of the prompt, and allowed.
-        requests: `[active]` int64, index of the request in each row; `indices`: the same on the host.
+        requests: `[active]` int64, index of the request by row; `indices`: the same on the host.
         streams: `[active]` int64 noise keys.
         host_lengths, host_prompt_lengths, host_limits: `[active]`, the same three on the host.
-        texts: `[active]`, of the request in each row.
+        texts: `[active]`, of the request, by row.
         most: snapshot of `host_lengths` at the peak of total tokens, taken when rows leave.
         commits: calls of :meth:`commit`; texts stay while this and `indices` do.
     """
@@ -221,7 +221,7 @@ class Rows:
         check_memory(f"the tokens of {capacity} rows x {columns} columns", 20 * capacity * columns, device)
         self.tokens = torch.zeros(capacity, columns, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(capacity, columns, dtype=torch.float32, device=device)
-        self._keys = torch.zeros(capacity, columns, dtype=torch.int64, device=device)  # of the noise at each column
+        self._keys = torch.zeros(capacity, columns, dtype=torch.int64, device=device)  # of the noise, by column
         self._state = torch.zeros(5, capacity, dtype=torch.int64, device=device)
         self._host = np.zeros((3, capacity), np.int64)
         self.set_active(0)
@@ -405,7 +405,7 @@ class PrefixView:
 
     @property
     def order(self) -> Tensor:
-        """`[B]` int64: the row of each request."""
+        """`[B]` int64: row by request."""
         return self.rows.requests.argsort()
 
     def prefixes(self, row: Tensor | None, width: int) -> Tensor:

@@ -38,8 +38,8 @@ class SavedRow:
 
     @classmethod
     def save(cls, row: int, rows: "Rows", cache: RaggedCache, first: int, want_logprobs: bool) -> "SavedRow":
-        """Copies the tokens of `row`, and the target's K/V from column `first` on, without the last token, which the
-        next forward reads."""
+        """Copies the tokens of `row`, and the target's K/V from column `first` on, without the last token, an input of
+        the next forward."""
         tokens, logprobs = rows.output(row, want_logprobs)
         columns = int(rows.host_lengths[row]) - 1
         if first >= columns:

@@ -73,7 +73,7 @@ class LearningStatistics:
     Args:
         updates: updates that began.
         seconds: of these updates.
-        waited: seconds in which decoding waited for them.
+        waited: seconds that decoding waited for them.
         bytes: peak memory of learning in addition to the drafter.
     """
 
@@ -85,7 +85,7 @@ class LearningStatistics:
 
 @dataclass
 class BestOfNStatistics:
-    """Rows that had several chains in a round, of which the longest accepted one won.
+    """Rows with several chains in a round; the longest accepted one won.
 
     Args:
         rounds: rounds with such rows.
@@ -173,7 +173,7 @@ def plain_seconds_within(estimate: float, common: float, least: float, most: flo
 
     Args:
         estimate: seconds.
-        common: seconds of prompts and of rounds without drafts, which plain decoding has too.
+        common: seconds of prompts and of rounds without drafts, the same in plain decoding.
         least, most: the two sums, seconds. Where they contradict each other, `most` holds.
     """
     return common + min(max(estimate - common, least), most)
@@ -203,7 +203,7 @@ class SpeculationStatistics:
         strategy: the `assistant_strategy` asked for.
         exact: True: drafts and other rows change no bit of a log-probability. A list: names of parts that are not
             exact. None: not tested.
-        total, per_request: draft counts over all rows, and of each row; of several chains of a row only the winner.
+        total, per_request: draft counts over all rows, and by row; of several chains of a row only the winner.
         per_depth: the same by output depth at the start of a block; keys are lower edges of `DEPTH_EDGES`.
         per_drafter: draft counts by drafter over all its chains. A chain counts as a block whether it won or not;
             `committed` is what it alone would have added to the output.
@@ -213,8 +213,8 @@ class SpeculationStatistics:
             requested.
         target_forwards, draft_forwards: network forwards, prefill included.
         rounds: decoding rounds, of one target forward each. The first token of most rows comes from the prefill.
-        ended_in: by row, the round, counted from 1, in which it ended; a row that ended with its first token has the
-            number of rounds before.
+        ended_in: by row, its last round, counted from 1; the number of earlier rounds if it ended with its first
+        token.
         timeline: who drafted for a row, and when. Like `ended_in` it lacks rows that other ranks decoded.
         speculating: changes of the plan, at most `MOST_PLANS`.
         points: measured rounds by batch, bin of length, γ and drafter.
@@ -225,7 +225,7 @@ class SpeculationStatistics:
         reason: why the rounds drafted or did not, in a sentence.
         plain_seconds: estimate for plain decoding of the same tokens, from measured rounds or a profile that they
             correct, within what drafts can have saved (:func:`plain_seconds_within`). None: unknown.
-        completion_curve: (seconds since the start, finished requests) at each time at which requests finished.
+        completion_curve: (seconds since the start, finished requests) whenever requests finished.
         phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control", and "learn" where a
             drafter learns.
         seconds: from the first prompt to the last token.
@@ -239,7 +239,7 @@ class SpeculationStatistics:
             weights and caches.
         copied_bytes: of 16-bit copies of the target's wider weights, under autocast.
         learning: None: no drafter learns while it drafts.
-        tallies: rounds of each drafter, with their seconds and predictions, by strategy.
+        tallies: rounds by strategy, with their seconds and predictions.
         drafter_failure: why the drafter was dropped, or None.
     """
 

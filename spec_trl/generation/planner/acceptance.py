@@ -1,7 +1,7 @@
 """Estimates acceptance as two rates: of a draft's first token and of its further tokens (`Drafts`).
 
-One rate p for all positions, as in SA's ladder, fits networks and overrates lookups, which find the right passage or a
-wrong one: 10 of 10 accepted in one round and none in the next are 6 tokens per round, but 10 of 11 judged positions
+One rate p for all positions, as in SA's ladder, fits networks and overrates lookups, whose passage is right or
+wrong: 10 of 10 accepted in one round and none in the next are 6 tokens per round, but 10 of 11 judged positions
 would say 7.1 at γ = 10. Two rates, 1/2 for the first token and 1 for the others, give τ = 6.
 """
 

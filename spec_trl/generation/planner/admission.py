@@ -53,13 +53,13 @@ def plain_rounds(
     """Rounds of plain decoding, between changes of the batch.
 
     Args:
-        prompts: tokens of each request when its first round begins, and key of the prompt.
+        prompts: by request: its tokens at its first round, and key of the prompt.
         tokens: by request, tokens from rounds; 0: the row is free again at once.
         capacity: rows; further requests wait in order.
         done: rounds to leave out at the beginning.
     """
     rounds: list[PlainRounds] = []
-    # A heap of (round in which it ends, length that it would have had in round 0, key).
+    # A heap of (last round, length extrapolated to round 0, key).
     rows: list[tuple[int, int, str]] = []
     delay, now, admitted, lengths = AdmissionDelay(capacity), 0, 0, 0
     while rows or admitted < len(prompts):

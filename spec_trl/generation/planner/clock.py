@@ -22,22 +22,22 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 RoundSeconds: TypeAlias = Callable[[Mapping[str, int], int, int, float], float]
-"""Predicted seconds of a round: by γ of each drafter, most draft tokens of a row, rows, and their mean length."""
+"""Predicted seconds of a round: by γ by drafter, most draft tokens of a row, rows, and their mean length."""
 
-# Standard deviations (sd) and terms are in log seconds. README.md says what breaks when each is doubled.
-DRIFT = 0.02  # sd by which the speed of the machine moves in a round, and of autoregressive rounds of one size
+# Standard deviations (sd) and terms are in log seconds. README.md says what breaks when one is doubled.
+DRIFT = 0.02  # sd of the machine's speed from round to round, and of autoregressive rounds of one size
 CELL_ERROR = 0.1  # sd of a plan at one size beyond its drafters' terms, and of a calibrated drafter
 PROBE_ERROR = 0.3  # sd of a probed drafter: a probe leaves out long texts, and work between forwards
 NOISE = 0.02, 0.05  # least and first sd of a round: no formula is truer than 2 %
 OUTLIER = 3.0  # sds; a longer round is an outlier or a jump of the machine: of usual noise, one round in 400
-OUTLIER_ROUNDS = 20  # rounds of a plan and size among which one may be ignored as an outlier
+OUTLIER_ROUNDS = 20  # rounds of a plan and size; one of them may be ignored as an outlier
 UNTRIED = math.log(6)  # sd of a drafter before its first round: a probe may be wrong by a factor of six
 LEAST_SHARE = 0.3  # of a drafted round, that its drafters' terms scale at least: predictions leave out Python
 MOST_OFF = math.log(36)  # largest term of a drafter: corrections are limited to a factor of 36 either way
 STEPS = 5  # iterations of a fit of a drafter's term; a term that is off by e² is then fitted within 1 %
 FADE = 0.95  # decay of the noise's estimate per round, and of certainty per rollout
-FEWEST_ROUNDS = 100  # rounds of which a file is worth its writing
-VERSION = 3  # of the saved state, which holds differences from one kind of predictions
+FEWEST_ROUNDS = 100  # fewest rounds in a file
+VERSION = 3  # of the saved state: differences from one kind of predictions
 FILE_VERSION = 2  # of a file of predictions and state
 
 
@@ -78,7 +78,7 @@ class Clock:
         self._mean, self._covariance = np.zeros(1), np.ones((1, 1))  # [terms], [terms, terms]
         self._noise = NOISE[1] ** 2
         self._last: tuple[Plan, int] | None = None
-        self._next_outlier: dict[tuple[Plan, int], int] = {}  # the round from which on an outlier may be ignored again
+        self._next_outlier: dict[tuple[Plan, int], int] = {}  # first round that may be an ignored outlier again
         self.tried: set[str] = set()  # drafters with a counted round
         self.rounds = 0
         self.begin(1)

@@ -1,4 +1,4 @@
-"""Defines a control, which plans every decoding round and records its result. `NeverSpeculate` and `AlwaysSpeculate`
+"""Defines a control: it plans every decoding round and records its result. `NeverSpeculate` and `AlwaysSpeculate`
 ignore results; `planner.py` learns from them; a toggle of `papers/efficient_rollout` predicts by a roofline."""
 
 import operator
@@ -55,7 +55,7 @@ class Candidate:
 class Tally:
     """Counts of one candidate in one rollout."""
 
-    rounds: int = 0  # in which it drafted
+    rounds: int = 0  # with its drafts
     blocks: int = 0  # rows verified, summed over the rounds
     tokens: int = 0  # committed
     seconds: float = 0.0  # of the rounds
@@ -97,7 +97,7 @@ class Chain:
 
 
 class Control(ABC):
-    """Decides in every round which candidates draft for which rows, and how far.
+    """Decides in every round the candidates that draft, their rows, and how far.
 
     A rollout calls `begin`; in every round `plan`, `record_rows` (if it drafted) and `record`; and in the end
     `finish`, unless an error ends it.
@@ -177,7 +177,7 @@ class Control(ABC):
 
     @abstractmethod
     def drop(self, index: int) -> None:
-        """Excludes candidate `index`, which failed, for the rest of this rollout."""
+        """Excludes the failed candidate `index` for the rest of this rollout."""
 
     def limit(self, index: int, max_rows: int) -> None:
         """Lowers the most rows of candidate `index` to `max_rows`, as its kernels' first draft has measured."""

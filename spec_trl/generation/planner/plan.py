@@ -11,7 +11,7 @@ class Plan(NamedTuple):
     """A way to decode a round, for all its rows. Without drafters: autoregressively."""
 
     drafters: tuple[str, ...] = ()  # strategies; of two, rows get the better one for them, or race
-    draft_lengths: tuple[int, ...] = ()  # γ of each
+    draft_lengths: tuple[int, ...] = ()  # γ by drafter
     on_all_rows: bool = False  # whether all rows get a chain of each drafter
 
     @property
@@ -41,8 +41,8 @@ class CurrentPlan:
     lasts: float = 0.0  # seconds until the next plan is made
     passed: float = 0.0  # seconds of its rounds
     failed: bool = False  # whether a drafter failed: seconds and verdicts of the round are then invalid
-    measured: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens of each round
-    # Of each drafted round: accepted and drafted tokens, by candidate, of each row.
+    measured: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens by round
+    # By drafted round: accepted and drafted tokens by candidate and row.
     verdicts: list[tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]] = field(default_factory=list)
 
     @property

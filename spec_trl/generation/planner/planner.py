@@ -19,13 +19,13 @@ from .control import FAILED, NO_METHOD, Candidate, Chain, Control, Explanation, 
 from .plan import PLAIN, CurrentPlan, Plan
 
 
-# README.md says what breaks when each is doubled.
+# README.md says what breaks when one is doubled.
 ROUND_BUDGET = 0.015  # autoregressive rounds that a round adds to the exploration budget: trials may cost 1.5 %
 MAX_BUDGET = 8.0  # autoregressive rounds; bound of the budget either way: old gains and losses do not count
 CARRIED_BUDGET = 1.0  # autoregressive rounds of it that the next rollout inherits at most: it may be short
 SHARE = 0.005  # largest share of the time for planning, and for evaluating a lookup drafter
 CERTAIN = 0.05  # variance of log(drafted / autoregressive seconds); above it measured gains are discounted
-YARDSTICK = 5  # tokens; γ at which requests are compared
+YARDSTICK = 5  # tokens; γ for comparisons of requests
 CAUTION = 1.5  # sds between the expected and the worst case of a plan
 
 
@@ -116,7 +116,7 @@ class Planner(Control):
     def further_method(
         self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
     ) -> tuple[str, list[int]] | None:
-        """Runs SA Algorithm 3 for the `requests` of this rank: returns a method with which a free rank may draft for
+        """Runs SA Algorithm 3 for the `requests` of this rank: returns a method by which a free rank may draft for
         rows of this one, and their requests; None: none pays. Methods are ordered by their gain for one row.
         `helpers`: ranks that do so already, by request and method."""
         may = {name: self._may_race and self._batch <= self._max_rows[index] for name, index in self._index.items()}

@@ -114,7 +114,7 @@ class RoundBench:
 
 
 def warm_up_rounds(model: PreTrainedModel, config: SpeculativeConfig) -> int:
-    """Number of untimed rounds per shape, which prepare kernels and captured forwards."""
+    """Number of untimed rounds per shape, to prepare kernels and captured forwards."""
     return CAPTURE_AFTER if captures(config, model.device) else 1
 
 

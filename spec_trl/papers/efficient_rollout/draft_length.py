@@ -8,7 +8,7 @@ from ...generation.planner.acceptance import acceptance_of, expected_block_effic
 
 
 def convert_block_efficiency(block_efficiency: float, old_draft_length: int, new_draft_length: int) -> float:
-    """Converts τ measured at one γ into the expected τ at another, with which the toggle judges a new γ."""
+    """Converts τ measured at one γ into the expected τ at another, so that the toggle can judge a new γ."""
     return expected_block_efficiency(acceptance_of(block_efficiency, old_draft_length), new_draft_length)
 
 

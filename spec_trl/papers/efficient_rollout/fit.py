@@ -27,7 +27,7 @@ Values = Mapping[str, Any]  # of coefficients: [P, 1] each, or a number where it
 SATURATED_ROWS = 256
 BANDWIDTH_SHARE = (0.4, 1.05)  # bounds of BW_eff as shares of the peak bandwidth (ER's calibration)
 FLOPS_SHARE = (0.7, 1.5)  # GEMMs of a model against the benchmarked ones
-THRESHOLDS = (1.0, 1.05)  # speedups at which the toggle's sign is judged: break-even, and ER's margin (App. E.4)
+THRESHOLDS = (1.0, 1.05)  # speedups for judging the toggle's sign: break-even, and ER's margin (App. E.4)
 GENERATIONS = 100
 # No rounding; matrix units that take 16 rows; tensor-core kernels. Kernels for packed weights serve small batches:
 # their tiles are the smallest there are.
@@ -69,7 +69,7 @@ class SignAccuracy:
     """How often prediction and measurement agree on whether speculation pays."""
 
     threshold: float  # of the speedup, on both sides
-    accuracy: float  # share of the grid on which they agree
+    accuracy: float  # share of the grid with agreement
     majority: float  # agreement of always guessing the more frequent answer
 
 
@@ -235,7 +235,7 @@ class Rooflines(Roofline):
         return high * (1.0 + (low / high) ** (1.0 / loss)) ** loss
 
 
-TARGET_WEIGHT = 2.0  # of T_T, by which every decision divides
+TARGET_WEIGHT = 2.0  # of T_T, the divisor of every decision
 SIGN_WEIGHT = 0.1
 SIGN_WIDTH = 0.005  # of the step that counts a sign, as a share of the speedup
 OUTLIER = 0.03  # relative errors beyond this count linearly: sweeps hold times of rows that ended early

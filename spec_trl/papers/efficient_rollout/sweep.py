@@ -65,7 +65,7 @@ def points(samples: Iterable[Sample]) -> list[Point]:
 
 
 def check_samples(samples: Iterable[Sample], source: str) -> str | None:
-    """Raises ValueError, which names `source`, unless `samples` can be fitted. Up to a tenth of the (B, S, γ) may lack
+    """Raises ValueError, naming `source`, unless `samples` can be fitted. Up to a tenth of the (B, S, γ) may lack
     their draft or verify time; the returned text names them."""
     cells: dict[Mode, set[tuple[int, float, int]]] = {mode: set() for mode in MODES}
     for sample in samples:

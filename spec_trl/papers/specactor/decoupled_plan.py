@@ -52,7 +52,7 @@ def execution_plan(
     Args:
         requests: B, of the whole cluster, at least 1.
         gpus: G, of the whole cluster.
-        verify_gpus: 𝔾, numbers of GPUs over which a copy of the target may be split; those above G are left out.
+        verify_gpus: 𝔾, numbers of GPUs of one copy of the target; those above G are left out.
         acceptance: p, 0 to 1.
         draft: D of g_d.
         verify: V of (g_v, positions).

@@ -8,7 +8,7 @@
         serve(SmallModelDrafter(assistant, model), verifier=0)
 
 Messages are in host memory, so both ranks need a group that can send from it: gloo, also on GPUs, in a process group
-"cpu:gloo,cuda:nccl". A receive needs a timeout, which NCCL does not offer.
+"cpu:gloo,cuda:nccl". A receive needs a timeout, and NCCL has none.
 """
 
 import warnings
@@ -34,7 +34,7 @@ from .decoupled.worker import DraftWorker, Kind, work
 
 
 IDLE_SECONDS = 24 * 3600.0
-"""Seconds without a message after which :func:`serve` ends by itself: a verifier may pause for long."""
+"""Most seconds of silence before :func:`serve` ends by itself: a verifier may pause for long."""
 _LOOK_SECONDS = 0.5  # between two checks that a silent verifier is alive
 _MAGIC = 0x5AEC7A11  # the first number of a message's head
 _MOST = 1 << 26  # numbers in a message: prompts of thousands of rows; a bound against damaged heads
@@ -247,7 +247,7 @@ class DraftRanks:
     Args:
         drafting: number of ranks that draft.
         rank, ranks: this rank, and the number of ranks.
-        timeout: seconds of silence after which a waiting rank gives up.
+        timeout: most seconds of silence while a rank waits.
 
     Attributes:
         decoding: number of ranks that decode, the first ones.

@@ -20,7 +20,7 @@ from ...value_checks import require_field
 from ..efficient_rollout.roofline import Roofline
 
 
-BlockEfficiency: TypeAlias = Callable[[int], float]  # τ to expect of each γ
+BlockEfficiency: TypeAlias = Callable[[int], float]  # expected τ by γ
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Rung:
     method: str  # the drafter's strategy
     batch: int  # rows
     draft_length: int  # γ, 1 to 64
-    acceptance: float  # probability with which each draft token was marked as accepted, 0 to 1
+    acceptance: float  # probability of marking a draft token as accepted, 0 to 1
     seconds: float  # of a round (draft, verify, accept)
     plain_seconds: float  # of an autoregressive round at the same batch, measured in the same profile
 
@@ -59,7 +59,7 @@ class Ladder:
     rung, or if a cell has two."""
 
     rungs: tuple[Rung, ...]  # profiled cells, one per (method, batch, γ, acceptance)
-    shape: str  # fingerprint of the target's and the drafters' shapes, which the caller compares
+    shape: str  # fingerprint of the target's and the drafters' shapes, for the caller to compare
 
     def __post_init__(self) -> None:
         if not self.rungs:

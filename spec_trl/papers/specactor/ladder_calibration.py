@@ -138,7 +138,7 @@ def _fingerprint(key: ProfileKey, drafters: Sequence[Drafter], draft_lengths: Se
 
 
 def _stand_in(drafter: Drafter) -> Drafter:
-    """Returns a stand-in for `drafter`, which must not learn from random tokens."""
+    """Returns a stand-in for `drafter`: it must not learn from random tokens."""
     if isinstance(drafter, DistilledDrafter):
         return drafter.student
     if isinstance(drafter, HistoryDrafter):
@@ -224,7 +224,7 @@ class _Bench(RoundBench):
 
 
 def _slowdowns(times: list[float], plain: list[float]) -> list[float]:
-    """Seconds of rounds over those of the autoregressive round of the same visit, which other work slowed equally."""
+    """Seconds of rounds over those of the autoregressive round of the same visit, slowed equally by other work."""
     return [seconds / plain_seconds for seconds, plain_seconds in zip(times, plain, strict=False)]
 
 

@@ -14,7 +14,7 @@ class RacingPool(SharedPool):
     (:meth:`~.Planner.further_method`). A request's completion is of the rank that ends it first.
 
     Attributes:
-        method: name of the drafter with which this rank races for all of its rows; None: it does not race.
+        method: name of this rank's drafter in a race for all of its rows; None: it does not race.
     """
 
     method: str | None = None

@@ -50,7 +50,7 @@ def reconfigured(
     """The plan of every request: the group's from the mean acceptance upwards, else the fastest for the request.
 
     Args:
-        acceptance: p of each request, 0 to 1.
+        acceptance: p by request, 0 to 1.
         plan: the group's, from :func:`~.decoupled_plan.execution_plan`.
         draft: D of g_d.
         verify: V of (g_v, positions).
@@ -89,7 +89,7 @@ class RequestPlans(Generic[Request]):
     """Plans of the requests of a running group, decided again after every 1000 tokens of a request.
 
     Args:
-        plan: of the group, with which requests begin; the attribute `group`.
+        plan: of the group, also of new requests; the attribute `group`.
         draft: D of g_d.
         verify: V of (g_v, positions).
         every: tokens of a request between two decisions.

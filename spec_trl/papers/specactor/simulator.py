@@ -24,7 +24,7 @@ from .token_speed import DraftSeconds, committed_tokens, coupled_speed, replicat
 
 
 HORIZON = 250
-"""Tokens per request after which a worker's period is computed again, since caches have grown."""
+"""Tokens per request between computations of a worker's period, since caches grow."""
 _count = itertools.count()  # breaks ties between requests that end at the same time
 
 
@@ -58,7 +58,7 @@ class Outcome:
     rollout_seconds: float
     step_seconds: float
     idle_share: float  # of the workers' time until the last request ends
-    ends: list[float]  # seconds at which each request ended
+    ends: list[float]  # seconds, by request
     spans: list[list[tuple[float, float, str]]]  # by worker: (from, to, drafter) where it had requests
 
 
@@ -82,7 +82,7 @@ class _Copy:
     worker: "_Worker"
     plan: RequestPlan = field(init=False)
     rate: float = field(init=False)  # tokens per period
-    share: float = field(init=False)  # of the periods in which it is verified
+    share: float = field(init=False)  # of the periods with its verification
     start: float = field(init=False)
 
     def follow(self, plan: RequestPlan, done: float) -> None:
@@ -114,7 +114,7 @@ class _Worker:
     drafter: DrafterModel | None
     runs_ahead: bool  # whether its drafters have GPUs of their own and draft while it verifies
     periods: float = 0.0  # decoded so far
-    now: float = 0.0  # time at which they were
+    now: float = 0.0  # time of the last period
     seconds: float = 0.0  # of a period
     version: int = 0  # of its entry among the events
     copies: dict[_Copy, None] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class _Worker:
     ends: list[tuple[float, int, _Copy]] = field(default_factory=list)  # a heap; those that have left stay in it
     start: float = 0.0  # sum over copies
     rate: float = 0.0  # likewise
-    read_start: float = 0.0  # likewise, each weighted by the share of periods in which it is verified
+    read_start: float = 0.0  # likewise, each weighted by its share of periods with verification
     read_rate: float = 0.0
     verified: float = 0.0  # requests of a verification
     positions: float = 0.0  # tokens of a verification

@@ -171,8 +171,8 @@ class RowAdapters(RowTensors):
         rank: r.
 
     Attributes:
-        down: `[r, in]` for each layer, by name; at least float32.
-        up: `[rows, out, r]` for each layer.
+        down: `[r, in]` by layer name; at least float32.
+        up: `[rows, out, r]` by layer name.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], rows: int, rank: int) -> None:

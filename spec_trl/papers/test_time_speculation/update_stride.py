@@ -30,7 +30,7 @@ _SAVED = ("level", "share", "rounds", "_variances", "_noise", "_seen", "_efficie
 
 
 class FixedStride:
-    """Says after which rounds the drafter learns: every `rounds` (S) of them."""
+    """Lets the drafter learn every `rounds` (S) rounds."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
@@ -41,7 +41,7 @@ class FixedStride:
         self.waited = self.rounds - 1  # rounds since the last update; saved in checkpoints
 
     def is_due(self) -> bool:
-        """Whether the drafter learns from this round; asked once in each round that drafted."""
+        """Whether the drafter learns from this round; called once in every drafted round."""
         self.waited += 1
         if self.waited < self.rounds:
             return False
@@ -50,7 +50,7 @@ class FixedStride:
 
 
 class AdaptiveStride:
-    """Says after which rounds the drafter learns: where an update pays.
+    """Lets the drafter learn after rounds where an update pays.
 
     A Kalman filter follows what is learned from update to update. Its state is the *level*, by how much learning has
     raised log τ, and the *share* of the gap log((γ + 1) / τ) that one more update closes. Every update measures the
@@ -95,7 +95,7 @@ class AdaptiveStride:
         return self.level + math.sqrt(self._variances[0]) < 0
 
     def is_due(self, rounds_ahead: float, spend: Callable[[float], bool]) -> bool:
-        """Whether the drafter learns from this round; asked once in each round that drafted. `spend` takes seconds
+        """Whether the drafter learns from this round; called once in every drafted round. `spend` takes seconds
         from the budget of trials, or refuses."""
         if not self._of_rounds:
             return False

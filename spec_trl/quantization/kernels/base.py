@@ -23,12 +23,12 @@ al. 2023, §3 and App. E)."""
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Spec of a weight matrix [out_features, in_features], with which a kernel is chosen.
+    """Spec of a weight matrix [out_features, in_features], for the choice of a kernel.
 
     Attributes:
         bits: 4 (asymmetric, integer zero points; or NF4) or 8 (symmetric).
         group: number of weights of a row that share a scale; divides in_features.
-        policy_dtype: dtype in which the policy computes with this weight.
+        policy_dtype: dtype of the policy's products with this weight.
         activation_dtype: wanted dtype of activations and scales; None = the kernel's choice.
         normal_float: whether 4 bits are NF4.
         siblings: output features of all projections of the same input, this one included, if one product may serve
@@ -97,7 +97,7 @@ class PackedWeight(nn.Module, ABC):
         normal_float: whether the codes are NF4's values.
         device_type: the only kind of device it runs on; None = any.
         package: the package that provides it; None = torch.
-        activation_dtypes: dtypes in which it can compute, the best first; empty = any, the policy's first.
+        activation_dtypes: dtypes of its products, the best first; empty = any, the policy's first.
         multiples: numbers that must divide out_features and in_features.
         row_block: `pack_` takes blocks that begin at a multiple of this; all but the last have a multiple of rows.
         rows_along: the row dimension of every buffer, if a slice of the buffers is a weight.

@@ -31,7 +31,7 @@ from .reference import ReferenceInt4, ReferenceNF4
 ROWS = (1, 8, 32)  # timed rows of x; tables of earlier releases have more
 SMALL_ROWS = 8  # most rows that count in the choice: drafting has few
 MOST_ROWS = 64  # most rows of a kernel: twice the last timed number, the furthest extrapolation of the last two times
-REPLAYS = 20  # timed calls, of which the median counts
+REPLAYS = 20  # timed calls; the median counts
 MIN_CALLS, MAX_CALLS = 8, 128  # calls in a replay
 FILL = 1 << 24  # weights made at once
 TOLERANCE = 0.05  # of an output's standard deviation: twice the bfloat16 rounding of the largest outputs
@@ -61,7 +61,7 @@ class TableKey:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A kernel's name, and the most rows of x at which it is faster than the dense layer."""
+    """A kernel's name, and the most rows of x with a gain over the dense layer."""
 
     kernel: str
     max_rows: int
@@ -74,7 +74,7 @@ class KernelTable:
     Attributes:
         key: of the table.
         dense: times of the policy's layer.
-        kernels: times of each kernel, by its name.
+        kernels: times by name.
         version: to raise when a kernel of ours changes; older tables are then measured again.
     """
 
@@ -103,7 +103,7 @@ class KernelTable:
 
     def choose(self) -> KernelChoice | None:
         """The kernel that is fastest up to SMALL_ROWS, in geometric mean; None where the dense layer wins at one row.
-        Beyond its `max_rows` a kernel counts with the time of the dense layer, which then runs."""
+        Beyond its `max_rows` a kernel counts with the time of the dense layer, then in use."""
 
         def small(kernel: str) -> float:
             limit = self.max_rows(kernel)
@@ -203,7 +203,7 @@ def known_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> Kern
 
 
 def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer = time_replays) -> KernelTable:
-    """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights: measured once,
+    """Times of the dense layer and of the fitting `kernels` for random weights: measured once,
     and saved in memory and in the user's cache. A layer's siblings are timed as they run: in one product if the kernel
     can join their rows, else one after the other.
 

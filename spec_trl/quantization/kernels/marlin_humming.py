@@ -1,12 +1,12 @@
 """Multiplies 4-bit weights by Marlin or Humming, two optional extras.
 
-    codes   int32 [in / 16, 2 * stored_rows], for each kernel in another order
+    codes   int32 [in / 16, 2 * stored_rows], in an order of the kernel
     scales  bfloat16 [groups, stored_rows]: of 64 rows, those with the same row % 8 lie together
     zeros   int32 [groups, stored_rows / 8]: permuted like the scales, then 8 to a word in an order of the kernel
 
 Rows of the weight are padded to `stored_rows` with scale 0.
 
-Marlin (Frantar et al. 2024), in the edition of vLLM, comes as source with `gptqmodel`, which is never imported: it
+Marlin (Frantar et al. 2024), in the edition of vLLM, comes as source with `gptqmodel`, never imported: it
 patches safetensors, triton and transformers. Its CUDA files are copied to the user's cache, completed by their own
 generator, and compiled with torch's extension builder (some minutes, once).
 
@@ -47,7 +47,7 @@ class FragmentInt4(PackedWeight):
     Args:
         layer: spec of the weight.
         stored_rows: rows with padding; a multiple of 64.
-        locks: number of counters by which the kernel's programs find the last one.
+        locks: number of counters that let the kernel's programs find the last one.
 
     Attributes:
         zero_order: the zero point, of 8 neighbouring ones, in each nibble of a word, from the lowest on.
@@ -64,7 +64,7 @@ class FragmentInt4(PackedWeight):
         self.codes = self.allocate(layer.in_features // 16, 2 * stored_rows, dtype=torch.int32)
         self.scales = self.allocate(layer.groups, stored_rows, dtype=torch.bfloat16)
         self.zeros = self.allocate(layer.groups, stored_rows // 8, dtype=torch.int32)
-        self.locks = self.allocate(locks, dtype=torch.int32)  # 0 again after each call
+        self.locks = self.allocate(locks, dtype=torch.int32)  # 0 again after a call
 
     @abstractmethod
     def order_codes(self, codes: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ multiplies a group's product, in fp32. W is the left operand: its unpacked weigh
 to 8 or 16 rows only.
 
 Where W has too few tiles for the device, the columns of a tile are divided among programs, and the last of them to
-arrive adds the parts in a fixed order: one kernel, and the same bits at each call. A counter per tile tells which is
+arrive adds the parts in a fixed order: one kernel, and the same bits at every call. A counter per tile tells which is
 the last, and that one sets it to 0 again, for the next call or replay.
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -116,7 +116,7 @@ def _int4_mm(
 
 
 def splits_for(tiles: int, spans: int, multiprocessors: int, most: int) -> int:
-    """Number of parts into which the spans of a tile are divided, for the least time of the busiest multiprocessor.
+    """Number of parts of a tile's spans, for the least time of the busiest multiprocessor.
 
     A program alternates between unpacking and multiplying, so one program occupies a multiprocessor about as long as
     two side by side: the aim is two to `most` programs, which must fit. More would wait, so many tiles are not
@@ -134,7 +134,7 @@ def splits_for(tiles: int, spans: int, multiprocessors: int, most: int) -> int:
 
 
 def stages_for(block_m: int, memory: int) -> int:
-    """Number of stages with which two programs fit into a multiprocessor's `memory` bytes of shared memory."""
+    """Number of stages such that two programs fit into a multiprocessor's `memory` bytes of shared memory."""
     return NUM_STAGES if block_m < MAX_BLOCK_M and memory >= STAGES_MEMORY else NUM_STAGES - 1
 
 

@@ -88,7 +88,7 @@ class DFlashDrafter(FeatureDrafter):
         return [math.exp(-k / decay) for k in range(count)]
 
     def _masks(self, slots: Tensor, columns: int, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Additive masks of each layer for blocks in `slots` `[B, n]`, over the first `columns`."""
+        """Additive masks, by layer, for blocks in `slots` `[B, n]`, over the first `columns`."""
         keys = torch.arange(columns, device=slots.device)[None]  # [1, columns]
         return self.config.masks(slots[:, 0], keys, keys >= slots[:, :1], dtype or self.network.dtype)
 

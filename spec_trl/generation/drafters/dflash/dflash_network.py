@@ -196,7 +196,7 @@ def spaced_layers(depth: int, count: int) -> list[int]:
 
 
 class DFlashNetwork(FeatureNetwork):
-    """The network itself; arguments as of :class:`FeatureNetwork`, which takes the layers too."""
+    """The network itself; arguments as of :class:`FeatureNetwork`, and the layers."""
 
     config: DFlashConfig
 

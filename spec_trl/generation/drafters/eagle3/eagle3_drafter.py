@@ -59,12 +59,12 @@ class Eagle3Drafter(FeatureDrafter):
         return Eagle3Config.parse(settings, target.num_hidden_layers, len(layers))
 
     def begin(self, session: DraftSession) -> None:
-        self.cached = np.zeros(session.rows.capacity, np.int64)  # pairs of each row that were fed
+        self.cached = np.zeros(session.rows.capacity, np.int64)  # pairs read, by row
         super().begin(session)
 
     def feed_texts(self, admission: Admission, known: Mapping[int, int]) -> None:
         rows, end = self.session.rows, admission.first + admission.leaders
-        pairs = (rows.host_lengths[admission.first :] - 1).tolist()[: admission.leaders]  # of each row
+        pairs = (rows.host_lengths[admission.first :] - 1).tolist()[: admission.leaders]  # by row
         firsts = torch.tensor([known.get(row, 0) for row in range(admission.first, end)])  # [n]
         if pairs:
             lacking = int((torch.tensor(pairs) - firsts).max())
@@ -95,7 +95,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     def catch_up(self, count: int) -> int:
         # As many pairs as a round of as many drafts gives, so that rounds are alike; rows that lack fewer feed some
-        # again, which writes the same K/V. After rounds in which it did not draft there may be more.
+        # again and write the same K/V. After rounds without its drafts there may be more.
         rows, known = self.session.rows, count + 1
         missing = int((rows.host_lengths - 1 - self.cached[: rows.active]).max())
         self.cached[: rows.active] = rows.host_lengths - 1
@@ -158,7 +158,7 @@ class Eagle3Drafter(FeatureDrafter):
         attended(self._runner, lambda: self._run(tokens, columns, states, visible, first_row))
 
     def _run(self, tokens: Tensor, columns: Tensor, states: Tensor, visible: int, first_row: int = 0) -> Tensor:
-        """h `[B, q, H]` of pairs of `tokens` `[B, q]` and `states` `[B, q, H]`, which lie in `columns` `[B, q]`."""
+        """h `[B, q, H]` of pairs of `tokens` `[B, q]` and `states` `[B, q, H]` in `columns` `[B, q]`."""
         embedded = self.network.embed(tokens, self.embeddings)  # [B, q, H]
         visible = self.point_at(columns, visible, first_row)
         mask: Tensor | dict[str, Tensor]

@@ -118,7 +118,7 @@ class Eagle3Network(FeatureNetwork):
     of r (`fed_back`). :class:`~.Eagle3Drafter` shows the pairs.
 
     Parameters have the names of the speculators format, in which `midlayer` is `layers.0`. Arguments are those of
-    :class:`FeatureNetwork`, which takes the layers too.
+    :class:`FeatureNetwork`, and the layers.
     """
 
     config: Eagle3Config

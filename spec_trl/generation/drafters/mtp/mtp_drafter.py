@@ -97,7 +97,7 @@ class MtpDrafter(Eagle3Drafter):
 
     @torch.no_grad()
     def _run_once(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of no column, from a forward over one pair: MLA's have two widths, which no config names."""
+        """Keys and values of no column, from a forward over one pair: MLA's have two widths that no config names."""
         written: list[tuple[Tensor, Tensor]] = []
 
         def note(keys: Tensor, values: Tensor, _: int) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Tensors of a head that are the target's."""
 _MTP = re.compile(r"(^|\.)mtp[._]")
 _FURTHER = re.compile(r"\w+\.[1-9]\d*\.")
-"""Tensors of the second head and those after it, which are trained to follow the first: one head serves all depths."""
+"""Tensors of the second and later heads, trained to follow the first: one head serves all depths."""
 
 
 class Layout(NamedTuple):
@@ -108,7 +108,7 @@ class StoredHeads:
         for file in sorted({self.files[name] for name in names}):
             try:
                 with safe_open(self.folder / file, "pt") as opened:
-                    # Copies: tensors are mapped from the file, over which the policy may be saved.
+                    # Copies: tensors are mapped from the file, and the policy may be saved over it.
                     tensors |= {name: opened.get_tensor(name).clone() for name in names if self.files[name] == file}
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.folder / file} cannot be read; fetch it again: {error}") from error
@@ -145,7 +145,7 @@ def find_heads(checkpoint: str | Path, target: PreTrainedModel, argument: str, *
 
 
 def stored_files(folder: Path) -> dict[str, str]:
-    """The name of the file of each tensor in a folder's safetensors, of which a single file comes before an index, as
+    """The name of the file of each tensor in a folder's safetensors; a single file comes before an index, as
     in transformers; empty: there are none."""
     if (folder / WHOLE).is_file():
         with safe_open(folder / WHOLE, "pt") as opened:

@@ -39,7 +39,7 @@ class CudaRecorder:
         self._anchors: list[torch.cuda.CUDAGraph] = []
 
     def record(self, forward: Callable[[], Outputs], apart: bool = False) -> Recording:
-        """Captures the device work of `forward`, which must not wait for the device. `apart`: it may be replayed
+        """Captures the device work of `forward`, without waits for the device. `apart`: it may be replayed
         between two replays of others of which the second reads what the first wrote to the pool."""
         with CAPTURING, torch.cuda.device(self._device):
             stream, current = capture_stream(self._device), torch.cuda.current_stream()
@@ -272,7 +272,7 @@ def row_bucket(rows: int, limit: int) -> int:
 
 
 def column_bucket(columns: int, limit: int) -> int:
-    """Columns to which `columns` are padded if attention reads a mask: a power of two, at most `limit`."""
+    """`columns` with padding, if attention reads a mask: a power of two, at most `limit`."""
     return min(max(SMALLEST_COLUMNS, 1 << (columns - 1).bit_length()), limit)
 
 

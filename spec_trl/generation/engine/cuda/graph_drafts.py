@@ -53,7 +53,7 @@ class _Key(NamedTuple):
 
 
 def text_bucket(width: int) -> int:
-    """Tokens to which a text of `width` is padded: 1024 times a power of four, so that a text that grows is captured
+    """Tokens of a text of `width` with padding: 1024 times a power of four, so that a text that grows is captured
     anew twice up to 16k. A step reads 70 bytes per token of it, and 6 or more per word of the vocabulary."""
     return max(1024, 1 << -(-(width - 1).bit_length() // 2) * 2)
 
@@ -129,7 +129,7 @@ class CapturedLoops:
         return self._loops.get(_Key.of(draft, shape))
 
     def larger(self, draft: NetworkDraft, shape: ForwardKey) -> CapturedLoop | None:
-        """Returns a larger captured loop into which `draft` fits, or None."""
+        """Returns a larger captured loop that fits `draft`, or None."""
         fitting = [key for key in self._loops if key.shape.serves(shape) and key == _Key.of(draft, key.shape)]
         return self._loops[min(fitting, key=lambda key: key.shape)] if fitting else None
 
@@ -183,7 +183,7 @@ class CapturedFeatures(FeatureRunner):
         network: of the drafter, on its final device and in its final dtype.
         cache: rows that pad a batch (:func:`row_bucket`) write into its free rows.
         budget: shared with the target.
-        capture_after: number of uses after which a shape is captured.
+        capture_after: uses of a shape before its capture.
         made_for: calls with an equal tuple reuse its captured forwards.
 
     Attributes:

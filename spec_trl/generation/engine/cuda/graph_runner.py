@@ -1,4 +1,4 @@
-"""Runs captured forwards (CUDA graphs) in place of eager ones, which cost kernel launches.
+"""Runs captured forwards (CUDA graphs) in place of eager ones, and saves kernel launches.
 
 A captured forward reads its tokens and positions from static buffers and writes its logits into one; replaying it
 launches all its kernels at once. It is captured for a number of rows, tokens per row and visible columns, so shapes
@@ -43,9 +43,9 @@ from .graph_drafts import CapturedFeatures, CapturedLoops
 MOST_QUERIES = 65
 """Most tokens per row of a captured forward: γ + 1; longer forwards are prefills."""
 CAPTURE_AFTER = 3
-"""Number of uses after which a shape is captured: a rollout's last rounds use many shapes once."""
+"""Uses of a shape before its capture: a rollout's last rounds use many shapes once."""
 COMPILE_AFTER = 10_000
-"""Number of replays after which "auto" tries a compiled forward of that shape: compiling takes up to tens of
+"""Replays of a shape before "auto" tries a compiled forward: compiling takes up to tens of
 seconds."""
 WARM_UPS = 2
 """Forwards of a compiled network before its first capture of a shape; others have run eagerly for `CAPTURE_AFTER`."""
@@ -239,7 +239,7 @@ class GraphRunner(EagerRunner):
         self._graphs.clear()
         vars(self).pop("_compiled_runner", None)
 
-    # ---- which graph ----------------------------------------------------------------------------------------------
+    # ---- choice of a graph ----------------------------------------------------------------------------------------
 
     def _key(self, tokens: Tensor, columns: int) -> ForwardKey:
         visible = self.cache.columns if self.uses_spans else column_bucket(columns, self.cache.columns)
@@ -356,7 +356,7 @@ class GraphRunner(EagerRunner):
         return EagerRunner(compiled_twin(self.network, self.cache), self.cache)
 
     def _try_compiled(self, graph: CapturedForward) -> None:
-        """Replaces `graph`, which is filled, by a compiled forward if both agree and that is faster."""
+        """Replaces the filled `graph` by a compiled forward if both agree and that is faster."""
         if not self.budget.allows_more():
             return
         self.budget.preparations += 1

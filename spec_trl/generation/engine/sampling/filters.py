@@ -21,7 +21,7 @@ def keep_top_p(warper: hf.TopPLogitsWarper, scores: Tensor, count: int = _FIRST,
 
     They decide if they hold the mass, and the cut is neither within rounding nor between equal scores: transformers'
     unstable sort keeps any of these. Else more scores are read, and finally sorted. `out`: output, may be `scores`, to
-    avoid new memory, which costs more than the arithmetic.
+    avoid new memory: that costs more than the arithmetic.
     """
     vocabulary = scores.shape[1]
     usual = 0 < warper.top_p < 1 and warper.min_tokens_to_keep == 1

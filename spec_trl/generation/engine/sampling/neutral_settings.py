@@ -49,10 +49,10 @@ def override(model: Any, config: Config, keywords: dict[str, Any], of_config: st
         of_config: names `config` to the user.
 
     Returns:
-        `config`, or a copy with which `generate` makes no cache of another kind.
+        `config`, or a copy that makes `generate` create no cache of another kind.
 
     Raises:
-        ValueError: the cache is quantized, on which tokens depend.
+        ValueError: the cache is quantized, and would change tokens.
     """
     own = getattr(model, "generation_config", None)
     fresh: Any = config

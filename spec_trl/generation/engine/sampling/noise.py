@@ -43,7 +43,7 @@ _LAST = _signed(0x27D4EB2F, 32)
 
 
 def _splitmix64(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64 tensors, which wrap modulo 2**64."""
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64 tensors, modulo 2**64."""
     x = x + _INCREMENT
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST  # torch shifts arithmetically: mask
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND
@@ -171,8 +171,8 @@ class Draw:
 
     Args:
         tokens: `[B, n]` int64.
-        scores: `[B, n]`, perturbed logit of each token; NaN or -inf where the logits were broken.
-        logprobs: `[B, n]` log-probability of each token under the processed distribution, if asked for.
+        scores: `[B, n]`, perturbed logits of the tokens; NaN or -inf where the logits were broken.
+        logprobs: `[B, n]` log-probabilities of the tokens under the processed distribution, if asked for.
         most: `[B]` int64, limit of accepted drafts by row. None: no limit; -1: the row commits nothing in this round,
             not even the target's own token.
     """
@@ -196,7 +196,7 @@ class Draw:
 def draw(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs: bool = False) -> Draw:
     """Draws a token at each of n positions from processed logits `[B, n, vocabulary]`, float32 or float64.
 
-    `noise`: of the round, of which the first position is at `first`; None: greedy.
+    `noise`: of the round, with the first position at `first`; None: greedy.
     """
     count = logits.shape[1]
     if noise is None:

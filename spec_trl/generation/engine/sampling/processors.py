@@ -67,7 +67,7 @@ _BY_PREFIX = (
     hf.SuppressTokensAtBeginLogitsProcessor,
     hf.WatermarkLogitsProcessor,
 )
-# Those that read only the length of a prefix: the lengths on which they act.
+# Classes that read only the length of a prefix, with the lengths that they act on.
 _ACTS_ON: dict[type, Callable[[Any, int], bool]] = {
     hf.MinLengthLogitsProcessor: lambda rule, width: width < rule.min_length,
     hf.MinNewTokensLengthLogitsProcessor: lambda rule, width: width - rule.prompt_length_to_skip < rule.min_new_tokens,

@@ -66,7 +66,7 @@ class Stopping:
         return self._criteria(self._prefixes.batch(step), None)[self._prefixes.rows.requests]
 
     def _first_by_prefix(self, keep: Integers, start: int, count: int) -> Integers:
-        """`[B]`: number of tokens after which a row stops, if at one of its tokens `start..start + count`, of `keep`
+        """`[B]`: number of tokens at a row's stop, if at one of its tokens `start..start + count`, of `keep`
         (`[B]`) tokens; else `keep + 1`."""
         row, place = (np.arange(start, start + count) < keep[:, None]).nonzero()  # of each token
         stopped = np.zeros((len(keep), count), np.bool_)  # [B, n]

@@ -104,7 +104,7 @@ class DraftThread(DraftPipe):
                 raise answer
             return answer
         finally:
-            # Breaks the cycle of error and frame, which would hold the caches until garbage collection.
+            # Breaks the cycle of error and frame, or it would hold the caches until garbage collection.
             del answer
 
     def end(self) -> None:
@@ -124,7 +124,7 @@ class DraftThread(DraftPipe):
 
 def idle_cores() -> int:
     """Cores of this process beside torch's threads; negative: there are more threads."""
-    # Linux alone says to which cores a process is bound.
+    # Only Linux reports a process's cores.
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return bound - torch.get_num_threads()
 

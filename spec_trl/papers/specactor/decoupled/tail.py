@@ -14,7 +14,7 @@ class TailCache(RaggedCache):
 
         target's columns        t t t t t x x x .     row of L = 6 committed tokens; x: verification may write them
         tail, size 4                      d d d d     position t is column t % 4
-                                          ^ L - 1, which the target has not computed
+                                          ^ L - 1, not computed by the target
 
     Committing moves no K/V: committed positions are read from the target's columns from then on. The target never
     reads the tail, so a drafter that fails, or hangs and resumes later, changes no token.

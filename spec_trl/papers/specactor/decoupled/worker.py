@@ -197,7 +197,7 @@ def work(
                 drafter.end()
         if kind in (Kind.DRAFT, Kind.END):
             answer(values if failure is None else failure)
-    del failure  # its traceback references this frame, which references the caches
+    del failure  # its traceback references this frame, and so the caches
 
 
 def _require(is_right: bool, message: str, what: str) -> None:

@@ -223,7 +223,7 @@ def add_lora(
         ys: per layer `[..., out]` contiguous, of one dtype, without the adapter.
         a, b: per layer `[rank, in]` and `[out, rank]` contiguous, all of one rank.
         scalings: per layer, of what the adapter adds.
-        dtype: in which the adapters compute.
+        dtype: of the adapters' arithmetic.
         gated: returns silu(gate) * up for the two layers gate and up, of equally many outputs.
 
     Returns:

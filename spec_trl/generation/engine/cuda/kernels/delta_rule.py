@@ -120,7 +120,7 @@ def delta_rule(
 ) -> tuple[Tensor, Callable[[Tensor], None]]:
     """The gated delta rule, or Kimi's, whose decay is by channel: see
     :func:`~.delta_rule`. `state` is float32; other tensors are of any dtype.
-    `writes` may be `[B]` int64: which rows write, those without a 0. With `initial_state` the scan begins there.
+    `writes` may be `[B]` int64: rows with a 0 do not write. With `initial_state` the scan begins there.
     """
     query, key, value, g, beta = (given[name] for name in ("query", "key", "value", "g", "beta"))
     norms, begin = given["use_qk_l2norm_in_kernel"], given.get("initial_state")

@@ -33,7 +33,7 @@ _OPTIONS = dict(enable_fp_fusion=False)
 
 @triton.jit
 def _rounded_product(x: tl.tensor, y: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
-    """x * y, rounded to the dtype of y, which is that of x or wider."""
+    """x * y, rounded to the dtype of y, x's or a wider one."""
     return (x.to(WIDE) * y.to(WIDE)).to(y.dtype)
 
 
@@ -245,7 +245,7 @@ def add_rms_norm(
     branch_weight: Tensor | None = None,
     branch_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """x + residual, both `[..., hidden]` contiguous, in the dtype of `residual`, which is that of x or float32; and
+    """x + residual, both `[..., hidden]` contiguous, in the dtype of `residual`, x's or float32; and
     :func:`rms_norm` of that. With a `branch_weight` x is normed before, by a norm of the same `shift`."""
     total, out = torch.empty_like(residual), torch.empty_like(residual, dtype=dtype)
     _norm(x, residual, branch_weight, weight, total, out, branch_eps, eps, shift)

@@ -5,7 +5,7 @@ A row's queries see columns of the cache from a first to a last one, both read f
 them a captured CUDA graph, are the same however long the rows are, and what lies past a row's end is never read.
 
 One program takes a share of one row's columns (split K/V, Dao et al., "Flash-Decoding", 2023) for one K/V head and all
-the queries on it; a second kernel merges the shares in a fixed order: no atomics, the same bits at each call.
+the queries on it; a second kernel merges the shares in a fixed order: no atomics, the same bits at every call.
 
 How many queries share a program, and where shares begin, follows the batch, and with it the order of sums. Not so in
 exact calls: one tile for every number of queries, blocks and shares at fixed columns. One piece of machine code then
@@ -30,7 +30,7 @@ from . import WORK_SPACE, operator
 _QUERY_TILE = 128 * 128  # most folded queries times d per program; further ones read K/V again, from L2 as a rule
 _BLOCK_M = 128  # most of them where d is small
 _BLOCK_N = 64  # columns per step of the loop
-_BLOCK_FLOAT32 = 16  # both, in float32, which is multiplied without tensor cores: larger ones spill registers
+_BLOCK_FLOAT32 = 16  # both, in float32, without tensor cores: larger ones spill registers
 _TILE_BYTES = 16384  # of K or V per step: wider heads take fewer columns
 _NUM_STAGES = 2
 _PROGRAMS_PER_SM = 4  # that splitting aims at
@@ -127,7 +127,7 @@ def _attend(
         )  # [N, E]  # fmt: skip
         scores = tl.dot(query, key, input_precision="ieee") * scale  # [M, N]
         if SOFTCAP:
-            # tanh(s) = sign(s) (1 - t) / (1 + t) with t = exp(-2 |s|), which never overflows; `scale` holds the 2.
+            # tanh(s) = sign(s) (1 - t) / (1 + t) with t = exp(-2 |s|) without overflow; `scale` holds the 2.
             power = tl.exp2(-tl.abs(scores))
             scores = tl.where(scores < 0, -cap, cap) * (1 - power) / (1 + power)
         seen = (column[None, :] >= first[:, None]) & (column[None, :] <= last[:, None]) & (column < end)[None, :]

@@ -3,7 +3,7 @@ Triton is wanted.
 
 `fused_draw` draws what `engine.noise` draws in torch, whose noise costs as many bytes as float32 logits, written and
 read again: here it is hashed in registers. Each program reads a chunk of one row once and leaves four numbers. A
-second kernel merges a row's chunks in a fixed order: no atomics, the same bits at each call.
+second kernel merges a row's chunks in a fixed order: no atomics, the same bits at every call.
 
 `top_p_floors` searches the cut among all numbers of the logits' dtype, in the order of their bits, 16 ways at a time:
 a pass over the logits sums the probability at or below each of 16 thresholds, and the next pass divides the range
@@ -33,7 +33,7 @@ _UNIT = tl.constexpr(_TO_UNIT)
 def _gumbel(key: tl.tensor, token: tl.tensor) -> tl.tensor:
     """Standard Gumbel noise of (key, token): int64 scalar and int32 `[n]` to float32 `[n]`.
 
-    The bits are those of `noise._hash_into`, in unsigned numbers, which wrap and shift logically.
+    The bits are those of `noise._hash_into`, in unsigned numbers, with wrapping and logical shifts.
     """
     low = key.to(tl.uint32)
     high = (key >> 32).to(tl.uint32)
