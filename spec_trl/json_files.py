@@ -43,7 +43,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes `content` to `path` by :func:`replacing`."""
     with replacing(path) as file:
         file.write_bytes(content.encode() if isinstance(content, str) else content)
 

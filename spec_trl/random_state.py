@@ -33,6 +33,5 @@ def keeping_generators() -> Iterator[None]:
 
 
 def draw_seed() -> int:
-    """A seed from torch's generator."""
     with _in_use:
         return int(torch.randint(2**62, ()))

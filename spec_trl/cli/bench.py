@@ -38,7 +38,7 @@ EXAMINING = 0.1
 """Share of the time that is reserved for telling near-ties from errors."""
 RANDOM_PROMPT = 32
 """Tokens of a random prompt."""
-KEEP = 'keep assistant_strategy="auto", which drafts where rounds tell that it pays'
+KEEP = 'keep assistant_strategy="auto", which drafts where rounds show that it pays'
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -307,7 +307,7 @@ def entropy_against(rollouts: Sequence[RolloutRecord], quantity: str) -> Drawing
     other.set_ylabel(label, color=colour)
     right.scatter(entropies, measured, c=counts, cmap="cividis", s=16)
     if len(known) < 3 or any(min(values) == max(values) for values in (entropies, measured)):
-        text = f"No Pearson r: it needs three rollouts that differ in both; rollouts that tell it: {len(known)}."
+        text = f"No Pearson r: it needs three rollouts that differ in both; rollouts that show it: {len(known)}."
         return Drawing(figure, text)
     r = f"Pearson r = {statistics.correlation(entropies, measured):.2f}"
     right.set_title(r)

@@ -15,7 +15,7 @@ CANDIDATES = 3
 """Most strategies that are compared with the baselines, besides those that the user names."""
 PLANNED_VISITS, MOST_VISITS = ENOUGH_VISITS + 1.5, 8
 """A visit calls every strategy once. If there are several visits, the first does not count: on a GPU forwards are
-captured in it. Half a visit is spare, since durations vary."""
+captured in it. Half a visit is in reserve, since durations vary."""
 
 
 class NotEnoughTime(ValueError):

@@ -27,7 +27,6 @@ def register_drafter(kind: T) -> T:
 
 
 def strategies() -> tuple[str, ...]:
-    """All values of `assistant_strategy`."""
     return ("none", *DRAFTERS, *CHOOSING)
 
 
@@ -40,5 +39,4 @@ def taking_assistant() -> tuple[str, ...]:
 
 
 def drafting_ahead() -> tuple[str, ...]:
-    """Drafters that can run decoupled."""
     return tuple(name for name, kind in DRAFTERS.items() if kind.drafts_ahead)

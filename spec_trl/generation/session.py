@@ -81,7 +81,7 @@ class Session:
         self.heads: dict[str, bool] = {}
         self._structure: tuple[object, ...] | None = None  # of the model, when drafters and runner were made
         self._in_use = Lock()
-        self._spare: Session | None = None  # for a call that begins while this one is lent
+        self._second: Session | None = None  # for a call that begins while this one is lent
 
     @classmethod
     def of(cls, model: nn.Module) -> "Session":
@@ -92,8 +92,8 @@ class Session:
         """Returns the sessions of `model` and of the models that it wraps, with their second sessions."""
         sessions = [_sessions[module] for module in model.modules() if module in _sessions]
         for session in sessions:
-            if session._spare is not None:
-                sessions.append(session._spare)
+            if session._second is not None:
+                sessions.append(session._second)
         return sessions
 
     @classmethod
@@ -104,9 +104,9 @@ class Session:
         the call."""
         first = session = cls.of(model)
         while not session._in_use.acquire(blocking=False):
-            if session._spare is None:
-                session._spare = cls()
-            session = session._spare
+            if session._second is None:
+                session._second = cls()
+            session = session._second
         try:
             session._follow(model)
             yield session
@@ -138,7 +138,6 @@ class Session:
         return self.runner is not None or any(not drafter.outlives_changes for drafter in self.drafters.values())
 
     def check_shadow(self) -> None:
-        """Drops the shadow if a call has changed it."""
         if self.shadow is not None:
             snapshot = self.shadow.snapshot
             if not (snapshot.is_complete and snapshot.holds(self.shadow.network)):
@@ -152,9 +151,9 @@ class Session:
 
     def clear(self) -> None:
         """Frees all objects, and those of the second session unless a call uses it."""
-        spare, self._spare = self._spare, None
-        if spare is not None and spare._in_use.acquire(blocking=False):
-            spare.clear()
+        second, self._second = self._second, None
+        if second is not None and second._in_use.acquire(blocking=False):
+            second.clear()
         self.snapshot = self.shadow = self.ladder = self._structure = None
         self.drafters, self.controls, self.acceptance, self.heads = {}, {}, {}, {}
         self.drop_runner()
@@ -296,7 +295,6 @@ class Snapshot:
         return fact
 
     def holds(self, network: nn.Module) -> bool:
-        """Whether `network` is unchanged."""
         try:
             for module, kind, state in zip([network, *self._below], self._kinds, self._states, strict=True):
                 # Comparing identities is cheap; few modules have marks of training.

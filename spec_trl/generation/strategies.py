@@ -230,7 +230,7 @@ def make_control(
         return NeverSpeculate("sd_toggle=never" if config.sd_toggle == "never" else "no drafter")
     names = [drafter.strategy for drafter in drafters]
     if len(set(names)) < len(names):
-        raise ValueError(f"drafter has the strategies {names}, and a control tells them apart: pass one of each.")
+        raise ValueError(f"drafter has the strategies {names}, and a control needs different names: pass one of each.")
     gamma = config.first_draft_length  # τ_prev is γ at first (ER Algorithm 1 line 1)
     candidates = [
         Candidate(drafter.strategy, gamma, float(gamma), drafter.max_rows, not drafter.looks_up)

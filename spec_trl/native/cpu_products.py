@@ -105,7 +105,6 @@ def multiply_matrix(matrix: Matrix, x: Tensor) -> Tensor:
 
 
 def address(function: Any) -> int:
-    """Address of a compiled function, for C++ that calls it."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
@@ -143,8 +142,6 @@ def by_registers(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class ByRegisters(nn.Module):
-    """An activation by :func:`by_registers`."""
-
     def forward(self, x: Tensor) -> Tensor:
         """x of any shape → the same shape"""
         return by_registers(super().forward, x)

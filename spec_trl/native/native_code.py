@@ -81,7 +81,6 @@ def load(source: Path, **defined: object) -> ctypes.CDLL | None:
 
 
 def loads(libraries: list[Library]) -> bool:
-    """Whether all of `libraries` load in this process."""
     return all(each in loaded or load(SOURCES / each.source, **each.macros) is not None for each in libraries)
 
 

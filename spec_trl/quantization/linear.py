@@ -52,7 +52,6 @@ class PackedLayer(nn.Module, ABC):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the packed weights, input scales included."""
         return sum(packed.nbytes for packed in self.packed_weights)
 
     @abstractmethod

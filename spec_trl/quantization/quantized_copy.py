@@ -238,7 +238,6 @@ class _Builder:
         self._replace(self.shadow.get_submodule(parent_name), child_name, replacement)
 
     def join_siblings(self) -> None:
-        """Joins the weights of projections of the same input."""
         for parent in self.shadow.modules():
             for names in SIBLINGS:
                 layers = [parent._modules.get(name) for name in names]

@@ -90,7 +90,6 @@ class Verdict:
 
     @property
     def once(self) -> float:
-        """Seconds of one-time costs."""
         return self.calibration_seconds + self.setup_seconds
 
     def __str__(self) -> str:

@@ -150,14 +150,14 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
         """Generates in place of the plain `generate(model, *args, **kwargs)`."""
         names = list(inspect.signature(generate).parameters)[1:]
         kwargs = dict(zip(names, args, strict=False)) | kwargs
-        begun = list[bool]()
+        decoding = list[bool]()
         outer: nn.Module = model if (target := self._model()) is None else target
         try:
             if kwargs.get("past_key_values") is not None:
                 raise ValueError("past_key_values is given, and speculation fills no cache of the caller.")
-            output = self.rollout(model, kwargs, begun)
+            output = self.rollout(model, kwargs, decoding)
         except ValueError as error:
-            if begun or any(isinstance(module, FSDPModule) for module in outer.modules()):
+            if decoding or any(isinstance(module, FSDPModule) for module in outer.modules()):
                 raise  # it is no refusal; or other ranks, whose calls are served, would gather no weights
             if not self._has_warned:
                 warnings.warn(f"a call of generate does not speculate: {error}", stacklevel=3)
@@ -167,8 +167,8 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
         wants_dict = setting("return_dict_in_generate", kwargs.get("return_dict_in_generate"), model, (), kwargs)
         return output if wants_dict else output.sequences
 
-    def rollout(self, model: Any, kwargs: dict[str, Any], begun: list[bool]) -> SpeculativeOutput:
-        """Samples for a call of the `generate` of `model` with `kwargs`, and logs the rollout. `begun` gets an item
+    def rollout(self, model: Any, kwargs: dict[str, Any], decoding: list[bool]) -> SpeculativeOutput:
+        """Samples for a call of the `generate` of `model` with `kwargs`, and logs the rollout. `decoding` gets an item
         when decoding begins: an earlier error is a refusal."""
         call = kwargs | {"assistant_strategy": self._strategy, "speculative_config": self._config}
         if (config := kwargs.get("generation_config")) is None:
@@ -180,10 +180,10 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
         if self._assistant is not None:
             call["assistant_model"] = self._assistant
         if (streamer := kwargs.get("streamer")) is not None:
-            call["streamer"] = _HeldStreamer(streamer, begun)
+            call["streamer"] = _HeldStreamer(streamer, decoding)
 
         def begin(requests: list[Request]) -> RequestQueue:
-            begun.append(True)
+            decoding.append(True)
             return RequestQueue(requests)
 
         outer: nn.Module = model if (target := self._model()) is None else target
@@ -221,12 +221,12 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
 class _HeldStreamer(BaseStreamer):
     """Buffers streamer output until decoding starts: a refused call that falls back prints its prompt only once."""
 
-    def __init__(self, streamer: BaseStreamer, begun: list[bool]) -> None:
-        self._streamer, self._begun, self._held = streamer, begun, list[torch.Tensor]()
+    def __init__(self, streamer: BaseStreamer, decoding: list[bool]) -> None:
+        self._streamer, self._decoding, self._held = streamer, decoding, list[torch.Tensor]()
 
     def put(self, value: torch.Tensor) -> None:
         self._held.append(value)
-        while self._begun and self._held:
+        while self._decoding and self._held:
             self._streamer.put(self._held.pop(0))
 
     def end(self) -> None:
@@ -241,7 +241,6 @@ class _Reports(StepClock):
         self._values: dict[Mode, dict[str, list[float]]] = {"train": {}, "eval": {}}
 
     def add(self, mode: Mode, values: dict[str, float]) -> None:
-        """Adds the metrics of a rollout."""
         for name, value in values.items():
             self._values[mode].setdefault(name, []).append(value)
 

@@ -58,7 +58,7 @@ class StepClock(TrainerCallback):
     ) -> None:
         self._device, self._on_step, self._on_begin = device, on_step, on_begin
         self._seconds: dict[str, float] = {}
-        self._begun: dict[str, float] = {}
+        self._open: dict[str, float] = {}
         self._started = 0.0
         self.in_step = False
 
@@ -72,13 +72,12 @@ class StepClock(TrainerCallback):
             self.end(name)
 
     def begin(self, name: str) -> None:
-        """Begins a phase, until :meth:`end`."""
-        self._begun[name] = self._now()
+        self._open[name] = self._now()
 
     def end(self, name: str) -> None:
-        """Ends a phase, if begun."""
-        if name in self._begun:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - self._begun.pop(name)
+        """Ends a phase, if started."""
+        if name in self._open:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - self._open.pop(name)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._on_begin(state.global_step)
@@ -129,7 +128,7 @@ class RolloutSums:
     ) -> None:
         """Adds a `generate` call of `requests` rows that took `seconds`, setup included; `pool`: of ranks."""
         seconds -= statistics.setup_seconds
-        begun, rounds, done = self.longest["seconds"], self.own["rounds"], self.summed["requests"]
+        offset, rounds, done = self.longest["seconds"], self.own["rounds"], self.summed["requests"]
         learning, tail = statistics.learning or LearningStatistics(), statistics.tail()
         plain = statistics.plain_seconds
         rounds_of: dict[str, int] = {}  # by strategy: rounds with its drafts
@@ -152,12 +151,12 @@ class RolloutSums:
         own = {
             "rounds": statistics.rounds, "phase_seconds": statistics.phase_seconds, "points": statistics.points,
             "speculating": [plan._replace(round=rounds + plan.round) for plan in statistics.speculating],
-            "completion_curve": [(begun + second, done + count) for second, count in statistics.completion_curve],
+            "completion_curve": [(offset + second, done + count) for second, count in statistics.completion_curve],
             "timeline": [
                 RequestTimeline(
                     done + each.request,
-                    [(begun + second, rounds + round_, names) for second, round_, names in each.changes],
-                    begun + each.ended,
+                    [(offset + second, rounds + round_, names) for second, round_, names in each.changes],
+                    offset + each.ended,
                 )
                 for each in statistics.timeline
             ],

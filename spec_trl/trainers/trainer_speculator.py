@@ -123,7 +123,6 @@ class TrainerSpeculator(Speculator):
     # ---- a rollout --------------------------------------------------------------------------------------------------
 
     def begin(self, mode: Mode, step: int) -> None:
-        """Begins a rollout after `step` optimizer steps."""
         self._begin(mode, step)
         self._sharing.begin()
 

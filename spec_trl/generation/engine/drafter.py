@@ -246,7 +246,6 @@ class Drafter(CandidateGenerator):
         first tokens: then `counts` is 0 for rows without one."""
 
     def end(self) -> None:
-        """Drops the session."""
         del self.session
 
     @property

@@ -50,7 +50,6 @@ class GuardedDrafters:
         return sum(map(attrgetter("waited"), self._all))
 
     def ask_all(self, action: Callable[[Drafter], None]) -> None:
-        """Runs `action` on all drafters."""
         for index in list(self.in_use):
             self.ask(index, action)
 

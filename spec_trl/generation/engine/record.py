@@ -162,7 +162,7 @@ class Record:
         timer = PhaseTimer(where)
         self.phase, self.phase_seconds = timer.phase, timer.seconds
         self._strategy, self._requests, self._names = strategy, requests, names
-        self._ends: dict[int, tuple[float, int]] = {}  # by request: seconds, rounds that had begun
+        self._ends: dict[int, tuple[float, int]] = {}  # by request: seconds, rounds that had started
         self._started = time.perf_counter()
 
     def begin_round(self, plan: Sequence[Chain], requests: list[int], length: float) -> Round:
@@ -235,12 +235,12 @@ class Record:
             plain += 1
         if plain == len(self.rounds):
             return statistics.seconds
-        begun, counts = [], []
+        lengths, counts = [], []
         for request in self._requests:
             if request.index in completed:
-                begun.append((len(request.prompt) + 1, self.prompt_keys[request.index]))
+                lengths.append((len(request.prompt) + 1, self.prompt_keys[request.index]))
                 counts.append(len(completed[request.index].tokens) - 1)
-        rest = control.plain_seconds(plain_rounds(begun, counts, capacity, plain))
+        rest = control.plain_seconds(plain_rounds(lengths, counts, capacity, plain))
         drafted = [point for point in statistics.points if point.draft_length]
         least, most = (
             control.plain_seconds([PlainRounds(count(point), point.batch, point.length) for point in drafted])
@@ -306,9 +306,9 @@ def timelines(
             if not changes or changes[-1][2] != drafting:
                 changes.append((round_.began, number, drafting))
                 thin(changes, MOST_CHANGES, 1)
-    for request, (seconds, begun) in ends.items():
+    for request, (seconds, started) in ends.items():
         if request in completed:
-            by_request.setdefault(request, RequestTimeline(request, [(seconds, begun, [])]))
+            by_request.setdefault(request, RequestTimeline(request, [(seconds, started, [])]))
         if request in by_request:
             by_request[request].ended = seconds
     return [by_request[request] for request in sorted(by_request)]

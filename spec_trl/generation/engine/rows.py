@@ -78,7 +78,6 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Number of tokens, of the prompt and generated ones."""
         return len(self.prompt) + (0 if self.generated is None else len(self.generated))
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
@@ -128,7 +127,6 @@ class RequestQueue:
         return taken
 
     def put_back(self, requests: list[Request]) -> None:
-        """Puts taken `requests` back in front."""
         self._dealt = requests + self._dealt
         self.waiting += len(requests)
 
@@ -261,7 +259,6 @@ class Rows:
         return self.lengths - self.prompt_lengths
 
     def admit(self, requests: list[Request]) -> Admission:
-        """Puts `requests` into the rows after the active ones."""
         first = self.active
         row_of_prompt = dict(zip(self.texts, range(first), strict=True)) if self._shares else {}
         leaders: list[tuple[Text, Request]] = []

@@ -187,7 +187,7 @@ def gain(plain_seconds: float | None, seconds: float, drafted_rounds: float) -> 
 def too_few(drafted_rounds: float) -> str:
     count = round(drafted_rounds)
     many = "1 round with drafts is" if count == 1 else f"{count} rounds with drafts are"
-    return f"{many} too few to tell a gain ({FEWEST_DRAFTED})"
+    return f"{many} too few to show a gain ({FEWEST_DRAFTED})"
 
 
 def slowest(timelines: Sequence[RequestTimeline], count: int) -> list[RequestTimeline]:
@@ -330,5 +330,5 @@ class SpeculationStatistics:
             raise ValueError(f"share={share} is out of range; it must be 0 to 1.")
         count = math.ceil(share * len(self.ended_in) - 1e-9)  # 0.07 * 100 is a little more than 7
         rounds, seconds = [0, *sorted(self.ended_in)], [(0.0, 0), *self.completion_curve]
-        begun = next(second for second, finished in seconds if finished >= count)
-        return Tail(seconds[-1][0] - begun, rounds[-1] - rounds[count])
+        started = next(second for second, finished in seconds if finished >= count)
+        return Tail(seconds[-1][0] - started, rounds[-1] - rounds[count])

@@ -188,7 +188,6 @@ class Control(ABC):
         return
 
     def explain(self) -> Explanation:
-        """Explains the newest rollout."""
         return Explanation(sum(self.tallies, Tally()).predicted_speedup, f"decided by {type(self).__name__}")
 
     def forecast(self, batch: int, length: float) -> Explanation:

@@ -144,7 +144,7 @@ class Planner(Control):
     def forecast(self, batch: int, length: float) -> Explanation:
         if batch > (most := max(candidate.max_rows for candidate in self.candidates)):
             return Explanation.too_many_rows(batch, most)
-        return Explanation(None, f"rounds will tell when to draft; trials may take {ROUND_BUDGET:.1%} of the time")
+        return Explanation(None, f"rounds will show when to draft; trials may take {ROUND_BUDGET:.1%} of the time")
 
     def finish(self) -> None:
         self._settle()
@@ -360,7 +360,6 @@ class Planner(Control):
         return sum(count * self.clock.seconds(PLAIN, batch, length) for count, batch, length in rounds)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of a checkpoint; JSON."""
         return {"times": self.clock.state_dict(), **self.drafts.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

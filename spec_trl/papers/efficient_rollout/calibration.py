@@ -107,7 +107,6 @@ class RoundBench:
         return seconds
 
     def close(self) -> None:
-        """Frees the cache."""
         self._rollout.end()
         if self._captures:
             gc.collect()  # a runner and its captured forwards reference each other

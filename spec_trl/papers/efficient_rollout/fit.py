@@ -36,8 +36,6 @@ TILES = ({"tile": 1, "draft_tile": 1}, {"tile": 16, "draft_tile": 16}, {"tile": 
 
 @dataclass(frozen=True)
 class GemmMeasurement:
-    """One timed dense matrix product."""
-
     layer: str  # name of the shape
     rows: int  # M, of the activation
     weights: int  # elements of the weight matrix
@@ -160,7 +158,6 @@ class _Parameter:
     scale: Literal["linear", "square", "log"] = "linear"
 
     def value(self, unit: Array) -> Array:
-        """The coefficient at `unit`, 0 to 1."""
         if self.scale == "log":
             return self.low * (self.high / self.low) ** unit
         return self.low + (self.high - self.low) * (unit**2 if self.scale == "square" else unit)

@@ -27,7 +27,6 @@ class Profile:
     samples: list[Sample] = field(default_factory=list)  # fitted ones, for plots and refits
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON to `path`, whole or not at all."""
         own, fitted = self.roofline.constants, self.roofline.coefficients
         file = _File(1, self.created, self.key, own, fitted, self.draft_max_rows, self.diagnostics, self.samples)
         write_json(path, file)
@@ -75,8 +74,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RooflineRounds:
-    """Predicts rounds by a calibrated roofline."""
-
     target: Roofline
     drafters: Mapping[str, Roofline]  # those of networks
 

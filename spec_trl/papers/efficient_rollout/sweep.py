@@ -132,7 +132,6 @@ def read_sweep(path: str | Path) -> list[Sample]:
 
 
 def write_sweep(path: str | Path, model: str, samples: Iterable[Sample]) -> None:
-    """Writes `samples` of `model` for `read_sweep`."""
     with Path(path).open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)

@@ -77,7 +77,6 @@ class Ladder:
 
     @cached_property
     def batches(self) -> tuple[int, ...]:
-        """Profiled batches of all methods, ascending."""
         return tuple(sorted({rung.batch for rung in self.rungs}))
 
     @cached_property
@@ -153,7 +152,6 @@ class Ladder:
         return batches[_nearest_batch(batches, batch)]
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON to `path`, whole or not at all."""
         write_json(path, _File(1, self.shape, self.rungs))
 
     @classmethod

@@ -102,7 +102,6 @@ class RequestPlans(Generic[Request]):
         self.begin()
 
     def begin(self) -> None:
-        """Starts a rollout; all requests have the group's plan."""
         self._counts: dict[Request, _Counts] = {}
 
     def of(self, request: Request) -> RequestPlan:

@@ -86,7 +86,6 @@ class _Copy:
     start: float = field(init=False)
 
     def follow(self, plan: RequestPlan, done: float) -> None:
-        """Continues by `plan` from `done` tokens."""
         worker, window = self.worker, plan.window
         p = self.row.acceptance[worker.drafter.name] if worker.drafter else 0.0
         if plan.mode == "decoupled":
@@ -133,7 +132,6 @@ class _Worker:
 
     @property
     def tokens(self) -> float:
-        """Of all its requests."""
         return self.start + self.rate * self.periods
 
     def add(self, copy: _Copy) -> None:

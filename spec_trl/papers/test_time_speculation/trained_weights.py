@@ -192,7 +192,6 @@ class RowAdapters(RowTensors):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """`up` of all layers, always in the same order."""
         return list(self.up.values())
 
     @property

@@ -57,7 +57,6 @@ class LayerSpec:
 
     @property
     def groups(self) -> int:
-        """Scales per row."""
         return self.in_features // self.group
 
 

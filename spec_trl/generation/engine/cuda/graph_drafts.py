@@ -210,7 +210,6 @@ class CapturedFeatures(FeatureRunner):
         self._loops = CapturedLoops()
 
     def drop_graphs(self) -> None:
-        """Frees all graphs."""
         for taken in (*(intake.bytes for intake in self._intakes.values()), *self._loops.drop()):
             self.budget.give_back(taken)
         self._intakes.clear()

@@ -130,7 +130,6 @@ class GraphRunner(EagerRunner):
         return runner
 
     def begin(self) -> None:
-        """Begins a generation."""
         self.forwards = self.eager_forwards = 0
         self.cache.clear()  # a drafter that failed has left K/V and listeners
         self._listeners.clear()
