@@ -35,7 +35,7 @@ PROMPT_TOKENS = 256
 """Most tokens of a prompt; longer ones are cut, since reading prompts takes the same time for every strategy."""
 EXACT = "exact here: drafts change no bit of a log-probability"
 EXAMINING = 0.1
-"""Share of the time that is reserved for telling near-ties from errors."""
+"""Share of the time to separate near-ties from errors."""
 RANDOM_PROMPT = 32
 """Tokens of a random prompt."""
 KEEP = 'keep assistant_strategy="auto", which drafts where rounds show that it pays'

@@ -38,9 +38,9 @@ OWN_DRAFTERS = ("self", "ngram", "history")
 ENOUGH_TOKENS, ENOUGH_VISITS = 32, 3
 """Fewest tokens of the longest row, and counted visits, of a sufficient measurement."""
 NOISE_TEXTS, NOISE_LENGTH = 2, 64
-"""Number of texts, and tokens of each, on which the logit noise is measured."""
+"""Number of texts, and tokens per text, for measuring the logit noise."""
 NOISE_PROMPT = 8
-"""Tokens of each text that are fed before the logit noise is measured on the rest."""
+"""Tokens at the start of a text without measured logit noise."""
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from .whole_sequences import Unroll, block_states
 
 _TINY = torch.finfo(torch.float32).tiny  # of a divisor: without positions a mean is 0, not NaN
 LOGITS_ALIVE = 1 << 28
-"""Most logits, of target and drafter, in memory at once. If there are more, the loss is computed in pieces, which the
-backward pass computes again."""
+"""Most logits, of target and drafter, in memory at once. More are computed in pieces, and again in the backward
+pass."""
 _STARTS = 128  # most starts in one piece of the unroll: its work grows with their square
 
 

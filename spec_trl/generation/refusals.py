@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 Asked: TypeAlias = "bool | str | Callable[[], bool | str]"
-"""Whether a feature is asked for, or the user's words for it. A function says so of the second one of a refusal, where
-the first one is asked for."""
+"""Whether a feature is asked for, or the user's words for it. A function is called for the second feature of a refusal
+if the first one is asked for."""
 Features: TypeAlias = Mapping[str, Asked]
-"""Features by the names that the table has."""
+"""Features by their names in the table."""
 
 
 class Refusal(NamedTuple):

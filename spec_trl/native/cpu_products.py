@@ -33,7 +33,7 @@ from .native_code import load, untraced
 CODE_BLOCK = 64
 """Inputs whose 4-bit codes lie in one block; they divide the inputs of a quantized matrix."""
 MOST_ROWS = 16
-"""Rows up to which a packed weight takes no longer than oneDNN over the dense one, but for a few shapes
+"""Most rows at which a packed weight takes no longer than oneDNN over the dense one, but for a few shapes
 (benchmarks/dense_linear.py)."""
 DTYPES = {torch.float32: 32, torch.bfloat16: 16}
 """Dtypes of x, y and dense weights, and their bits."""

@@ -36,7 +36,7 @@ _INSTEAD = {
 }
 """Replacements for names of `generate` and of other releases of TRL or of this package."""
 _BOOLS = {"true": True, "false": False}
-"""A command line gives texts."""
+"""Bools as a command line writes them."""
 
 
 @dataclass

@@ -14,10 +14,10 @@ MORE = "Drafts pay with larger weights, fewer rows at a time, or texts that repe
 COLLAPSE, COLLAPSE_FROM = 0.5, 0.3
 """Acceptance collapses when it falls below the share COLLAPSE of a rate of COLLAPSE_FROM or more."""
 COLLAPSE_ERRORS = 4.0
-"""Standard errors of the difference, beyond which a fall is no noise: one in 30,000 by chance, and runs have thousands
-of rollouts."""
+"""Standard errors of the difference that noise does not reach: one in 30,000 by chance, and runs have thousands of
+rollouts."""
 LOOKUPS = ("history", "ngram")
-"""Drafters that are not compared: their acceptance depends on the texts, and no weights could go stale."""
+"""Drafters without comparison: their acceptance depends on the texts, and no weights could go stale."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ _SOFTCAPS = {"final_logit_softcapping"}  # Gemma 2 and later
 _ELSEWHERE = re.compile(r"att(n|ention)_|router|num_logits_to_keep|output_auxiliary_logits|mlp_|_init_value")
 _LOGITS = re.compile(r"logit|softcap|soft_cap|lm_head_multiplier")
 _PADDED_TO = (64, 128, 256, 512)
-"""Multiples of padded vocabularies. Not 1024, by which Mistral's 32,768 would pass for Llama's 32,000."""
+"""Multiples of padded vocabularies. Not 1024: with it Mistral's 32,768 would pass for Llama's 32,000."""
 
 
 def plain_embedding(target: PreTrainedModel) -> nn.Module:

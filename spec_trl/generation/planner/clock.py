@@ -22,13 +22,13 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 RoundSeconds: TypeAlias = Callable[[Mapping[str, int], int, int, float], float]
-"""Predicted seconds of a round: by γ by drafter, most draft tokens of a row, rows, and their mean length."""
+"""Predicts a round's seconds from γ by drafter, most draft tokens of a row, rows, and their mean length."""
 
 # Standard deviations (sd) and terms are in log seconds. README.md says what breaks when one is doubled.
 DRIFT = 0.02  # sd of the machine's speed from round to round, and of autoregressive rounds of one size
 CELL_ERROR = 0.1  # sd of a plan at one size beyond its drafters' terms, and of a calibrated drafter
 PROBE_ERROR = 0.3  # sd of a probed drafter: a probe leaves out long texts, and work between forwards
-NOISE = 0.02, 0.05  # least and first sd of a round: no formula is truer than 2 %
+NOISE = 0.02, 0.05  # least and first sd of a round: no prediction is better than 2 %
 OUTLIER = 3.0  # sds; a longer round is an outlier or a jump of the machine: of usual noise, one round in 400
 OUTLIER_ROUNDS = 20  # rounds of a plan and size; one of them may be ignored as an outlier
 UNTRIED = math.log(6)  # sd of a drafter before its first round: a probe may be wrong by a factor of six

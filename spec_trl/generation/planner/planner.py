@@ -20,9 +20,9 @@ from .plan import PLAIN, CurrentPlan, Plan
 
 
 # README.md says what breaks when one is doubled.
-ROUND_BUDGET = 0.015  # autoregressive rounds that a round adds to the exploration budget: trials may cost 1.5 %
+ROUND_BUDGET = 0.015  # autoregressive rounds added to the exploration budget per round: trials may cost 1.5 %
 MAX_BUDGET = 8.0  # autoregressive rounds; bound of the budget either way: old gains and losses do not count
-CARRIED_BUDGET = 1.0  # autoregressive rounds of it that the next rollout inherits at most: it may be short
+CARRIED_BUDGET = 1.0  # autoregressive rounds: most budget that the next, maybe short, rollout inherits
 SHARE = 0.005  # largest share of the time for planning, and for evaluating a lookup drafter
 CERTAIN = 0.05  # variance of log(drafted / autoregressive seconds); above it measured gains are discounted
 YARDSTICK = 5  # tokens; γ for comparisons of requests

@@ -12,7 +12,7 @@ from typing import Any
 
 
 UPDATES = 1000
-"""By expectation an update closes 1 / UPDATES of what log τ lacks to its ceiling: between 1/600 (EAGLE-3, greedy) and
+"""An update is expected to close 1 / UPDATES of the gap of log τ to its ceiling: between 1/600 (EAGLE-3, greedy) and
 1/4000 (small LM, sampled) in benchmarks/results/tts_drafters.json. In so many updates that may change by as much."""
 TRIAL = 0.01
 """Share of the rounds' seconds that updates of unknown value may take. The planner's budget gets 1.5 times as much."""
@@ -53,7 +53,7 @@ class AdaptiveStride:
     """Lets the drafter learn after rounds where an update pays.
 
     A Kalman filter follows what is learned from update to update. Its state is the *level*, by how much learning has
-    raised log τ, and the *share* of the gap log((γ + 1) / τ) that one more update closes. Every update measures the
+    raised log τ, and the *share* of the gap log((γ + 1) / τ) that the next update closes. Every update measures the
     level: log τ of one round with the learned and with the first weights.
 
     * Value of an update: share · log((γ + 1) / τ) · rounds ahead · seconds of a round.

@@ -17,8 +17,8 @@ from .base import LayerSpec, Package, PackedWeight, QuantizedRows
 
 
 WEIGHTS_PER_THREAD = 1 << 22
-"""With fewer weights, waking a second thread costs what it saves. Threads must not spin, or they would take cores from
-torch: those of onnxruntime's shared pool spin for 33 ms after a product."""
+"""Weights: with fewer, waking a second thread costs what it saves. Threads must not spin, or they would take cores
+from torch: those of onnxruntime's shared pool spin for 33 ms after a product."""
 
 MAX_ROWS = {torch.float32: 64, torch.float64: 64}
 """Most rows of x, of those measured (1 to 64), with a gain over the dense layer of a policy in this dtype, with

@@ -6,8 +6,8 @@ multiplies a group's product, in fp32. W is the left operand: its unpacked weigh
 to 8 or 16 rows only.
 
 Where W has too few tiles for the device, the columns of a tile are divided among programs, and the last of them to
-arrive adds the parts in a fixed order: one kernel, and the same bits at every call. A counter per tile tells which is
-the last, and that one sets it to 0 again, for the next call or replay.
+arrive adds the parts in a fixed order: one kernel, and the same bits at every call. A counter per tile shows the
+last program, which sets it to 0 again for the next call or replay.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -153,9 +153,9 @@ def triton_int4_mm(
         x: [m, in], bfloat16, the last dimension contiguous.
         words: int32 [stored_rows / 16, spans, 16, words per row and span].
         scales_and_offsets: int32 [groups, stored_rows], the last dimension contiguous.
-        arrivals: int32 [tiles], zeros before and after each call: the counters of captured calls with few rows. Graphs
-            that were captured with the same are replayed one after the other. Other calls, which another stream may
-            run meanwhile (a drafter that learns), take counters of their own, one launch more.
+        arrivals: int32 [tiles], zeros before and after a call: the counters of captured calls with few rows. Graphs
+            with the same counters are replayed one after the other. Other calls, perhaps on another stream (a drafter
+            that learns), take counters of their own, at one more launch.
         out_features: rows of W; at most stored_rows.
         group: columns that share a scale.
     """

@@ -60,10 +60,8 @@ def text_bucket(width: int) -> int:
 
 @dataclass
 class CapturedLoop:
-    """A loop over static buffers, of a bucket of rows. It references nothing else of the captured draft.
-
-    Its results are in the buffers as well: other captured work is replayed before they are read, and overwrites all
-        other memory of a capture.
+    """A loop over static buffers, of a bucket of rows, without other references to the captured draft. Its results are
+    in the buffers too: other captured work is replayed before they are read, and overwrites a capture's other memory.
     """
 
     tokens: Tensor  # [rows, known + γ]
@@ -73,7 +71,7 @@ class CapturedLoop:
     text: Tensor | None  # [rows, width]
     filled: int  # rows of the buffers that a call has filled; the others have column 0
     recording: Recording | None = None
-    bytes: int = 0  # that it took
+    bytes: int = 0  # of device memory
 
     @classmethod
     def over(cls, draft: NetworkDraft, rows: int, scores: Tensor) -> "CapturedLoop":
@@ -167,7 +165,7 @@ class CapturedLoops:
 
 
 def _up_to_the_first_other(expected: Proposal, recording: Recording) -> tuple[Tensor, Tensor]:
-    """Returns scores `[B, γ]` of a replay, and those `expected`. After a token that differs, as rounding may cause,
+    """Returns scores `[B, γ]` of a replay, and those `expected`. After a token that differs (by rounding)
     both are set equal: later scores belong to another text."""
     assert expected.scores is not None and recording.features is not None
     same = recording.features[: len(expected.tokens)] == expected.tokens  # [B, γ]

@@ -119,7 +119,7 @@ class GraphRunner(EagerRunner):
         same_kind = [runner for runner in self._of_drafters if (runner.cache.layers is layers) == shares_cache]
         runner = next((runner for runner in same_kind if runner.made_for == made_for), None)
         if runner is None:
-            for idle in [runner for runner in same_kind if not runner.in_use]:  # drafters come and go
+            for idle in [runner for runner in same_kind if not runner.in_use]:  # drafters change
                 idle.drop_graphs()
                 self._of_drafters.remove(idle)
             runner = make()
@@ -210,8 +210,8 @@ class GraphRunner(EagerRunner):
         return self._forward_padded(key, tokens, positions, columns + step)
 
     def _forward_padded(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
-        """Runs eagerly like a captured forward of `key`: over the same number of rows, and under spans if that does.
-        Both change rounding, and a seed must sample the same tokens before and after a capture."""
+        """Runs eagerly like a captured forward of `key`, over the same number of rows and with its spans: both change
+        rounding, and a seed must sample the same tokens before and after a capture."""
         rows = len(tokens)
         self.cache.feeds()  # even one token is held: rows that pad take none
         padded, places = pad(tokens, key.rows), pad(positions, key.rows)  # [key.rows, q]
@@ -280,7 +280,7 @@ class GraphRunner(EagerRunner):
         return graph
 
     def _record_commit(self, graph: CapturedForward, counts: Tensor) -> None:
-        """Captures the commit of what the forward that was just captured held."""
+        """Captures the commit of the inputs that the newly captured forward held."""
         held = graph.inputs = self.cache.held
 
         def work() -> Outputs:
@@ -340,8 +340,7 @@ class GraphRunner(EagerRunner):
         """Captures `work`, forwards of `runner`; returns the recording and its bytes.
 
         Raises:
-            RuntimeError: the logits or scores `compared`, a replay's and others, which are `whose`, are not about the
-                same.
+            RuntimeError: a replay's logits or scores differ much from others, of `whose`; `compared` returns both.
         """
         uncached = uncached_autocast(self.network.device, key.autocast, work)
         for _ in range(0 if runner is self else WARM_UPS):

@@ -11,7 +11,7 @@ from ..rows import PrefixView
 
 
 NOTHING = 1 << 62
-"""In the place of a token: none was seen there."""
+"""Marks a place without a token."""
 
 
 @dataclass(frozen=True)

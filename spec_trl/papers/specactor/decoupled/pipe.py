@@ -17,9 +17,8 @@ from .worker import DraftWorker, Kind, work
 
 
 DRAFT_TIMEOUT = 60.0
-"""Most seconds of a window. The first window includes reading prompts and requantizing a copy, which takes seconds for
-billions of weights; a slower drafter hangs. A hanging drafter is waited for once, again for its end, and then
-dropped."""
+"""Most seconds of a window. The first window includes reading prompts and requantizing a copy (seconds for billions of
+weights); a slower drafter hangs. A hanging drafter is waited for once, again for its end, and then dropped."""
 NOTHING = torch.zeros(0, dtype=torch.int64)
 
 
