@@ -95,8 +95,8 @@ class DFlashDrafter(FeatureDrafter):
     def _block_logits(
         self, network: DFlashNetwork, newest: Tensor, slots: Tensor, masks: list[Tensor], store: Store, count: int
     ) -> Tensor:
-        """Logits `[B, count, draft vocabulary]` of the first drafted slots of one block per row, which begins with the
-        `newest` token `[B, 1]`, in the columns `slots` `[B, n]`, where `store` writes, under `masks` of each layer."""
+        """Logits `[B, count, draft vocabulary]` of the first drafted slots of one block per row, from the `newest`
+        token `[B, 1]` on, in the columns `slots` `[B, n]` of `store`, under `masks` by layer."""
         tokens = torch.full_like(slots, self.config.mask_token)  # [B, n]
         tokens[:, :1] = newest
         embedded = network.embed(tokens, self.embeddings)  # [B, n, H]

@@ -21,7 +21,7 @@ from ..trainable_drafter import Canvas
 from .eagle3_network import Eagle3Config, Eagle3Network
 
 
-_PROMPT_PAIRS = 8192  # fed at once, padding included: bounds activations and masks
+_PROMPT_PAIRS = 8192  # pairs per forward, padding included: bounds activations and masks
 CAUSAL = MaskPlan((FULL,), per_type=False, sliding_window=0, chunk_size=0)
 
 
@@ -30,7 +30,7 @@ class Eagle3Drafter(FeatureDrafter):
     """Drafts with an EAGLE-3 checkpoint of SafeAILab's format (AngelSlim, SpecForge) or of speculators'.
 
     Column i of its K/V cache holds the pair of token i + 1 and the target's features at column i, and its output
-    drafts token i + 2. The features of a row of n tokens end at column n - 2 (verification feeds the newest token), so
+    drafts token i + 2. The features of a row of n tokens end at column n - 2 (verification reads the newest token), so
     the pair n - 2 drafts the first token, and further pairs read the network's output:
 
         column        0     1     2     3 = n - 2    4           5
@@ -38,8 +38,8 @@ class Eagle3Drafter(FeatureDrafter):
         state         r0    r1    r2    r3           h3          h4          r: projected features, h: fed back
         drafts                          d1           d2          d3
 
-    Real pairs overwrite what was fed back once the target's features are there. The projected features lie in a layer
-    of the cache after that of the K/V.
+    Real pairs overwrite fed-back ones once the target's features exist. The projected features are in a layer of the
+    cache after that of the K/V.
     """
 
     strategy = "eagle3"
@@ -73,13 +73,13 @@ class Eagle3Drafter(FeatureDrafter):
             for start in range(0, lacking, width):
                 stop = min(start + width, lacking)
                 columns = offsets + torch.arange(start, stop, device=offsets.device)  # [n, q]
-                # Shorter rows feed scratch after their prompt: masked now, overwritten later.
+                # Shorter rows read scratch after their prompt: masked now, overwritten later.
                 columns.clamp_(max=rows.columns - 2)
                 self._feed(columns, int(firsts.max()) + stop, first_row=admission.first)
         self.cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
 
     def observe(self, tokens: Integers, counts: Integers) -> None:
-        if self.failure is not None:  # also where it is not asked to draft again
+        if self.failure is not None:  # even without a next draft
             raise self.failure
 
     def stored_states(self) -> list[tuple[Tensor, Tensor]]:
@@ -94,8 +94,8 @@ class Eagle3Drafter(FeatureDrafter):
         return count - 2
 
     def catch_up(self, count: int) -> int:
-        # As many pairs as a round of as many drafts gives, so that rounds are alike; rows that lack fewer feed some
-        # again and write the same K/V. After rounds without its drafts there may be more.
+        # As many pairs as a round of as many drafts, so that rounds are alike; rows that lack fewer read some again
+        # and write the same K/V. After rounds without its drafts there may be more.
         rows, known = self.session.rows, count + 1
         missing = int((rows.host_lengths - 1 - self.cached[: rows.active]).max())
         self.cached[: rows.active] = rows.host_lengths - 1
@@ -118,7 +118,7 @@ class Eagle3Drafter(FeatureDrafter):
         return forward
 
     def scores(self, network: Eagle3Network, h: Tensor) -> Tensor:
-        """Logits `[..., draft vocabulary]` of h `[..., H]`, by `network`, this drafter's or a copy of it."""
+        """Logits `[..., draft vocabulary]` of h `[..., H]`, by `network`, this drafter's or a copy."""
         with self.own_dtype():
             return network.logits(h, self._head)
 

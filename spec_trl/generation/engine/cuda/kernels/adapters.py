@@ -84,7 +84,7 @@ def _adapted(
     INPUTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A tile of y with what one adapter adds, `[M, N]` in the dtype of y."""
+    """A tile of y plus one adapter, `[M, N]` in the dtype of y."""
     r = tl.arange(0, BLOCK_R)  # [R]
     if SPLITS:
         low = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
@@ -162,8 +162,7 @@ def _side_by_side(
 
 @operator("lora_sums", _parts_of)
 def lora_sums(x: Tensor, a: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Sums over inputs that :func:`add_lora` needs, in parts: `[layers, splits, rows, R]` float32. Arguments are those
-    of :func:`add_lora`."""
+    """Sums over inputs for :func:`add_lora`, in parts: `[layers, splits, rows, R]` float32; the same arguments."""
     parts = _parts_of(x, a, dtype)
     rows, inputs = parts.shape[2], x.shape[-1]
     tile, warps = _tile(rows, dtype)
@@ -216,13 +215,13 @@ def add_lora(
     dtype: torch.dtype,
     gated: bool = False,
 ) -> Tensor:
-    """The outputs of up to three layers that share their input, with what their adapters add, side by side.
+    """The outputs of up to three layers of one input, with their adapters, side by side.
 
     Args:
         x: `[..., in]` contiguous, of :data:`DTYPES`, as all that follow.
         ys: per layer `[..., out]` contiguous, of one dtype, without the adapter.
         a, b: per layer `[rank, in]` and `[out, rank]` contiguous, all of one rank.
-        scalings: per layer, of what the adapter adds.
+        scalings: per layer, of the adapter.
         dtype: of the adapters' arithmetic.
         gated: returns silu(gate) * up for the two layers gate and up, of equally many outputs.
 

@@ -4,7 +4,7 @@
 
 A program holds some columns of the state of a head of a row in registers, over all tokens. So a verification reads the
 states once and writes none; a commit reads and writes them once; a captured step writes those of the rows in use. One
-piece of machine code does all, whatever the numbers of rows and tokens: their bits are equal. Sums are float32.
+piece of machine code serves any numbers of rows and tokens: the bits are equal. Sums are float32.
 """
 
 from collections.abc import Callable, Mapping

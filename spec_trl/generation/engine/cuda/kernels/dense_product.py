@@ -95,12 +95,12 @@ def _shapes(x: Tensor, weight: Tensor, _bias: object = None) -> Tensor:
 def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x times weight, plus bias: the bits of a row depend on that row, weight and bias alone. No gradient.
 
-    A call compiles a kernel where a layer's shape or strides are new; so call once before capturing.
+    A call compiles a kernel for new shapes or strides of a layer: call once before capturing.
 
     Args:
         x: `[..., in]` float32, bfloat16 or float16, any strides.
         weight: `[out, in]` of the same dtype, any strides: it is read as it lies.
-        bias: `[out]` contiguous, likewise; None: there is none.
+        bias: `[out]` contiguous, likewise; None: no bias.
 
     Returns:
         `[..., out]` contiguous, in the dtype of x.

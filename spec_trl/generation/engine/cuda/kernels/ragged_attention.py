@@ -220,7 +220,7 @@ def ragged_decode_attention(
 ) -> Tensor:
     """Attention of queries over columns of their row in the cache; no gradient. It takes about :data:`WORK_SPACE`.
 
-    A call compiles kernels where shapes or strides are new; so call once before capturing.
+    A call compiles kernels for new shapes or strides: call once before capturing.
 
     Args:
         query: `[B, heads, q, d]` float32, bfloat16 or float16, any strides.
