@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .generation.engine.drafter import Drafter
+from .generation.engine.network.swap import explain
 from .generation.engine.sampling.accept import Proposal
 from .generation.generate import SpeculativeOutput, speculative_decoding
 from .generation.keyword import install, uninstall
@@ -43,6 +44,7 @@ __all__ = [
     "SpecRLOOTrainer",
     "SpeculativeConfig",
     "SpeculativeOutput",
+    "explain",
     "install",
     "refresh",
     "register_drafter",

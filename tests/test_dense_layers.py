@@ -1,5 +1,6 @@
 """Dense layers and activations of a shadow on a CPU, and the warning of a slow dtype."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -10,16 +11,11 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from spec_trl import once
-from spec_trl.generation.engine.network.shadow import make_shadow
+from spec_trl.generation.engine.network import products
+from spec_trl.generation.engine.network.products import ACTIVATIONS, Product
+from spec_trl.generation.engine.network.shadow import make_shadow, share_weights
 from spec_trl.native import cpu_products
-from spec_trl.native.cpu_products import (
-    DenseLinear,
-    activation_class,
-    by_registers,
-    float32_gain,
-    has_instructions,
-    warn_of_slow_dtype,
-)
+from spec_trl.native.cpu_products import by_registers, float32_gain, has_instructions, warn_of_slow_dtype
 from spec_trl.native.native_code import compiler
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -29,13 +25,11 @@ pytestmark = pytest.mark.skipif(not cpu_products.HAS_ONEDNN, reason="this torch 
 WIDE = 320
 
 
-def layers(bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, DenseLinear]:
+def layers(bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, Any]:
     """A layer, and the one that stands for it in a shadow."""
     torch.manual_seed(0)
     theirs = nn.Linear(WIDE, WIDE, bias, dtype=dtype)
-    ours = DenseLinear(WIDE, WIDE, bias, dtype=dtype)
-    ours.load_state_dict(theirs.state_dict())
-    return theirs, ours
+    return theirs, share_weights(copy.deepcopy(theirs))
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +88,7 @@ def test_weights_that_cpp_cannot_read_are_left_to_torch(monkeypatch: pytest.Monk
     theirs, ours = layers()
     x = torch.randn(3, WIDE)
     given: list[Any] = []
-    monkeypatch.setattr(cpu_products, "multiply", lambda *all: given.append(all))
+    monkeypatch.setattr(products, "multiply", lambda *all: given.append(all))
     with torch.no_grad():
         for spoil in (
             lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.as_subclass(_Elsewhere))),
@@ -107,17 +101,16 @@ def test_weights_that_cpp_cannot_read_are_left_to_torch(monkeypatch: pytest.Monk
     assert not given
 
 
-def test_the_shadow_has_it_for_plain_layers_alone(fresh: LlamaForCausalLM) -> None:
+def test_the_shadow_has_it_for_layers_that_only_multiply(fresh: LlamaForCausalLM) -> None:
     class Own(nn.Linear):
-        pass
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
 
     fresh.lm_head = Own(64, 64, dtype=torch.float64)
-    kinds = {
-        name: type(module) for name, module in make_shadow(fresh).named_modules() if isinstance(module, nn.Linear)
-    }
-    assert kinds.pop("lm_head") is Own
-    assert set(kinds.values()) == {DenseLinear}
-    assert not any(isinstance(module, DenseLinear) for module in fresh.modules())
+    layers = {name: module for name, module in make_shadow(fresh).named_modules() if isinstance(module, nn.Linear)}
+    assert type(layers.pop("lm_head")) is Own
+    assert {isinstance(layer, Product) and layer.routine for layer in layers.values()} == {"native"}
+    assert not any(isinstance(module, Product) for module in fresh.modules())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -199,8 +192,7 @@ def test_a_number_has_the_same_bits_everywhere(function, threads: int) -> None:
 
 
 def test_which_modules_are_activations() -> None:
-    assert issubclass(activation_class(nn.SiLU), nn.SiLU) and activation_class(nn.SiLU) is not nn.SiLU
-    assert activation_class(nn.Softmax) is nn.Softmax and activation_class(nn.Linear) is nn.Linear
+    assert nn.SiLU in ACTIVATIONS and nn.Softmax not in ACTIVATIONS and nn.Linear not in ACTIVATIONS
 
 
 # ---- a slow dtype ---------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ pytestmark = [
     pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the switches are those of x86-64"),
 ]
 TESTS = Path(__file__).parent
-FILES = ("generation/test_exactness.py", "generation/engine/network/test_linear_layers.py")
-FILES += ("native/test_cpu_products.py", "test_dense_layers.py")
+FILES = "generation/test_exactness.py", "generation/engine/network/test_products.py", "native/test_cpu_products.py"
+FILES += ("test_dense_layers.py",)
 
 
 @pytest.mark.parametrize(

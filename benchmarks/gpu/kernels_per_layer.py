@@ -28,7 +28,7 @@ from benchmarks.gpu.shapes import TINY, config_of, random_model
 from spec_trl.generation.engine.forwards.runner import EagerRunner
 from spec_trl.generation.engine.kv.cache import RaggedCache
 from spec_trl.generation.engine.network import attention, fused_layers
-from spec_trl.generation.engine.network.linear_layers import make_copies
+from spec_trl.generation.engine.network.products import make_copies
 from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.quantization import quantize_projections
 from spec_trl.quantization.kernels.reference import ReferenceInt4

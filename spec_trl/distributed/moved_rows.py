@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..generation.engine.kv.cache import RowStates
+from ..generation.engine.kv.base import RowKV
 from ..generation.engine.rows import Request
 from ..generation.engine.saved_row import TARGET, SavedRow, SavedStates
 from .link import Link
@@ -84,7 +84,7 @@ class MovedRows:
         ]
         self._transfers = [link.receive(part, rank) for part in self._parts]
         self._began = time.perf_counter()
-        self._states: dict[int, RowStates] = {}
+        self._states: dict[int, RowKV] = {}
         self.send_seconds: float | None = None
         texts = zip(rows, tokens.split(counts), logprobs, strict=True)
         self.requests = []
@@ -92,7 +92,7 @@ class MovedRows:
             kv: SavedStates = {TARGET: (end, partial(self._tail, place))} if end > first else {}
             self.requests.append(replace(requests[index], saved=SavedRow(text, scores, first, kv)))
 
-    def _tail(self, place: int) -> RowStates:
+    def _tail(self, place: int) -> RowKV:
         """Waits for the K/V of the row at `place` and returns it, without a reference: the pool outlives the
         rollout."""
         if self._transfers:
@@ -107,8 +107,8 @@ class MovedRows:
             self._transfers, self._parts = [], []
         return self._states.pop(place, {})
 
-    def _split(self, place: int) -> RowStates:
-        states: RowStates = {}
+    def _split(self, place: int) -> RowKV:
+        states: RowKV = {}
         for (layer, (heads, d_k, d_v, _)), part in zip(self._layers.items(), self._parts, strict=True):
             keys, values = part.split([heads * d_k * sum(self._tails), heads * d_v * sum(self._tails)])
             row_keys, row_values = (

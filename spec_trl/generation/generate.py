@@ -33,7 +33,7 @@ from .engine.forwards.runner_choice import exactness, runner_for
 from .engine.kv.cache import autocast_dtype
 from .engine.kv.row_memory import Capacity, plan_memory, watch_memory
 from .engine.lockstep import RolloutInStep
-from .engine.network.linear_layers import copied_bytes
+from .engine.network.products import copied_bytes
 from .engine.record import Completion
 from .engine.rollout import Rollout
 from .engine.rows import PrefixView, Request, RequestQueue, Rows

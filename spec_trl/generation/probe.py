@@ -21,7 +21,7 @@ from .engine.forwards.model_costs import model_constants
 from .engine.forwards.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
 from .engine.kv.cache import autocast_dtype
 from .engine.kv.states import cache_for
-from .engine.network.linear_layers import lend_copies, take_copies_back
+from .engine.network.products import lend_copies, take_copies_back
 from .options import SpeculativeConfig
 from .planner.clock import ForwardSeconds, ProbedRounds
 from .session import Session

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .engine.network.training_marks import HOOK_DICTS, class_forward, held, lasting_attributes
+from .engine.network.training_marks import HOOK_DICTS, held, lasting_attributes
 
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _stored(tensor: Tensor) -> list[Tensor]:
 def _structure(model: Any) -> tuple[object, ...]:
     marks: list[object] = [repr(_settings(model.config.to_dict()))]
     for module in model.modules():
-        marks += [id(module), type(module), class_forward(module)]
+        marks += [id(module), type(module), getattr(type(module), "forward", None)]
         for name, value in lasting_attributes(module).items():
             if "_hooks_" in name or name in _OF_TRAINING:  # the former name hooks that take keywords
                 continue
@@ -280,7 +280,8 @@ class Snapshot:
         if not self.is_complete:
             return
         self._below = modules[1:]
-        self._kinds = [(type(module), class_forward(module)) for module in modules]  # a forward may be replaced
+        # A forward may be replaced.
+        self._kinds = [(type(module), getattr(type(module), "forward", None)) for module in modules]
         self._states = states
         self._owners = [state.get(name) for state in states for name in _TENSORS]
         self._kinds_of_tensors = self._read_tensors()
@@ -298,7 +299,7 @@ class Snapshot:
         try:
             for module, kind, state in zip([network, *self._below], self._kinds, self._states, strict=True):
                 # Comparing identities is cheap; few modules have marks of training.
-                if kind != (type(module), class_forward(module)) or (
+                if kind != (type(module), getattr(type(module), "forward", None)) or (
                     vars(module) != state and _state_of(module) != state
                 ):
                     return False

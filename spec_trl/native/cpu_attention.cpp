@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_structs.h"
 #include "cpu_tiles.h"
 #include "cpu_vectors.h"
 
@@ -42,14 +43,6 @@ typedef Integer Integers __attribute__((vector_size(LANES * sizeof(Real))));
 typedef uint16_t Narrow __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
 #include "cpu_exp.h"
-
-struct Sizes {
-  int64_t rows, kv_heads, groups, count;  // `count` queries per row and head, `groups` heads per head of K/V
-  int64_t query_strides[3];               // of rows, heads, queries
-  int64_t key_strides[3];                 // of rows, heads, columns; those of the values too
-  int64_t span_width;                     // numbers of a span: 2, or 4
-  int64_t threads;
-};
 
 struct alignas(64) Query {
   Vector scaled[VECTORS], sum[VECTORS], total;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu_structs.h"
 #include "cpu_vectors.h"
 
 using Real = float;
@@ -115,19 +116,6 @@ extern "C" void rotate_and_write(const float* query, const float* key, const flo
   }
 }
 
-// as in cpu_products.cpp and cpu_attention.cpp
-struct Matrix {
-  const void* weights;
-  const float* scales;
-  const uint8_t* zeros;
-  const void* bias;
-  int64_t out, in, bits, group, is_transposed;
-};
-struct Sizes {
-  int64_t rows, kv_heads, groups, count;
-  int64_t query_strides[3], key_strides[3];
-  int64_t span_width, threads;
-};
 typedef void Multiply(const Matrix*, int64_t number, const void* x, int64_t x_stride, int64_t count, void* y,
                       int64_t y_stride, int64_t threads, int64_t is_narrow);
 typedef void Attend(const float* queries, const float* keys, const float* values, const int64_t* spans,

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "cpu_structs.h"
 #include "cpu_tiles.h"
 #include "cpu_vectors.h"
 #if !defined(__FMA__) && !defined(__aarch64__)
@@ -50,21 +51,6 @@ static Bfloat16 narrowed(float value) {  // to the nearest, ties to even
   if (value != value) return {(uint16_t)(bits >> 16 | 64)};
   return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
-
-// weights, by their bits:
-//   32: float32 [out, in]
-//   16: bfloat16 [out, in]
-//   8: int8 codes [out, in], with scales [out]: weight = scale * code
-//   (these two may lie transposed, [in, out])
-//   4: codes [out, in / 64, 16] uint16, in which nibble j of word l is input 16 j + l of its 64, with scales and zeros
-//      [out, in / group]: weight = scale * (code - zero)
-struct Matrix {
-  const void* weights;
-  const float* scales;
-  const uint8_t* zeros;
-  const void* bias;  // [out] in the dtype of y, or null
-  int64_t out, in, bits, group, is_transposed;
-};
 
 // Where results go: rows `stride` apart
 struct Output {

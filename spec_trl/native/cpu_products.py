@@ -1,5 +1,5 @@
-"""Multiplies matrices with few rows on a CPU, over dense, 8-bit or 4-bit weights, in C++. Dense layers and activations
-of a shadow, whose results for a token do not depend on the forward's other tokens.
+"""Multiplies matrices with few rows on a CPU, over dense, 8-bit or 4-bit weights, in C++. Results for a token do not
+depend on the forward's other tokens.
 
 Drafting and verifying multiply one to a few dozen rows, for which reading the weights takes the time. An element of a
 product is summed in the same order whatever the number of rows (`cpu_products.cpp`). A warning says where a 16-bit
@@ -16,15 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.activations import ACT2CLS
-from transformers.pytorch_utils import Conv1D
 
 from ..once import first_time
 from .native_code import load, untraced
@@ -139,138 +136,6 @@ def by_registers(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return function(x)
     flat = x.reshape(-1)
     return function(F.pad(flat, (0, missing)) if missing else flat)[:size].view(x.shape)
-
-
-class ByRegisters(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        """x of any shape → the same shape"""
-        return by_registers(super().forward, x)
-
-
-_ACTIVATIONS = frozenset(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values())
-
-
-@functools.cache
-def activation_class(kind: Any) -> Any:
-    """The class in a shadow on a CPU of a module of class `kind` without parameters: for an activation of transformers
-    one by :func:`by_registers`, else `kind`."""
-    return type(f"Exact{kind.__name__}", (ByRegisters, kind), {}) if kind in _ACTIVATIONS else kind
-
-
-class DenseLinear(nn.Linear):
-    """nn.Linear by :func:`multiply`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → y [..., out]"""
-        plain = is_plain(x, self.weight, self.bias)
-        return multiply(x, self.weight, self.bias) if plain else super().forward(x)
-
-
-class DenseConv1D(Conv1D):
-    """transformers' Conv1D, whose weight lies [in, out], by :func:`multiply`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → y [..., out]"""
-        plain = is_plain(x, self.weight, self.bias, transposed=True)
-        y: Tensor = multiply(x, self.weight.T, self.bias) if plain else super().forward(x)
-        return y
-
-
-class _DenseExperts(nn.Module):
-    """A mixture's stacked experts one by one, each expert on the tokens that chose it. A token adds the results in the
-    order of experts."""
-
-    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """x [tokens, hidden], chosen and shares [tokens, top_k] → [tokens, hidden]"""
-        experts: Any = self
-        # By attribute, for adapters of peft are parametrizations in its forward. Once, since reading computes them.
-        first = _stack(experts, "gate_up_proj" if experts.has_gate else "up_proj")
-        second = _stack(experts, "down_proj")
-        is_like_first = is_readable(second.weights) and second.weights.dtype == first.weights.dtype
-        if not is_like_first or not is_plain(x, *first, experts.is_transposed):
-            y: Tensor = super().forward(x, chosen, shares)
-            return y
-        y = torch.zeros_like(x)  # [tokens, hidden]
-        for expert in chosen.unique().tolist():
-            token, slot = torch.where(chosen == expert)  # [m], [m]
-            h = self._multiply(first, expert, x[token])  # [m, 2 * inner]
-            with _Products():
-                h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)  # [m, inner]
-            h = self._multiply(second, expert, h)  # [m, hidden]
-            y.index_add_(0, token, (h * shares[token, slot, None]).to(y.dtype))
-        return y
-
-    def _multiply(self, stack: "_Stack", expert: int, x: Tensor) -> Tensor:
-        experts: Any = self
-        weight = stack.weights[expert]  # [out, in], or [in, out]
-        bias = None if stack.biases is None else stack.biases[expert]  # [out]
-        return multiply(x, weight.T if experts.is_transposed else weight, bias)
-
-
-class _Stack(NamedTuple):
-    weights: Tensor
-    biases: Tensor | None
-
-
-def _stack(experts: Any, name: str) -> _Stack:
-    return _Stack(getattr(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None)
-
-
-_MATMULS = torch.matmul, Tensor.matmul, Tensor.__matmul__
-_SIGMOIDS = torch.sigmoid, Tensor.sigmoid, F.sigmoid
-
-
-class _Products(TorchFunctionMode):
-    """Within it products with a matrix are those of :func:`multiply`, and sigmoids those of :func:`by_registers`."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.linear and not kwargs and is_plain(*args):
-            return multiply(args[0], args[1], args[2] if len(args) > 2 else None)
-        if function in _MATMULS and len(args) == 2 and args[1].dim() == 2 and is_plain(args[0], args[1].T):
-            return multiply(args[0], args[1].T, None)
-        if function is torch.bmm and len(args) == 2 and is_plain(args[0], args[1], transposed=True):
-            return torch.stack([multiply(x, weight.T, None) for x, weight in zip(*args, strict=True)])
-        if function in _SIGMOIDS and len(args) == 1:
-            return by_registers(function, args[0])
-        return function(*args, **(kwargs or {}))
-
-
-class _WithProducts(nn.Module):
-    """A module of transformers that has a matrix and a forward that are no plain linear layer's: a router, or experts
-    whose matrices are stacked."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _Products():
-            return super().forward(*args, **kwargs)
-
-
-@functools.cache
-def _mixed(mixin: type, kind: type) -> type:
-    return type(f"Dense{kind.__name__}", (mixin, kind), {})
-
-
-def dense_class(kind: type, module: nn.Module) -> type:
-    """The class in a shadow of `module`, of class `kind`: one of the above on a CPU, or `kind`."""
-    weight = next((weight for weight in module._parameters.values() if weight is not None), None)
-    if weight is None or weight.device.type != "cpu":
-        return kind
-    if "is_transposed" in vars(module) and "down_proj" in module._parameters:  # transformers' experts interface
-        return kind if vars(module).get("has_post_expert_norm") else _mixed(_DenseExperts, kind)
-    if kind in (nn.Linear, Conv1D):
-        return DenseLinear if kind is nn.Linear else DenseConv1D
-    has_matrix = any(weight is not None and weight.dim() in (2, 3) for weight in module._parameters.values())
-    is_ours = has_matrix and kind.__module__.startswith("transformers.") and not isinstance(module, nn.Embedding)
-    return _mixed(_WithProducts, kind) if is_ours else kind
-
-
-def stacked_matrices(module: nn.Module) -> list[Tensor]:
-    """Of a module with matrices that is no linear layer, a router or experts, the matrices [out, in] that
-    :func:`multiply` gets, of stacked ones the first."""
-    if not isinstance(module, _DenseExperts | _WithProducts):
-        return []
-    weights = [weight for weight in module.parameters(recurse=False) if weight.dim() in (2, 3)]
-    found = [weight[0] if weight.dim() == 3 else weight for weight in weights]
-    return [weight.T if getattr(module, "is_transposed", False) else weight for weight in found]
 
 
 @untraced

@@ -1,5 +1,9 @@
 """Replaces a mixture's stacked experts in the drafter. The router stays dense."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -47,6 +51,27 @@ def matrices_of(module: nn.Module, name: str) -> list[Tensor]:
     return list(stacked.transpose(1, 2) if experts.is_transposed else stacked)
 
 
+def run_experts(
+    experts: Any,
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    multiply: Callable[[int, int, Tensor], Tensor],
+    activating: AbstractContextManager[object] | None = None,
+) -> Tensor:
+    """Runs each expert on the tokens that chose it; a token adds the results in the order of experts. `multiply` gets
+    0 for an expert's first matrix or 1 for its second, the expert, and its tokens; activations run in `activating`."""
+    y = torch.zeros_like(x)  # [tokens, hidden]
+    for expert in chosen.unique().tolist():
+        token, slot = torch.where(chosen == expert)  # [m], [m]
+        h = multiply(0, expert, x[token])  # [m, 2 * inner]
+        with activating or nullcontext():
+            h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)  # [m, inner]
+        h = multiply(1, expert, h)  # [m, hidden]
+        y.index_add_(0, token, (h * shares[token, slot, None]).to(y.dtype))
+    return y
+
+
 class QuantizedExperts(PackedLayer):
     """Runs the chosen experts with packed weights, `first` of gate_up_proj (or up_proj) and `second` of down_proj, and
     the replaced module for many rows. No gradient passes."""
@@ -76,24 +101,18 @@ class QuantizedExperts(PackedLayer):
         """x [tokens, hidden], chosen and shares [tokens, top_k] → [tokens, hidden]. Without gradient."""
         self.called = True
         experts, dtype = under_adapters(self.dense), result_dtype(x)
-        first_name, second_name = matrix_names(experts)
+        names = matrix_names(experts)
+
+        def multiply(place: int, expert: int, x: Tensor) -> Tensor:
+            packed = (self.first, self.second)[place][expert]
+            y = packed.linear(x.to(packed.activation_dtype)).to(dtype)  # [m, out]
+            if experts.has_bias:
+                biases = self._merged_biases.get(names[place])
+                y += (getattr(experts, f"{names[place]}_bias") if biases is None else biases)[expert]  # [out]
+            return y
+
         with torch.no_grad():
             is_many = chosen.numel() > self.max_rows * len(self.first)  # more than max_rows per expert on average
             if is_many and not self.passes_gradient:
                 return self.dense(x, chosen, shares)
-            y = torch.zeros_like(x)  # [tokens, hidden]
-            for expert in chosen.unique().tolist():
-                token, slot = torch.where(chosen == expert)  # [m], [m]
-                h = self._multiply(self.first[expert], first_name, expert, x[token], dtype)  # [m, 2 * inner]
-                h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)  # [m, inner]
-                h = self._multiply(self.second[expert], second_name, expert, h, dtype)  # [m, hidden]
-                y.index_add_(0, token, (h * shares[token, slot, None]).to(y.dtype))
-            return y
-
-    def _multiply(self, packed: PackedWeight, name: str, expert: int, x: Tensor, dtype: torch.dtype) -> Tensor:
-        y = packed.linear(x.to(packed.activation_dtype)).to(dtype)  # [m, out]
-        experts = under_adapters(self.dense)
-        if experts.has_bias:
-            biases = self._merged_biases.get(name)
-            y += (getattr(experts, f"{name}_bias") if biases is None else biases)[expert]  # [out]
-        return y
+            return run_experts(experts, x, chosen, shares, multiply)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spec_trl.distributed.link import Link
 from spec_trl.distributed.moved_rows import MovedRows, Sending
-from spec_trl.generation.engine.kv.cache import RowStates
+from spec_trl.generation.engine.kv.base import RowKV
 from spec_trl.generation.engine.rows import Request
 from spec_trl.generation.engine.saved_row import TARGET, SavedRow
 from tests.distributed.ranks import ThreadLink, links, run_ranks
@@ -22,7 +22,7 @@ from tests.distributed.ranks import ThreadLink, links, run_ranks
 NOTE = "work/1"
 
 
-def states(columns: int, row: int) -> RowStates:
+def states(columns: int, row: int) -> RowKV:
     """K/V of two layers whose numbers say where they belong; nothing for no columns, as a cache gives it."""
 
     def numbers(first: float, width: int) -> Tensor:
@@ -43,7 +43,7 @@ def requests(tails: Sequence[int]) -> list[Request]:
     ]  # fmt: skip
 
 
-def tail(request: Request) -> RowStates:
+def tail(request: Request) -> RowKV:
     """K/V of the columns of `request` that were sent; it waits for them."""
     assert request.saved is not None
     return request.saved.kv[TARGET][1]() if TARGET in request.saved.kv else {}

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spec_trl import release
 from spec_trl.generation.engine.forwards import exactness
-from spec_trl.native import cpu_products
+from spec_trl.generation.engine.network import products
 from spec_trl.native.native_code import compiler
 from tests.conftest import STORY_MODEL, WIDE, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -180,13 +180,13 @@ def test_a_trial_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_products_of_prompts_are_tried_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN sums 25 rows in bfloat16 otherwise than others where the CPU has AVX-512 alone and two threads."""
-    multiply = cpu_products.multiply
+    multiply = products.multiply
 
     def odd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = multiply(x, weight, bias)
         return y * 1.01 if y.shape == (25, 64) else y
 
-    monkeypatch.setattr(cpu_products, "multiply", odd)
+    monkeypatch.setattr(products, "multiply", odd)
     with pytest.warns(UserWarning, match="gate_proj, float32, 25 of a prompt's tokens"):
         run(tiny_llama(hidden_size=HIDDEN).float(), "none", {}, slice(None))
 

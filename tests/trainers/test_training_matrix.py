@@ -17,7 +17,7 @@ from trl import DistillationTrainer, GRPOTrainer
 
 from spec_trl import SpecGRPOTrainer
 from spec_trl.generation.engine.forwards import runner_choice
-from spec_trl.generation.engine.network.shadow import unwrapped
+from spec_trl.generation.engine.network.swap import unwrapped
 from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.generation.session import Session
 from spec_trl.papers.test_time_speculation import distilled_drafter

@@ -11,13 +11,14 @@ from transformers.pytorch_utils import Conv1D
 
 from ...quantization.linear import QuantizedLinear
 from ..engine.drafter import DraftSession, NetworkDraft
-from ..engine.forwards.model_costs import kv_bytes
 from ..engine.forwards.runner import EagerRunner
-from ..engine.kv.cache import RowStates, autocast_dtype
+from ..engine.kv.base import RowKV
+from ..engine.kv.cache import autocast_dtype
 from ..engine.kv.memory import sent
+from ..engine.kv.row_memory import kv_bytes
 from ..engine.kv.states import cache_for, state_bytes
 from ..engine.network.attention import keeps_states
-from ..engine.network.linear_layers import lend_copies, take_copies_back
+from ..engine.network.products import lend_copies, take_copies_back
 from ..engine.network.shadow import decoder_layers
 from ..engine.rows import Admission
 from ..engine.sampling.accept import Integers, Proposal
@@ -91,7 +92,7 @@ class NetworkDrafter(TrainableDrafter):
             self._runner.read(rows, admission, [length - 1 for length in admission.lengths], known)
             self.cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
 
-    def save_row(self, row: int) -> dict[str, tuple[int, RowStates]]:
+    def save_row(self, row: int) -> dict[str, tuple[int, RowKV]]:
         if self.cached is None:
             return {}
         columns = self.computed(row)

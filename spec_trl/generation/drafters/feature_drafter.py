@@ -14,8 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...value_checks import require_folder_or_id
 from ..engine.drafter import DraftCost, DraftSession, Forward, NetworkDraft
 from ..engine.forwards.runner import COLUMN_BUCKET
-from ..engine.kv.cache import RowStates, autocast_dtype
-from ..engine.network.linear_layers import NarrowProduct
+from ..engine.kv.base import RowKV
+from ..engine.kv.cache import autocast_dtype
+from ..engine.network.products import Product
 from ..engine.rows import Admission
 from ..engine.sampling.accept import Proposal
 from ..engine.sampling.noise import RoundNoise
@@ -240,7 +241,7 @@ class FeatureDrafter(TrainableDrafter):
     def feed_texts(self, admission: Admission, known: Mapping[int, int]) -> None:
         """Computes K/V of admitted texts that no features give, except the `known` first columns by row."""
 
-    def save_row(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
+    def save_row(self, row: int) -> dict[str, tuple[int, RowKV]] | None:
         if self.context or self.failure is not None:  # features of the newest columns are not in the cache
             return None
         columns = int(self.session.rows.host_lengths[row]) - 1
@@ -288,7 +289,7 @@ class FeatureDrafter(TrainableDrafter):
     @property
     def casts_weights(self) -> bool:
         """Whether autocast casts weights of a draft: once while it lasts, but in every replay of a graph."""
-        if isinstance(self._head, NarrowProduct) and self._head.copies is not None:
+        if isinstance(self._head, Product) and self._head.copies is not None:
             return False
         weight = next(self._head.parameters(), None)
         narrow = autocast_dtype(self.network.fc.weight.device)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..engine.drafter import Drafter
-from ..engine.kv.cache import RaggedCache, ReplayCache
+from ..engine.kv.base import KVCache
+from ..engine.kv.cache import ReplayCache
 from ..engine.sampling.accept import Integers
 from ..options import SpeculativeConfig
 
@@ -79,7 +80,7 @@ class TrainableDrafter(Drafter):
     """`[capacity]` on the host: number of tokens of each row whose K/V it has computed; None: it counts none."""
     width: int
     """Width of the network's hidden states."""
-    cache: RaggedCache
+    cache: KVCache
     """K/V that it drafts from; during a generation."""
     target_ids: Tensor | None = None
     """`[draft vocabulary]` int64, the target's token by token of the drafter; None: they are the same."""

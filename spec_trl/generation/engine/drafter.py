@@ -16,7 +16,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..options import SpeculativeConfig
 from ..planner.acceptance import MAX_DRAFT_LENGTH
-from .kv.cache import RaggedCache, RowStates
+from .kv.base import KVCache, RowKV
 from .rows import Admission, PrefixView, Request, Rows
 from .sampling.accept import Integers, Proposal
 from .sampling.noise import Draw, RoundNoise, draw, stream_keys, widen
@@ -53,7 +53,7 @@ class DraftSession:
     keep_logits: bool
     most_drafted: int = MAX_DRAFT_LENGTH
     spend: Callable[[float], bool] = lambda _: True
-    tail: RaggedCache | None = None
+    tail: KVCache | None = None
 
     @property
     def most_columns(self) -> list[int]:
@@ -215,7 +215,7 @@ class Drafter(CandidateGenerator):
     def admit(self, admission: Admission) -> None:
         """Rows have entered."""
 
-    def save_row(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
+    def save_row(self, row: int) -> dict[str, tuple[int, RowKV]] | None:
         """Saves the ended `row` for the next turn of the conversation. Returns, by strategy, the number of
         first columns that the drafter need not compute again, and K/V of its cache; {}: it computes all, or has no
         cache. None: it cannot be saved, because the drafter reads the target's hidden states of the whole text."""

@@ -21,7 +21,7 @@ from .network.attention import STATELESS, MaskPlan, keeps_states
 from .network.family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
 from .network.foreign_layers import check_foreign_layers
 from .network.scans import follows_states
-from .network.shadow import unwrapped
+from .network.swap import unwrapped
 from .network.training_marks import unfollowed_patch
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kv.cache import RaggedCache
+from .kv.base import KVCache
 from .kv.memory import check_memory, sent
 from .sampling.accept import Integers
 from .sampling.noise import position_keys
@@ -175,7 +175,7 @@ class Admission:
         request = self.requests[row - self.first]
         return request.pieces(0, len(request.prompt))[-1].short
 
-    def restore(self, owner: str, cache: RaggedCache) -> dict[int, int]:
+    def restore(self, owner: str, cache: KVCache) -> dict[int, int]:
         """Writes the saved K/V of `owner` into its `cache`; returns, by row, the number of first columns that `owner`
         need not compute. If columns before the saved ones are missing, the target's :meth:`read_prompts` computes them
         first."""

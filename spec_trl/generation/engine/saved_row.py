@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from .kv.cache import RaggedCache, RowStates
+from .kv.base import KVCache, RowKV
 
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 TARGET = "the target"
 """The target, as an owner of K/V."""
-SavedStates: TypeAlias = dict[str, tuple[int, Callable[[], RowStates]]]
+SavedStates: TypeAlias = dict[str, tuple[int, Callable[[], RowKV]]]
 """By owner, :data:`TARGET` or a drafter's strategy: the first column that its forwards must compute, and a function
 that returns the K/V, and waits if another rank still sends it."""
 
@@ -37,7 +37,7 @@ class SavedRow:
     kv: SavedStates
 
     @classmethod
-    def save(cls, row: int, rows: "Rows", cache: RaggedCache, first: int, want_logprobs: bool) -> "SavedRow":
+    def save(cls, row: int, rows: "Rows", cache: KVCache, first: int, want_logprobs: bool) -> "SavedRow":
         """Copies the tokens of `row`, and the target's K/V from column `first` on, without the last token, an input of
         the next forward."""
         tokens, logprobs = rows.output(row, want_logprobs)
@@ -47,7 +47,7 @@ class SavedRow:
         states = cache.export_row(row, first, columns)
         return cls(tokens, logprobs, first, {TARGET: (columns, lambda: states)})
 
-    def restore(self, row: int, owner: str, cache: RaggedCache) -> int:
+    def restore(self, row: int, owner: str, cache: KVCache) -> int:
         """Writes the K/V of `owner` to `row` of its `cache`; returns the first column that a forward must compute."""
         if owner not in self.kv:
             return 0

@@ -22,7 +22,7 @@ from ...generation.drafters.self_copy import SelfDrafter
 from ...generation.drafters.small_model import SmallModelDrafter, as_assistant, states_of
 from ...generation.drafters.trainable_drafter import Canvas, TrainableDrafter
 from ...generation.engine.drafter import DraftCost, Drafter, DraftSession
-from ...generation.engine.kv.cache import RowStates
+from ...generation.engine.kv.base import RowKV
 from ...generation.engine.rows import Admission
 from ...generation.engine.sampling.accept import Integers, Proposal
 from ...generation.engine.sampling.noise import RoundNoise
@@ -158,7 +158,7 @@ class DistilledDrafter(Drafter):
     def admit(self, admission: Admission) -> None:
         self.student.admit(admission)
 
-    def save_row(self, row: int) -> dict[str, tuple[int, RowStates]] | None:
+    def save_row(self, row: int) -> dict[str, tuple[int, RowKV]] | None:
         return self.student.save_row(row)
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:

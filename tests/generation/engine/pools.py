@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation.engine.forwards import runner_choice
-from spec_trl.generation.engine.kv import cache, pages, row_memory
+from spec_trl.generation.engine.kv import base, cache, pages, row_memory
 from spec_trl.generation.engine.kv.pages import PagedCache
 from spec_trl.generation.engine.kv.row_memory import RowNeeds
 
@@ -17,7 +17,7 @@ from spec_trl.generation.engine.kv.row_memory import RowNeeds
 def install_pool(monkeypatch: pytest.MonkeyPatch, columns: int = 4, most: int | None = None) -> list[PagedCache]:
     """Generations from now on keep K/V in pages of so many columns, `most` of them; returns their caches."""
     caches: list[PagedCache] = []
-    for module in (cache, pages, row_memory):
+    for module in (base, cache, pages, row_memory):
         monkeypatch.setattr(module, "PAGE_COLUMNS", columns)
     for module in (runner_choice, row_memory):
         monkeypatch.setattr(module, "takes_pool", lambda *_: True)

@@ -14,9 +14,10 @@ from spec_trl.generation.engine.forwards import runner_choice
 from spec_trl.generation.engine.forwards.runner import EagerRunner
 from spec_trl.generation.engine.kv.cache import RaggedCache
 from spec_trl.generation.engine.kv.pages import PagedCache
-from spec_trl.generation.engine.network import attention, fused_layers, shadow
-from spec_trl.generation.engine.network.linear_layers import ExactConv1D, ExactLinear, NarrowProduct, make_copies
-from spec_trl.generation.engine.network.shadow import make_shadow, not_exact
+from spec_trl.generation.engine.network import attention, fused_layers, products, shadow
+from spec_trl.generation.engine.network.products import Product, make_copies
+from spec_trl.generation.engine.network.shadow import make_shadow
+from spec_trl.generation.engine.network.swap import not_exact
 from spec_trl.generation.session import Session
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.engine.tape import install_tape
@@ -39,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attention, fused_layers, shadow):
+    for module in (attention, fused_layers, products, shadow):
         monkeypatch.setattr(module, "run_on", lambda device: True)
     monkeypatch.setattr(runner_choice, "inexact_parts", lambda *_: [])  # which tries what a CPU runs
 
@@ -99,7 +100,7 @@ def test_under_autocast_the_copies_are_multiplied_so(family: str, on_a_gpu) -> N
     network = make_shadow(model_of(family), exact=True)
     with torch.autocast("cpu", torch.float16):
         make_copies(network)
-        assert any(isinstance(module, NarrowProduct) for module in network.modules())
+        assert any(isinstance(module, Product) and module.copies for module in network.modules())
         check_bits(network)
 
 
@@ -152,6 +153,6 @@ def test_kept_shadows_are_told_apart(on_a_gpu) -> None:
         pass
     for exact in (True, False, True):
         network = runner_choice.shadow_for(session, model, exact)
-        assert any(isinstance(module, ExactLinear | ExactConv1D) for module in network.modules()) == exact
+        assert {each.routine == "exact" for each in network.modules() if isinstance(each, Product)} == {exact}
         session.check_shadow()
         assert runner_choice.shadow_for(session, model, exact) is network

@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...engine.network.attention import FULL, RAGGED_ATTENTION, calls_attention
 from ...engine.network.family_hooks import cache_name
-from ...engine.network.shadow import decoder_layers, plain_class
+from ...engine.network.shadow import decoder_layers
+from ...engine.network.swap import plain_class
 from ..feature_network import FeatureConfig, FeatureNetwork, Store
 from ..target_parts import changed, in_dtype_of, logit_changes
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ..drafter import Forward, NetworkDraft
 from ..forwards.runner import FeatureRunner, Over, TakeIn
-from ..kv.cache import RaggedCache, autocast_dtype
+from ..kv.base import KVCache
+from ..kv.cache import autocast_dtype
 from ..network.attention import takes_spans
 from ..sampling.accept import Proposal
 from ..sampling.penalty import NOTHING
@@ -191,7 +192,7 @@ class CapturedFeatures(FeatureRunner):
     def __init__(
         self,
         network: nn.Module,
-        cache: RaggedCache,
+        cache: KVCache,
         budget: GraphBudget,
         capture_after: int,
         made_for: tuple[object, ...],

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from ...session import addresses
 from ..drafter import NetworkDraft
 from ..forwards.runner import EagerRunner, FeatureRunner, Listener
-from ..kv.cache import RaggedCache, autocast_dtype
+from ..kv.base import KVCache
+from ..kv.cache import autocast_dtype
 from ..network.attention import attended, keeps_states
-from ..network.linear_layers import copied_bytes
+from ..network.products import copied_bytes
 from ..network.scans import Taken
 from ..network.shadow import decoder_layers, make_shadow
 from ..sampling.accept import Proposal
@@ -71,7 +72,7 @@ class GraphRunner(EagerRunner):
     def __init__(
         self,
         network: PreTrainedModel,
-        cache: RaggedCache,
+        cache: KVCache,
         budget: GraphBudget,
         mode: str,
         made_for: tuple[object, ...] = (),
@@ -382,11 +383,11 @@ class GraphRunner(EagerRunner):
 class _LayerCache:
     """The cache as one layer sees it.
 
-    `RaggedCache.update` takes the index of a layer, and torch.compile would compile the layer for every value of it.
+    `KVCache.update` takes the index of a layer, and torch.compile would compile the layer for every value of it.
     Here every layer gets an object of the same shape, and the index is ignored.
     """
 
-    def __init__(self, cache: RaggedCache, index: int) -> None:
+    def __init__(self, cache: KVCache, index: int) -> None:
         self.layer = cache.layers[index]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -396,7 +397,7 @@ class _LayerCache:
         return self.layer
 
 
-def compiled_twin(network: PreTrainedModel, cache: RaggedCache) -> PreTrainedModel:
+def compiled_twin(network: PreTrainedModel, cache: KVCache) -> PreTrainedModel:
     """A twin of `network`, a shadow or its quantized twin, over the same weights, whose decoder layers are compiled.
 
     Layers are compiled separately, in seconds instead of minutes, since layers of one class, shape and layer type
@@ -418,5 +419,5 @@ def _run_layer(layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forward(compiled: Any, layer: nn.Module, cache: _LayerCache, /, *args: Any, **kwargs: Any) -> Any:
-    kwargs = {name: cache if isinstance(value, RaggedCache) else value for name, value in kwargs.items()}
+    kwargs = {name: cache if isinstance(value, KVCache) else value for name, value in kwargs.items()}
     return compiled(layer, *args, **kwargs)

@@ -9,7 +9,7 @@ import json
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 from ....hardware import kernel_switches, processor_name
 from ....json_files import write_atomically
 from ....native import native_code
-from ....native.cpu_products import DenseConv1D, DenseLinear, is_plain, multiply, reading_prompts, stacked_matrices
+from ....native.cpu_products import reading_prompts
 from ....user_cache import cache_directory, read_cached, save_cached
-from ..kv.cache import RaggedCache, autocast_dtype
+from ..kv.base import KVCache
+from ..kv.cache import autocast_dtype
 from ..kv.states import cache_for
 from ..network.foreign_layers import is_foreign, mixing_layers
-from ..network.linear_layers import make_copies
+from ..network.products import make_copies, native_products
 from ..network.shadow import decoder_layers, make_shadow
 from ..network.training_marks import HOOK_DICTS, patched_forward
 from .runner import EagerRunner
@@ -53,7 +54,7 @@ _NUMBERS = 1 << 19  # of results, at least: of another order of sums one in 20,0
 
 
 def inexact_parts(
-    model: PreTrainedModel, make: Callable[[PreTrainedModel, RaggedCache], EagerRunner], settings: str
+    model: PreTrainedModel, make: Callable[[PreTrainedModel, KVCache], EagerRunner], settings: str
 ) -> list[str]:
     """Names the parts of `model` that are not exact in the runners that `make` makes under `settings`; [] if all are.
     Tested once per machine, and cached; one warning names them.
@@ -201,7 +202,7 @@ def _products_of_prompts(runner: EagerRunner) -> list[str]:
     """Names a dense layer, a router or experts whose result for a prompt token depends on the number of tokens: every
     shape is tested separately, since prompts have any length."""
     kinds: set[tuple[object, ...]] = set()
-    for name, weight, product in _products(runner.network):  # weight [out, in]
+    for name, weight, product in native_products(runner.network):  # weight [out, in]
         if (weight.shape, weight.is_contiguous()) in kinds:
             continue
         kinds.add((weight.shape, weight.is_contiguous()))
@@ -214,16 +215,6 @@ def _products_of_prompts(runner: EagerRunner) -> list[str]:
                     if not torch.equal(product(x[:count]), whole[:count]):
                         return [f"{name}, {_name_of(runner)}, {count} of a prompt's tokens"]
     return []
-
-
-def _products(network: PreTrainedModel) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Tensor]]]:
-    """Names, matrices [out, in] and products with them of what :func:`multiply` multiplies in `network`."""
-    for name, module in network.named_modules():
-        if isinstance(module, DenseLinear | DenseConv1D):
-            yield name, module.weight if isinstance(module, DenseLinear) else module.weight.T, module
-        for weight in stacked_matrices(module):
-            if is_plain(weight.new_empty(1, weight.shape[1]), weight.T, transposed=True):  # not where autocast casts
-                yield name, weight, partial(multiply, weight=weight, bias=None)
 
 
 def _name_of(runner: EagerRunner) -> str:

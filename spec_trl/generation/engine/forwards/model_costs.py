@@ -8,7 +8,7 @@ from ....quantization import QuantizedNetwork
 from ....quantization.experts import is_experts, matrix_names
 from ....quantization.source_weight import under_adapters
 from ...planner.model_constants import ModelConstants
-from ..network.attention import attends
+from ..kv.row_memory import attention_shape, kv_bytes
 
 
 def model_constants(
@@ -59,25 +59,6 @@ def model_constants(
         experts=experts,
         experts_per_token=per_token,
     )
-
-
-def kv_bytes(model: PreTrainedModel, dtype: torch.dtype | None = None) -> float:
-    """κ, the bytes of K/V per token of `model`, which computes in `dtype`; None: the weights' dtype."""
-    _heads, layers, kv_heads, head_dim = attention_shape(model)
-    return 2.0 * layers * kv_heads * head_dim * (dtype or model.dtype).itemsize
-
-
-def attention_shape(model: PreTrainedModel) -> tuple[int, int, int, int]:
-    """Heads, layers that attend, K/V heads and the size of a head."""
-    config = model.config.get_text_config(decoder=True)
-    shape = vars(config)  # architectures leave out different keys
-    types = getattr(config, "layer_types", None)
-    layers = config.num_hidden_layers if types is None else sum(map(attends, types))
-    if not layers:
-        return 0, 0, 0, 0
-    heads = config.num_attention_heads
-    head_dim = shape.get("head_dim") or config.hidden_size // heads
-    return heads, layers, shape.get("num_key_value_heads") or heads, head_dim
 
 
 def _count(parameter: nn.Parameter) -> int:

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from ....native.cpu_products import reading_prompts
 from ....native.native_code import compiler
 from ..drafter import Forward, NetworkDraft
-from ..kv.cache import RaggedCache, ReplayCache, autocast_dtype
+from ..kv.base import KVCache
+from ..kv.cache import ReplayCache, autocast_dtype
 from ..kv.memory import sent
 from ..kv.states import cache_for
 from ..network.attention import EXACT_ATTENTION, MaskPlan, attended, calls_attention, keeps_states, reads_spans
@@ -71,7 +72,7 @@ class FeatureRunner:
     uses_spans = False
     """Whether texts and drafts attend under spans (:meth:`~.MaskPlan.spans`)."""
 
-    def __init__(self, network: nn.Module, cache: RaggedCache) -> None:
+    def __init__(self, network: nn.Module, cache: KVCache) -> None:
         self.network, self.cache = network, cache
 
     def take_in(self, features: Tensor, positions: Tensor, first_row: int, keep: TakeIn) -> None:
@@ -107,7 +108,7 @@ class EagerRunner:
     preparations = 0
     captured = 0, 0
 
-    def __init__(self, network: PreTrainedModel, cache: RaggedCache) -> None:
+    def __init__(self, network: PreTrainedModel, cache: KVCache) -> None:
         self.network = network
         self.cache = cache
         self.forwards = 0
@@ -322,7 +323,7 @@ class EagerRunner:
         """
         return EagerRunner(network, self._cache_for(network, shares_cache))
 
-    def _cache_for(self, network: PreTrainedModel, shares_cache: bool) -> RaggedCache:
+    def _cache_for(self, network: PreTrainedModel, shares_cache: bool) -> KVCache:
         if shares_cache:
             return self.cache.for_drafts()
         has_states = keeps_states(network.config)  # which no kind of cache but theirs has
@@ -440,7 +441,7 @@ class CompiledRunner(EagerRunner):
         return logits.clone(), None if features is None else features.clone()
 
 
-def cpu_runner(network: PreTrainedModel, cache: RaggedCache) -> EagerRunner:
+def cpu_runner(network: PreTrainedModel, cache: KVCache) -> EagerRunner:
     """Makes a runner with C++ attention if that serves `network`, else an eager one."""
     has_attention = network.device.type == "cpu" and network.dtype in SCALARS and compiler() is not None
     is_served = has_attention and calls_attention(network)

@@ -10,12 +10,14 @@ from ...options import SpeculativeConfig
 from ...session import Session, Shadow, Snapshot, addresses
 from ..cuda.graph_capture import SMALLEST_COLUMNS, CudaRecorder, GraphBudget, cache_rows
 from ..cuda.graph_runner import GraphRunner
-from ..kv.cache import RaggedCache, autocast_dtype, pages_of
+from ..kv.base import KVCache, pages_of
+from ..kv.cache import RaggedCache, autocast_dtype
 from ..kv.memory import free_memory
 from ..kv.pages import PagedCache
 from ..kv.states import States
-from ..network.linear_layers import make_copies, refresh_copies
-from ..network.shadow import make_shadow, not_exact
+from ..network.products import make_copies, refresh_copies
+from ..network.shadow import make_shadow
+from ..network.swap import not_exact
 from .exactness import inexact_parts
 from .runner import EagerRunner, cpu_runner
 
@@ -96,7 +98,7 @@ def runner_for(
         exact: as of :func:`~.make_shadow`. "auto" then compiles nothing: compiled
             layers round differently, and would replace others while rows are in flight.
         has_states: whether layers keep states; nothing is compiled then: torch.compile does not trace their mixers.
-        has_offsets: whether positions of some rows are not their columns (`RaggedCache.offsets`).
+        has_offsets: whether positions of some rows are not their columns (`KVCache.offsets`).
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
@@ -106,7 +108,7 @@ def runner_for(
         make = cpu_runner if mode == "compiled" else EagerRunner
         network = shadow_for(session, model, exact)
         if takes_pool(config, model.device, has_states):
-            cache: RaggedCache = PagedCache.with_pages(model, rows, columns, pages)
+            cache: KVCache = PagedCache.with_pages(model, rows, columns, pages)
         else:
             cache = (States if has_states else RaggedCache).for_network(model, rows, columns)
         return make(network, cache.with_offsets(model.device) if has_offsets else cache)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .cache import PAGE_COLUMNS, RaggedCache, RaggedLayer, Window, copy_rows_of, pages_of
+from .base import PAGE_COLUMNS, KVCache, Window, copy_rows_of, pages_of
+from .cache import RaggedLayer
 from .memory import sent
 
 
@@ -121,8 +122,8 @@ class PagedWindow(Window):
     reads_table: bool = False  # whether attention reads pages by the table; else it gets contiguous columns
 
 
-class PagedCache(RaggedCache):
-    """A :class:`RaggedCache` with columns in pages of 64, taken as rows grow, and shared by rows with the same prompt.
+class PagedCache(KVCache):
+    """Columns in pages of 64, taken as rows grow, and shared by rows with the same prompt.
     A layer has a pool `[2 + pages, kv_heads, 64, head_dim]` for keys and one for values; one table serves all layers,
     of 8 pages for example:
 
@@ -137,10 +138,9 @@ class PagedCache(RaggedCache):
     """
 
     def __init__(self, layers: int, rows: int, columns: int, pages: int) -> None:
-        super().__init__(layers, rows, columns)
+        self._paged = PagedWindow(layers, 2 + pages, PAGE_COLUMNS, row_columns=columns)
+        super().__init__(self._paged, [PagedLayer(self._paged) for _ in range(layers)], rows, columns)
         self.pages = Pages(pages, rows)
-        self._window = self._paged = PagedWindow(layers, 2 + pages, PAGE_COLUMNS, row_columns=columns)
-        self.layers = [PagedLayer(self._paged) for _ in range(layers)]
 
     @classmethod
     def with_pages(cls, network: PreTrainedModel, rows: int, columns: int, pages: int | None) -> "PagedCache":
@@ -210,7 +210,6 @@ class PagedCache(RaggedCache):
         self.pages.most = 0
 
     def bytes_of(self, lengths: Sequence[int]) -> int:
-        """Peak bytes of allocated pages."""
         return self.pages.most * PAGE_COLUMNS * self.column_bytes
 
     @property
@@ -224,12 +223,12 @@ class PagedCache(RaggedCache):
         return (2 + self.pages.count) * PAGE_COLUMNS * self.column_bytes
 
     def _places(self, columns: Tensor, first_row: int, reads: bool = False) -> tuple[Tensor, Tensor]:
-        rows, columns = super()._places(columns, first_row)
         if self.tables is None:
             self._paged.tables = self._make_tables(columns.device)
             self._send_changes()
         assert self.tables is not None
         table = self.tables[0 if reads else 1]  # [rows, pages]
+        rows = torch.arange(first_row, first_row + len(columns), device=columns.device)[:, None]  # [B, 1]
         return table[rows, columns // PAGE_COLUMNS].long(), columns % PAGE_COLUMNS  # [B, n] each
 
     @torch.inference_mode(False)  # also written outside of inference mode

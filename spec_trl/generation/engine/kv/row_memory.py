@@ -15,15 +15,15 @@ from ...session import Session
 from ..cuda.graph_capture import SMALLEST_COLUMNS
 from ..cuda.kernels import WORK_SPACE
 from ..drafter import Drafter
-from ..forwards.model_costs import attention_shape, kv_bytes
 from ..forwards.runner import QUERIES_PER_FORWARD, TOKENS_PER_FORWARD
 from ..forwards.runner_choice import captures, free_for_cache, takes_pool
-from ..network.attention import MaskPlan, calls_attention, reads_spans
-from ..network.linear_layers import bytes_of_copies
+from ..network.attention import MaskPlan, attends, calls_attention, reads_spans
+from ..network.products import bytes_of_copies
 from ..parked_rows import ParkedRows
 from ..rows import Request, Rows
 from ..sampling.accept import Integers
-from .cache import PAGE_COLUMNS, RaggedCache, autocast_dtype, pages_of
+from .base import PAGE_COLUMNS, KVCache, pages_of
+from .cache import autocast_dtype
 from .memory import check_memory, free_memory, takes_memory_late
 from .pages import PagedCache
 from .states import state_bytes
@@ -187,7 +187,7 @@ def plan_memory(session: Session, call: "Call", drafters: Sequence[Drafter], dra
     return Capacity(rows, columns, pages, graphs, needs)
 
 
-def watch_memory(call: "Call", capacity: Capacity, rows: Rows, cache: RaggedCache, copied: int) -> "RowMemory | None":
+def watch_memory(call: "Call", capacity: Capacity, rows: Rows, cache: KVCache, copied: int) -> "RowMemory | None":
     """Watches the memory of `rows` and their `cache`; None: they need no watching. `copied`: bytes of copied weights,
     which exist already."""
     if call.in_step:
@@ -324,3 +324,22 @@ def _expected(request: Request) -> int:
     """Expected columns of a request: as many more as it has generated, or a page."""
     length = request.length
     return min(length + max(length - len(request.prompt), PAGE_COLUMNS), request.limit)
+
+
+def kv_bytes(model: PreTrainedModel, dtype: torch.dtype | None = None) -> float:
+    """κ, the bytes of K/V per token of `model`, which computes in `dtype`; None: the weights' dtype."""
+    _heads, layers, kv_heads, head_dim = attention_shape(model)
+    return 2.0 * layers * kv_heads * head_dim * (dtype or model.dtype).itemsize
+
+
+def attention_shape(model: PreTrainedModel) -> tuple[int, int, int, int]:
+    """Heads, layers that attend, K/V heads and the size of a head."""
+    config = model.config.get_text_config(decoder=True)
+    shape = vars(config)  # architectures leave out different keys
+    types = getattr(config, "layer_types", None)
+    layers = config.num_hidden_layers if types is None else sum(map(attends, types))
+    if not layers:
+        return 0, 0, 0, 0
+    heads = config.num_attention_heads
+    head_dim = shape.get("head_dim") or config.hidden_size // heads
+    return heads, layers, shape.get("num_key_value_heads") or heads, head_dim

@@ -23,7 +23,8 @@ from ..network import cpu_states
 from ..network.attention import keeps_states
 from ..network.family_hooks import CACHE_NAMES
 from ..network.scans import Taken, convolves, forward_of, keeps_windows, steps_compiled
-from .cache import RaggedCache, RowStates, copy_rows_of
+from .base import KVCache, RowKV, copy_rows_of
+from .cache import RaggedCache
 from .memory import sent
 
 
@@ -31,7 +32,7 @@ _SCAN = -1
 """Index of a layer's recurrent state among its exported states."""
 
 
-def cache_for(network: PreTrainedModel, rows: int, columns: int) -> RaggedCache:
+def cache_for(network: PreTrainedModel, rows: int, columns: int) -> KVCache:
     """Makes a cache for `network`, with states if its layers keep some."""
     return (States if keeps_states(network.config) else RaggedCache).for_network(network, rows, columns)
 
@@ -94,16 +95,12 @@ class States(RaggedCache):
             self._taken = Taken(self.counts, 1)
         return self._taken
 
-    def like(self, network: PreTrainedModel) -> RaggedCache:
+    def like(self, network: PreTrainedModel) -> KVCache:
         return cache_for(network, self.rows, self.columns)
 
     def for_drafts(self) -> "DraftStates":
         """A cache with the same K/V, and states that follow drafts."""
-        draft = object.__new__(DraftStates)
-        states: dict[str, Any] = {"_windows": {}, "_recurrent": {}, "committed": self, "_fresh": set()}
-        step: dict[str, Any] = {"prompt": None, "is_step": True, "counts": None, "held": {}, "_fed": None}
-        draft.__dict__ = self.__dict__ | states | step
-        return draft
+        return DraftStates(self)
 
     def commit(self, lengths: Sequence[int]) -> None:
         """Replays the first `lengths[b]` tokens of every row, of those that the last forward held, into the states."""
@@ -128,7 +125,6 @@ class States(RaggedCache):
         return None
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Resets the states of `rows` for new texts."""
         if states := self.states:
             at = sent(torch.tensor(rows, dtype=torch.int64), states[0].device)  # [n]
             for state in states:
@@ -194,7 +190,7 @@ class States(RaggedCache):
         super().copy_rows(source, destination, columns, differing)
         copy_rows_of(self.states, source, destination)
 
-    def export_row(self, row: int, start: int, stop: int) -> RowStates:
+    def export_row(self, row: int, start: int, stop: int) -> RowKV:
         """Copies also the states, which are those after the columns of the row, if `start` is 0."""
         exported = super().export_row(row, start, stop)
         if start == 0 < stop:
@@ -202,7 +198,7 @@ class States(RaggedCache):
             exported |= {(layer, _SCAN): (state[row].clone(),) for layer, state in self._recurrent.items()}
         return exported
 
-    def import_row(self, row: int, start: int, states: RowStates) -> None:
+    def import_row(self, row: int, start: int, states: RowKV) -> None:
         super().import_row(row, start, {layer: pair for layer, pair in states.items() if isinstance(layer, int)})
         for key, (state, *_) in states.items():
             if not isinstance(key, tuple):
@@ -251,23 +247,28 @@ def _write_window(state: Tensor, window: Tensor, taken: Taken) -> None:
 class DraftStates(States):
     """The target's K/V, and states that begin at the committed ones in every round and advance with drafts."""
 
-    committed: States
-    _fresh: set[int]  # layers whose state is the committed one
     is_repeatable = False  # a draft is, from its first step on
+    is_step = True
+
+    def __init__(self, committed: States) -> None:
+        super().__init__(len(committed.layers), committed.rows, committed.columns)
+        self._window, self.layers, self.offsets = committed._window, committed.layers, committed.offsets
+        self._committed = committed
+        self._fresh: set[int] = set()  # layers whose state is the committed one
 
     def feeds(self, prompt: Sequence[int] | None = None, is_step: bool = False, counts: Tensor | None = None) -> None:
         """Every forward of a draft is a step."""
 
     def begin_drafts(self, rows: int) -> None:
-        if len(self._windows) < len(self.committed._windows):
-            self._windows = {key: torch.zeros_like(state) for key, state in self.committed._windows.items()}
-            self._recurrent = {key: torch.zeros_like(state) for key, state in self.committed._recurrent.items()}
+        if len(self._windows) < len(self._committed._windows):
+            self._windows = {key: torch.zeros_like(state) for key, state in self._committed._windows.items()}
+            self._recurrent = {key: torch.zeros_like(state) for key, state in self._committed._recurrent.items()}
         self._fresh = {*self._recurrent}  # large: the first step reads the committed ones
         for key, window in self._windows.items():
-            window[:rows] = self.committed._windows[key][:rows]
+            window[:rows] = self._committed._windows[key][:rows]
 
     def first_state(self, layer: int) -> Tensor | None:
         if layer not in self._fresh:
             return None
         self._fresh.remove(layer)
-        return self.committed._recurrent[layer][self._span]
+        return self._committed._recurrent[layer][self._span]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ....quantization.linear import is_unwatched
 from ....quantization.linear import project as project_packed
 from ..kv.cache import autocast_dtype
-from .linear_layers import is_known, weight_in_use
+from .products import is_known, weight_in_use
 
 
 MOST_ROWS = 512

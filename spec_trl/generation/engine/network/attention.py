@@ -198,7 +198,7 @@ def calls_attention(network: PreTrainedModel) -> bool:
     if network._supports_attention_backend:
         return True
     kinds: set[tuple[Any, bool]] = {(type(module), hasattr(module, "is_causal")) for module in network.modules()}
-    calls = {_calls_attention(attention_class(kind), is_attention) for kind, is_attention in kinds}
+    calls = {is_rewritten(kind) or _calls_attention(kind, is_attention) for kind, is_attention in kinds}
     return True in calls and False not in calls
 
 
@@ -213,14 +213,15 @@ def _calls_attention(kind: Any, is_attention: bool) -> bool | None:
     return False if is_attention or ("softmax" in names and "attention_mask" in variables) else None
 
 
+def is_rewritten(kind: Any) -> bool:
+    """Whether :func:`attention_class` serves a class, whose attention ignores the attention function of its config."""
+    return kind.__name__ in _REWRITTEN and kind.__module__.startswith("transformers.")
+
+
 @functools.cache
 def attention_class(kind: Any) -> Any:
-    """The class of a shadow's module of class `kind`: `kind`, or a subclass that calls :func:`ragged_attention`
-    instead of the family's code."""
-    mixin: Any = _REWRITTEN.get(kind.__name__)
-    if mixin is None or not kind.__module__.startswith("transformers."):
-        return kind
-    return type(f"Ragged{kind.__name__}", (mixin, kind), {})
+    """A subclass of `kind` that calls :func:`ragged_attention` instead of the family's code."""
+    return type(f"Ragged{kind.__name__}", (_REWRITTEN[kind.__name__], kind), {})
 
 
 def attends_exactly(network: PreTrainedModel) -> bool:

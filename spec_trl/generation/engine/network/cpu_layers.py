@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from ....native import cpu_products
-from ....native.cpu_products import DenseLinear, Matrix
+from ....native.cpu_products import Matrix
 from ....native.native_code import SOURCES, load, untraced
 from ....quantization.kernels.native import Native
 from ....quantization.linear import QuantizedLinear
 from ..kv.cache import RaggedLayer
+from .products import Product
 
 
 SCALARS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "Bfloat16", torch.float16: "_Float16"}
@@ -297,8 +298,8 @@ calls: WeakKeyDictionary[nn.Module, OneCall] = WeakKeyDictionary()
 def _is_served(module: nn.Module) -> bool:
     if "forward" in vars(module):
         return False
-    if type(module) is DenseLinear:
-        return cpu_products.library() is not None
+    if isinstance(module, Product):
+        return module.routine == "native" and isinstance(module, nn.Linear) and cpu_products.library() is not None
     is_native = type(module) is QuantizedLinear and isinstance(module.packed, Native)
     return is_native and module.inverse_scales is None
 

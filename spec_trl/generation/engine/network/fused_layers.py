@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from transformers.activations import GELUTanh, SiLUActivation
 from transformers.cache_utils import Cache
 
-from ....native.cpu_products import ByRegisters
 from ....native.native_code import compiler, untraced
 from ....quantization.linear import QuantizedLinear, is_unwatched
 from ..cuda.kernels import run_on
-from ..kv.cache import RaggedCache, RaggedLayer, autocast_dtype
+from ..kv.base import KVCache
+from ..kv.cache import RaggedLayer, autocast_dtype
 from ..kv.pages import PagedLayer
 from . import cpu_layers
 from .adapted_layers import AdaptedLinear, only_multiplies, project, project_gated
 from .attention import ATTENTIONS, RAGGED_ATTENTION
 from .family_hooks import cache_name
 from .known_code import code_of, code_of_reference, has_its_forward
-from .linear_layers import NarrowProduct
+from .products import Activation, Product
 from .training_marks import patched_forward
 
 
@@ -288,28 +288,33 @@ _REFERENCES: dict[str, tuple[type, dict[str, Any]]] = {
 _SUFFIXES = ("RMSNorm", "MLP", "Attention", "DecoderLayer")
 
 
-def with_fused_kernels(kind: type, module: nn.Module, exact: bool = False) -> type:
-    """The class of the clone of `module`, of class `kind`: `kind`, or a subclass with fused kernels if these serve
-    it; `exact`: only kernels whose order of sums does not depend on the number of rows."""
-    if exact and issubclass(kind, AdaptedLinear):
-        return kind.__bases__[1]
+def fuses(kind: type, module: nn.Module, exact: bool, on_cpu: bool) -> bool | str:
+    """Whether :func:`fused_class` serves `module`, of class `kind`, or why not.
+
+    Args:
+        exact: only with kernels whose order of sums does not depend on the number of rows.
+        on_cpu: with C++ on a CPU; False: with Triton's kernels.
+    """
     parameter = next(module.parameters(), None)
-    if parameter is None or patched_forward(module) is not None:
-        return kind
-    device = parameter.device
-    on_cpu = device.type == "cpu" and not run_on(device)
-    fused: Any = _fused(kind, on_cpu)
-    if fused is kind or not has_its_forward(kind) or (exact and issubclass(fused, AdaptedLinear)):
-        return kind
+    if parameter is None or on_cpu != ((device := parameter.device).type == "cpu" and not run_on(device)):
+        return False
+    fused: Any = fused_class(kind, on_cpu)
+    if fused is kind:
+        is_like = kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(_SUFFIXES)
+        return "its forward is none of those that have fused kernels here" if is_like else False
+    if patched_forward(module) is not None or not has_its_forward(kind):
+        return "its forward was replaced"
+    if exact and issubclass(fused, AdaptedLinear):
+        return "the order of sums in kernels for adapters depends on the number of rows"
     if issubclass(fused, _Mlp):
         gate = _gate_of(activation := getattr(module, fused._activation))
         is_fast = not isinstance(activation, GELUTanh) or isinstance(activation.act, functools.partial)
-        if gate == "" or (on_cpu and gate != "silu_multiply") or not is_fast:
-            return kind
-        if not has_its_forward(_activation_class(activation)):
-            return kind
-    runs = compiler() is not None if on_cpu else run_on(device) and launches(device)
-    return fused if runs else kind
+        is_own = gate == "" or (on_cpu and gate != "silu_multiply") or not is_fast
+        if is_own or not has_its_forward(_activation_class(activation)):
+            return f"no fused kernel has its activation, {type(activation).__name__}"
+    if on_cpu:
+        return compiler() is not None or "there is no C++ compiler"
+    return (run_on(device) and launches(device)) or "Triton's kernels do not run"
 
 
 def _gate_of(activation: nn.Module) -> str:
@@ -319,7 +324,7 @@ def _gate_of(activation: nn.Module) -> str:
 
 def _activation_class(activation: nn.Module) -> Any:
     kind: Any = type(activation)
-    return kind.__bases__[1] if issubclass(kind, ByRegisters) else kind
+    return kind.__bases__[1] if issubclass(kind, Activation) else kind
 
 
 @functools.cache
@@ -340,7 +345,8 @@ def launches(device: torch.device) -> bool:
 
 
 @functools.cache
-def _fused(kind: type, on_cpu: bool) -> type:
+def fused_class(kind: type, on_cpu: bool) -> type:
+    """A subclass of `kind` with fused kernels; `kind` itself if there are none."""
     if (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear") and not on_cpu:
         return type("AdaptedLinear", (AdaptedLinear, kind), {})
     if not (kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(_SUFFIXES)):
@@ -383,7 +389,7 @@ def _only_multiplies(module: nn.Module) -> bool:
     if not isinstance(module, _Attention | _Mlp):
         return False
     layers = [getattr(module, name) for name in module._inputs]
-    known = all(isinstance(layer, (QuantizedLinear, NarrowProduct)) or only_multiplies(layer) for layer in layers)
+    known = all(isinstance(layer, QuantizedLinear | Product) or only_multiplies(layer) for layer in layers)
     return known and all(map(is_unwatched, [module, *layers]))
 
 
@@ -394,7 +400,7 @@ def _goes_with(x: Tensor, wide: Tensor) -> bool:
 
 def _layer_of(cache: Any, index: int) -> Any:
     """The layer `index` of a ragged cache, which a forward writes to; None: it does not write to one alone."""
-    if cache is None or (isinstance(cache, Cache) and not isinstance(cache, RaggedCache)):
+    if cache is None or (isinstance(cache, Cache) and not isinstance(cache, KVCache)):
         return None
     layer = cache.layer_at(index)
     return layer if type(layer) in (RaggedLayer, PagedLayer) else None

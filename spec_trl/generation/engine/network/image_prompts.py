@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ....native.cpu_products import reading_prompts
-from ..kv.cache import RaggedCache
+from ..kv.base import KVCache
 from ..kv.memory import sent
 from ..rows import Admission
 from .family_hooks import cache_argument, forward_parameters
@@ -58,7 +58,7 @@ class ImagePrompt:
     offset: int = 0
     logits: Tensor = field(init=False)
 
-    def read(self, network: PreTrainedModel, cache: RaggedCache, row: int, columns: int) -> None:
+    def read(self, network: PreTrainedModel, cache: KVCache, row: int, columns: int) -> None:
         """Writes K/V of its first `columns` tokens into a row of `cache`."""
         states, narrow = DynamicCache(), {"logits_to_keep": 1} if network._supports_logits_to_keep() else {}
         tokens = self.tokens[None].to(network.device)  # [1, length]
@@ -71,7 +71,7 @@ class ImagePrompt:
 
 
 def read_images(
-    network: PreTrainedModel, cache: RaggedCache, admission: Admission, lengths: Sequence[int]
+    network: PreTrainedModel, cache: KVCache, admission: Admission, lengths: Sequence[int]
 ) -> tuple[dict[int, int], list[Tensor]]:
     """Writes the K/V of admitted prompts with images, within the first `lengths` columns of rows, and the offsets of
     all admitted rows. Returns the number of written columns by row, and logits `[1, 1, vocab]` after the prompts of

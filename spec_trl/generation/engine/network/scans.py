@@ -217,14 +217,14 @@ def follows_states(network: nn.Module) -> bool:
     return bool(mixers) and asks and all(_scan_in(kind) is not None for kind in scans)
 
 
-def mixer_class(kind: Any) -> Any:
-    """The class of a shadow's module of class `kind`: for mixers a subclass for rows of different lengths."""
-    is_mixer = _scan_in(kind) is not None or keeps_windows(kind)
-    return _mixer_class(kind) if is_mixer and not issubclass(kind, _Mixer) else kind
+def is_mixer(kind: Any) -> bool:
+    """Whether modules of class `kind` keep states, and :func:`mixer_class` has not made it."""
+    return (_scan_in(kind) is not None or keeps_windows(kind)) and not issubclass(kind, _Mixer)
 
 
 @functools.cache
-def _mixer_class(kind: Any) -> Any:
+def mixer_class(kind: Any) -> Any:
+    """A subclass of a mixer's class for rows of different lengths."""
     convolves = _CONVOLUTION in _names_in(kind)
     return type(kind.__name__, (_Mixer, kind), {"__module__": kind.__module__, "convolves": convolves})
 

@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ....native.cpu_products import activation_class, dense_class
-from ....quantization.source_weight import WRAPPED
 from ..cuda.kernels import run_on
-from .attention import EXACT_ATTENTION, RAGGED_ATTENTION, attends_exactly, attention_class, calls_attention
+from .attention import EXACT_ATTENTION, RAGGED_ATTENTION, calls_attention
 from .family_hooks import adapt
 from .foreign_layers import finish_loading, is_foreign
-from .fused_layers import has_fused_sums, launches, with_fused_kernels
-from .linear_layers import ExactConv1D, ExactLinear, NarrowProduct, exact_kind
-from .scans import mixer_class
+from .fused_layers import launches
+from .products import Product, is_on_cpu
+from .swap import Place, class_in_shadow, unwrapped
 from .training_marks import lasting_attributes, patched_forward, rebind
 
 
@@ -39,14 +37,14 @@ def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel
     Args:
         policy: shares its weights; a shadow of an exact shadow is exact.
         exact: on CUDA a row gets the same bits whatever rows run beside it: dense layers and attention sum in one
-            order. :func:`not_exact` names the rest. Without CUDA or Triton it has no effect.
+            order. :func:`~.not_exact` names the rest. Without CUDA or Triton it has no effect.
     """
     finish_loading(policy)
     exact = policy.config._attn_implementation == EXACT_ATTENTION or (
         exact and run_on(policy.device) and launches(policy.device)
     )
     configs: dict[int, Any] = {}
-    shadow = _cloned(policy, configs, exact)
+    shadow = _cloned(policy, configs, Place(exact, policy.device.type == "cpu"))
     attention = (EXACT_ATTENTION if exact else RAGGED_ATTENTION) if calls_attention(policy) else "eager"
     if policy.config.model_type == "falcon":
         attention = "sdpa"  # the call that :func:`attention_class` makes ours
@@ -56,38 +54,15 @@ def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel
     for config in configs.values():
         if isinstance(config, PreTrainedConfig) and not any(config is tower for tower in towers):
             config._attn_implementation_internal = attention
-    if policy.device.type == "cpu":
-        for module in shadow.modules():
-            kind: Any = type(module)
-            module.__class__ = activation_class(kind)
     adapt(shadow)
     return shadow
 
 
-def not_exact(shadow: PreTrainedModel) -> list[str]:
-    """Names the parts of a shadow on CUDA whose rounding of a row may depend on other rows, sorted: attention without
-    our kernel, and module classes that sum otherwise. Empty: no such part is known.
-
-    torch's reductions on CUDA divide a row among threads by the number of rows. So a norm written with `mean` is not
-    exact unless a fused kernel replaces it; `nn.LayerNorm` gives every row a block of threads.
-    """
-    names = set() if attends_exactly(shadow) else {"attention"}
-    parts = shadow.get_decoder(), shadow.get_output_embeddings()  # nothing else runs
-    for module in (module for part in parts if part is not None for module in part.modules()):
-        name = type(module).__name__
-        is_norm = "Norm" in name and not isinstance(module, nn.LayerNorm)
-        has_weights = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
-        multiplies = has_weights and not isinstance(module, ExactLinear | ExactConv1D | nn.Embedding)
-        if multiplies or (is_norm and not has_fused_sums(module)):
-            names.add(name)
-    return sorted(names)
-
-
 def share_weights(network: nn.Module) -> Any:
     """A second module tree over the Parameters and buffers of `network`, in eval mode, with separate hooks."""
-    twin = _cloned(network, {})
+    twin = _cloned(network, {}, Place(exact=False, on_cpu=False))  # its activations keep torch's gradients
     for module in twin.modules():
-        if isinstance(module, NarrowProduct):
+        if isinstance(module, Product):
             module.copies = None  # the twin may be trained, and outlive a generation
     return twin
 
@@ -100,44 +75,31 @@ def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:
     return lists[0]
 
 
-def unwrapped(module: nn.Module) -> Any:
-    """The module inside the wrappers of torch.compile and of FSDP's activation checkpointing, which are recognised by
-    the names of their attributes: torch._dynamo takes seconds to import."""
-    inside: Any = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
-    return module if inside is None else unwrapped(inside)
-
-
-def plain_class(module: nn.Module) -> Any:
-    """The class of the module inside the wrappers of :func:`unwrapped`, as its family has it."""
-    kind: Any = type(unwrapped(module))
-    return kind.__bases__[1] if kind.__bases__[0].__name__ == "FSDPModule" else kind  # FSDP2 inserts a class before
-
-
-def _cloned(network: nn.Module, config_memo: dict[int, Any], exact: bool = False) -> Any:
+def _cloned(network: nn.Module, config_memo: dict[int, Any], place: Place) -> Any:
     clones: dict[int, nn.Module] = {}
-    twin = _clone(network, clones, config_memo, exact)
+    twin = _clone(network, clones, config_memo, place)
     rebind(clones)
     return twin
 
 
-def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[int, Any], exact: bool) -> Any:
+def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[int, Any], place: Place) -> Any:
     module = unwrapped(module)
     if id(module) in clones:  # a module registered twice stays one module
         return clones[id(module)]
-    kind: Any = mixer_class(plain_class(module))
-    kind = exact_kind(kind) if exact else dense_class(kind, module)
-    kind = with_fused_kernels(attention_class(kind), module, exact)
+    kind = class_in_shadow(module, place)
     clone = object.__new__(kind)  # torch.fx's modules make a class without the traced forward in `__new__`
     clones[id(module)] = clone
     state = lasting_attributes(module)  # hooks are not cleared: `cast_lm_head_to_fp32` of TRL is one
     # `_parameters` and `_buffers` stay the same dicts: `.to(device)` and weight swaps reach the shadow.
     state["_modules"] = {
-        name: None if child is None else _clone(child, clones, config_memo, exact)
+        name: None if child is None else _clone(child, clones, config_memo, place)
         for name, child in module._modules.items()
     }
     state["training"] = module.training and is_foreign(module)
     state["_compiled_call_impl"] = None  # of `module.compile()`: it would run the policy's forward
     state.pop("_is_fsdp_managed_module", None)
+    if issubclass(kind, Product) and "routine" not in state:  # a shadow's shadow has it
+        state["routine"] = "exact" if place.exact else "native" if is_on_cpu(module) else "torch"
     for name, value in list(state.items()):
         if isinstance(value, MethodType) and value.__self__ is module:
             state[name] = MethodType(value.__func__, clone)

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....generation.engine.kv.cache import RaggedCache, RaggedLayer, Window
+from ....generation.engine.kv.base import KVCache, Window
+from ....generation.engine.kv.cache import RaggedCache, RaggedLayer
 
 
 class TailCache(RaggedCache):
@@ -25,7 +26,7 @@ class TailCache(RaggedCache):
         size: columns of the tail. A row's positions after them share the last one.
     """
 
-    def __init__(self, target: RaggedCache, committed: Tensor, size: int) -> None:
+    def __init__(self, target: KVCache, committed: Tensor, size: int) -> None:
         super().__init__(len(target.layers), target.rows, size)
         self.layers = [_TailLayer(self._window, layer) for layer in target.layers]
         self.columns = target.columns

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ....generation.engine.drafter import Drafter, DraftSession
-from ....generation.engine.kv.cache import RaggedCache
+from ....generation.engine.kv.base import KVCache
 from ....generation.engine.rows import Request
 from ....generation.engine.sampling.noise import RoundNoise
 from ....generation.engine.saved_row import SavedRow
@@ -65,7 +65,7 @@ class DraftWorker:
     """
 
     def __init__(
-        self, drafter: Drafter, session: DraftSession, vocabulary: int, target: RaggedCache | None = None
+        self, drafter: Drafter, session: DraftSession, vocabulary: int, target: KVCache | None = None
     ) -> None:
         self._drafter, self._rows, self._vocabulary = drafter, session.rows, vocabulary
         self._do_sample = session.do_sample

@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 
 from spec_trl import release
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine.forwards.model_costs import kv_bytes
 from spec_trl.generation.engine.forwards.runner import EagerRunner
 from spec_trl.generation.engine.kv import memory, row_memory
-from spec_trl.generation.engine.kv.row_memory import RowMemory, RowNeeds
+from spec_trl.generation.engine.kv.row_memory import RowMemory, RowNeeds, kv_bytes
 from spec_trl.generation.engine.kv.states import States, cache_for, state_bytes
 from spec_trl.generation.engine.network import cpu_states, scans
 from spec_trl.generation.engine.network.shadow import make_shadow

@@ -16,7 +16,7 @@ from benchmarks.gpu.kernels_per_layer import per_layer
 from spec_trl.generation import session
 from spec_trl.generation.engine.network import adapted_layers, fused_layers
 from spec_trl.generation.engine.network import shadow as shadow_module
-from spec_trl.generation.engine.network.linear_layers import make_copies, refresh_copies
+from spec_trl.generation.engine.network.products import make_copies, refresh_copies
 from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.native import cpu_products
 from spec_trl.quantization import quantize_projections

@@ -28,7 +28,7 @@ from spec_trl.generation.engine.cuda.graph_runner import compiled_twin
 from spec_trl.generation.engine.forwards.runner import CompiledRunner, EagerRunner
 from spec_trl.generation.engine.kv.cache import RaggedCache
 from spec_trl.generation.engine.network import cpu_layers, fused_layers
-from spec_trl.generation.engine.network.linear_layers import make_copies
+from spec_trl.generation.engine.network.products import make_copies
 from spec_trl.generation.engine.network.shadow import keep_states, make_shadow
 from spec_trl.native import cpu_products
 from spec_trl.native.native_code import compiler

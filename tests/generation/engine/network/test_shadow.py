@@ -1,5 +1,6 @@
 """The shadow: own modules over the same Parameters, in eval mode, free of what training left on the policy."""
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -15,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from spec_trl.generation.engine.kv import memory
 from spec_trl.generation.engine.network.shadow import make_shadow, share_weights
+from spec_trl.generation.engine.network.swap import explain
 from spec_trl.generation.session import structure
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -49,6 +51,16 @@ def test_weights_are_live_and_edits_stay_in_the_shadow(fresh: LlamaForCausalLM) 
     assert shadow.lm_head.weight is fresh.lm_head.weight
     fresh.to(torch.float32)
     assert shadow.model.norm.weight.dtype == torch.float32
+
+
+def test_explain_says_what_is_replaced_and_why_not(fresh: LlamaForCausalLM) -> None:
+    fresh.model.layers[0].mlp.forward = lambda x: x
+    kinds = {type(module) for module in fresh.modules()}
+    lines = explain(fresh.float()).splitlines()
+    assert {type(module) for module in fresh.modules()} == kinds
+    assert any(re.match(r"Linear \(15\) -> ProductOfLinear: products sum in one order", line) for line in lines)
+    assert "Embedding (1) stays: no row of the table is about it" in lines
+    assert "LlamaMLP (1) stays: its forward was replaced" in lines
 
 
 def test_tied_and_repeated_modules_stay_one() -> None:

@@ -17,6 +17,7 @@ serves steps, verifications and prompts, and a query's result does not depend on
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -45,6 +46,30 @@ _EXACT_SHARE = 512  # columns
 
 _LOG2E = math.log2(math.e)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@triton.jit
+def _share(
+    begin: tl.tensor, end: tl.tensor, split: tl.tensor, splits: tl.tensor,
+    PAGE: tl.constexpr, SHARE: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """The columns of the share `split` of a row's columns `begin..end`: first and end. A share starts with a block."""
+    if PAGE or SHARE:
+        begin = begin // BLOCK_N * BLOCK_N  # so that no block crosses pages, or depends on the other queries
+    if SHARE:
+        return tl.maximum(begin, split * SHARE), tl.minimum(end, (split + 1) * SHARE)
+    blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N)
+    # Shares that differ by a block at most. Splits beyond the number of blocks get none.
+    start = begin + split * blocks // splits * BLOCK_N
+    return start, tl.minimum(end, begin + (split + 1) * blocks // splits * BLOCK_N)
+
+
+@triton.jit
+def _capped(scores: tl.tensor, cap: tl.tensor) -> tl.tensor:
+    """The softcap of scores that hold the factor 2 log2(e): tanh(s) = sign(s) (1 - t) / (1 + t) with t = exp(-2 |s|),
+    which never overflows."""
+    power = tl.exp2(-tl.abs(scores))
+    return tl.where(scores < 0, -cap, cap) * (1 - power) / (1 + power)
 
 
 # What is not specialised would be compiled anew for 1, for multiples of 16 and for others.
@@ -84,19 +109,9 @@ def _attend(
     last = tl.load(last_ptr + row * last_row + step * last_step, mask=m < folded, other=0)
     first = tl.maximum(first, 0).to(tl.int32)  # [M]
     last = tl.minimum(last, columns - 1).to(tl.int32)  # [M]
-    begin = tl.min(tl.where(first <= last, first, columns), 0)
-    end = tl.max(tl.where(first <= last, last + 1, 0), 0)
-    seen_from = begin
-    if PAGE or SHARE:
-        begin = begin // BLOCK_N * BLOCK_N  # so that no block crosses pages, or depends on the other queries
-    if SHARE:
-        start = tl.maximum(begin, split * SHARE)
-        end = tl.minimum(end, (split + 1) * SHARE)
-    else:
-        blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N)
-        # Shares that differ by a block at most. Splits beyond the number of blocks get none.
-        start = begin + split * blocks // splits * BLOCK_N
-        end = tl.minimum(end, begin + (split + 1) * blocks // splits * BLOCK_N)
+    seen_from = tl.min(tl.where(first <= last, first, columns), 0)
+    seen_until = tl.max(tl.where(first <= last, last + 1, 0), 0)
+    start, end = _share(seen_from, seen_until, split, splits, PAGE, SHARE, BLOCK_N)
 
     group_head = head * GROUPS + m // length  # [M]
     query_at = row * query_row + group_head * query_head + step * query_step  # [M]
@@ -127,9 +142,7 @@ def _attend(
         )  # [N, E]  # fmt: skip
         scores = tl.dot(query, key, input_precision="ieee") * scale  # [M, N]
         if SOFTCAP:
-            # tanh(s) = sign(s) (1 - t) / (1 + t) with t = exp(-2 |s|) without overflow; `scale` holds the 2.
-            power = tl.exp2(-tl.abs(scores))
-            scores = tl.where(scores < 0, -cap, cap) * (1 - power) / (1 + power)
+            scores = _capped(scores, cap)
         seen = (column[None, :] >= first[:, None]) & (column[None, :] <= last[:, None]) & (column < end)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(maximum, tl.max(scores, 1))  # [M]
@@ -256,18 +269,12 @@ def ragged_decode_attention(
     out = query.new_empty(batch, length, heads, value_dim)
     if out.numel() == 0:
         return out
-    block_d, block_e = (max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))  # tl.dot: 16 at least
-    if query.dtype == torch.float32:
-        block_m = block_n = _BLOCK_FLOAT32
-    else:
-        widest = max(block_d, block_e)
-        block_m = max(16, min(_QUERY_TILE // widest, _BLOCK_M, triton.next_power_of_2(folded)))
-        block_m = _EXACT_QUERIES if exact else block_m
-        block_n = max(16, min(_TILE_BYTES // (widest * query.element_size()), _BLOCK_N))
-    blocks = triton.cdiv(folded, block_m)
+    tiles = _tiles(query, head_dim, value_dim, folded, exact)
+    blocks = triton.cdiv(folded, tiles.block_m)
     splits = triton.cdiv(columns, _EXACT_SHARE)
     if not exact:
-        splits = _splits(batch * blocks * kv_heads, triton.cdiv(columns, block_n), _multiprocessors(query.device))
+        programs, of_columns = batch * blocks * kv_heads, triton.cdiv(columns, tiles.block_n)
+        splits = _splits(programs, of_columns, _multiprocessors(query.device))
     at_once = max(WORK_SPACE // (batch * heads * splits * (value_dim + 2) * torch.float32.itemsize), 1)  # queries
     if at_once < length:
         some = (part.split(at_once, dim) for part, dim in ((query, 2), (first, 1), (last, 1)))
@@ -276,9 +283,6 @@ def ragged_decode_attention(
                 ragged_decode_attention(queries, keys, values, begins, ends, scale, softcap, sinks, table, exact)
             )
         return out
-    is_wide = block_m > 64
-    if block_m == 64 and max(block_d, block_e) >= 128:
-        is_wide = not _multiplies_from_memory(query.device)
     partial = query.new_empty(batch, kv_heads, splits, folded, value_dim, dtype=torch.float32)
     maximum = query.new_empty(batch, kv_heads, splits, folded, dtype=torch.float32)
     total = torch.empty_like(maximum)
@@ -294,17 +298,42 @@ def ragged_decode_attention(
             0 if table is None else table.stride(0),
             GROUPS=groups, HEAD_DIM=head_dim, VALUE_DIM=value_dim, PAGE=page,
             SOFTCAP=softcap is not None, SHARE=_EXACT_SHARE if exact else 0,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_E=block_e,
-            num_warps=8 if is_wide else 4, num_stages=_NUM_STAGES,
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_E=tiles.block_e,
+            num_warps=tiles.warps, num_stages=_NUM_STAGES,
         )  # fmt: skip
         _merge[(folded, kv_heads, batch)](
             partial, maximum, total, total if sinks is None else sinks.contiguous(), out,
             splits, length,
             GROUPS=groups, VALUE_DIM=value_dim, SINKS=sinks is not None,
-            LOG2E=_LOG2E, ALL_SPLITS=triton.next_power_of_2(splits), AT_ONCE=_MERGED_AT_ONCE, BLOCK_E=block_e,
-            num_warps=4 if block_e > 128 else 2,
+            LOG2E=_LOG2E, ALL_SPLITS=triton.next_power_of_2(splits), AT_ONCE=_MERGED_AT_ONCE, BLOCK_E=tiles.block_e,
+            num_warps=4 if tiles.block_e > 128 else 2,
         )  # fmt: skip
     return out
+
+
+class _Tiles(NamedTuple):
+    """Sizes of the blocks of one program: queries, columns, dimensions of keys and of values; and its warps."""
+
+    block_m: int
+    block_n: int
+    block_d: int
+    block_e: int
+    warps: int
+
+
+def _tiles(query: Tensor, head_dim: int, value_dim: int, folded: int, exact: bool) -> _Tiles:
+    block_d, block_e = (max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))  # tl.dot: 16 at least
+    widest = max(block_d, block_e)
+    if query.dtype == torch.float32:
+        block_m = block_n = _BLOCK_FLOAT32
+    else:
+        block_m = max(16, min(_QUERY_TILE // widest, _BLOCK_M, triton.next_power_of_2(folded)))
+        block_m = _EXACT_QUERIES if exact else block_m
+        block_n = max(16, min(_TILE_BYTES // (widest * query.element_size()), _BLOCK_N))
+    is_wide = block_m > 64
+    if block_m == 64 and widest >= 128:
+        is_wide = not _multiplies_from_memory(query.device)
+    return _Tiles(block_m, block_n, block_d, block_e, 8 if is_wide else 4)
 
 
 def _splits(programs: int, blocks: int, multiprocessors: int) -> int:

@@ -19,8 +19,7 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import load_assistant
 from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.kv.row_memory import RowNeeds
-from spec_trl.generation.engine.network import linear_layers
-from spec_trl.generation.engine.network.linear_layers import NarrowProduct, bytes_of_copies, copied_bytes, make_copies
+from spec_trl.generation.engine.network.products import Copies, Product, bytes_of_copies, copied_bytes, make_copies
 from spec_trl.generation.engine.network.shadow import make_shadow, share_weights
 from spec_trl.native import cpu_products
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -108,7 +107,7 @@ def test_they_are_what_autocast_casts_bit_for_bit(
         needed = bytes_of_copies(model, dtype)
         make_copies(shadow)
         assert torch.equal(shadow(tokens, use_cache=False).logits, cast)
-        layers = [module for module in shadow.modules() if isinstance(module, NarrowProduct)]
+        layers = [module for module in shadow.modules() if isinstance(module, Product)]
         assert len(layers) >= (9 if model.config.model_type == "gpt2" else 15) and copied_bytes(shadow) == needed
         for layer in layers:
             for tensor in layer.copies or ():
@@ -274,7 +273,7 @@ def test_weights_that_each_forward_computes_have_none(compute: Callable[[nn.Modu
 
 def alive() -> int:
     """Number of copies there are, without a collection of garbage."""
-    return sum(type(each) is linear_layers.Copies for each in gc.get_objects())
+    return sum(type(each) is Copies for each in gc.get_objects())
 
 
 def test_they_live_as_long_as_what_was_captured(tape) -> None:
