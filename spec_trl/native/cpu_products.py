@@ -2,8 +2,8 @@
 depend on the forward's other tokens.
 
 Drafting and verifying multiply one to a few dozen rows, for which reading the weights takes the time. An element of a
-product is summed in the same order whatever the number of rows (`cpu_products.cpp`). A warning says where a 16-bit
-dtype is slower than float32.
+product is summed in the same order for any number of rows (`cpu_products.cpp`). A warning names a 16-bit dtype that is
+slower than float32.
 """
 
 import ctypes
@@ -45,8 +45,8 @@ class Matrix(ctypes.Structure):
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether C++ can read `tensor`: numbers of one of `DTYPES` next to each other on the CPU, and no subclass, which
-    may keep them elsewhere."""
+    """Whether C++ can read `tensor`: contiguous numbers of one of `DTYPES` on the CPU, and no subclass, whose numbers
+    may be elsewhere."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.device.type == "cpu"
@@ -56,8 +56,8 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def dense_matrix(weight: Tensor, bias: Tensor | None) -> Matrix:
-    """A view of `weight` [out, in], contiguous or a transposed contiguous one, and `bias` [out], of one of `DTYPES`,
-    which must outlive it."""
+    """A view of `weight` [out, in], contiguous or a transposed contiguous one, and `bias` [out], of one of `DTYPES`.
+    Both must outlive the view."""
     pointers = weight.data_ptr(), None, None, None if bias is None else bias.data_ptr()
     return Matrix(*pointers, *weight.shape, DTYPES[weight.dtype], 0, not weight.is_contiguous())
 
@@ -71,8 +71,8 @@ _phase = _Phase()
 
 @contextmanager
 def reading_prompts() -> Iterator[None]:
-    """Within it, in this thread, :func:`serves` is False where oneDNN's products of many rows, which prompts have, are
-    faster. Steps never compute tokens of a prompt, so that its sums may have another order."""
+    """Makes :func:`serves` False within the block, in this thread, where oneDNN's products of many rows (prompts) are
+    faster. Steps never compute tokens of a prompt: its sums may have another order."""
     before, _phase.reads_prompts = _phase.reads_prompts, True
     try:
         yield
@@ -107,7 +107,7 @@ def address(function: Any) -> int:
 
 @functools.cache
 def library() -> Any:
-    """The compiled functions; None where nothing compiles them."""
+    """The compiled functions; None without a compiler."""
     functions = load(Path(__file__).with_suffix(".cpp"))
     if functions is not None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
@@ -119,9 +119,9 @@ def library() -> Any:
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _HAS_NARROW = HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-# torch computes functions of single numbers in registers; the numbers at the end of a thread's share that fill none go
-# through other code, whose sigmoid, SiLU, tanh-GELU and softplus round otherwise.
-_NUMBERS = 64  # that one step of torch's loops takes, in 16 bits; half as many in float32, a quarter without AVX-512
+# torch computes functions of single numbers in registers; other code computes the last numbers of a thread's share,
+# too few for a register, and rounds sigmoid, SiLU, tanh-GELU and softplus otherwise.
+_NUMBERS = 64  # per step of torch's loops, in 16 bits; half as many in float32, a quarter without AVX-512
 _SHARE = 32768  # numbers per thread of torch (at::internal::GRAIN_SIZE)
 
 
@@ -140,10 +140,10 @@ def by_registers(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 @untraced
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] times `weight` [out, in] → [..., out] in its dtype, for which :func:`is_plain` holds: generated
-    tokens in C++, prompts by oneDNN on the weights as they lie.
+    """x [..., in] times `weight` [out, in] → [..., out] in its dtype, if :func:`is_plain`: generated tokens in
+    C++, prompts by oneDNN on the weights as they are.
 
-    oneDNN sums one row in another order than several, which it sums alike: one row is multiplied as two. It is called
+    oneDNN sums one row in another order than several (all alike): one row is multiplied as two. oneDNN is called
     directly, since torch has other code for small products.
     """
     x = x.to(weight.dtype)
@@ -179,14 +179,14 @@ def multiply_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 ROWS = 64  # of x, as in a short prefill or a verification
-OUTPUTS = 512  # of the layer: enough to keep a CPU busy, and few milliseconds where it has no instructions
-MIN_WEIGHTS = 1 << 18  # of the layer: with fewer the call itself takes the time
-MIN_GAIN = 1.2  # below it nobody should reload a model
+OUTPUTS = 512  # of the layer: enough to occupy a CPU, and a few milliseconds without instructions
+MIN_WEIGHTS = 1 << 18  # of the layer: with fewer, the time of the call itself dominates
+MIN_GAIN = 1.2  # least speedup that is worth reloading a model
 
 
 def warn_of_slow_dtype(model: PreTrainedModel) -> None:
-    """Warns, once per dtype and process, where `model` is on a CPU without instructions for its 16-bit dtype, and
-    float32 measures faster on one of its layers."""
+    """Warns, once per dtype and process, if `model` is on a CPU without instructions for its 16-bit dtype, and one of
+    its layers is faster in float32."""
     dtype = model.dtype
     if model.device.type != "cpu" or has_instructions(dtype):
         return
@@ -214,7 +214,7 @@ def has_instructions(dtype: torch.dtype) -> bool:
 
 
 def float32_gain(weight: Tensor) -> float:
-    """By what factor a product with `weight` [out, in] is faster in float32."""
+    """Speedup of float32 for a product with `weight` [out, in]."""
     x = torch.ones(ROWS, weight.shape[1], dtype=weight.dtype)  # [m, in]; no random numbers: they are the caller's
     wide_x, wide = x.float(), weight.float()  # [m, in], [out, in]
     multiply_wide = partial(multiply_by_onednn, bias=None) if HAS_ONEDNN else F.linear

@@ -38,12 +38,12 @@ _SECONDS = 60  # most, of a compiler
 
 @cache
 def compiler() -> str | None:
-    """Path of the C++ compiler of this machine; None: there is none."""
+    """Path of the C++ compiler of this machine, or None."""
     return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
 class Library(NamedTuple):
-    """What a library is compiled from."""
+    """Inputs of a library's compilation."""
 
     source: str  # path, from the package's folder if it lies there
     macros: dict[str, str]
@@ -56,8 +56,8 @@ failed: list[Library] = []
 
 
 def untraced(function: F) -> F:
-    """`function`, with addresses for C++, as torch.compile must run it: a trace keeps neither the addresses of
-    tensors nor what is written to them."""
+    """Hides `function`, which passes addresses to C++, from torch.compile: a trace has neither the addresses of
+    tensors nor writes to them."""
     wrapped: F = torch.compiler.disable(function)
     return wrapped
 
@@ -85,8 +85,8 @@ def loads(libraries: list[Library]) -> bool:
 
 
 def target() -> bytes:
-    """The predefined macros: the compiler's version and the instructions of this CPU that our C++ uses;
-    machines may share a home. Raises OSError or SubprocessError where the compiler fails."""
+    """The predefined macros: the compiler's version and the instructions of this CPU that our C++ uses; machines may
+    share a home. Raises OSError or SubprocessError if the compiler fails."""
     return _macros(_options({}))
 
 
@@ -107,8 +107,8 @@ def _call(*arguments: str) -> bytes:
 
 
 def _load(source: Path, options: tuple[str, ...]) -> ctypes.CDLL:
-    """Loads what `source` was compiled to under `options`, or compiles it. A library's name ends in the hash of its
-    content: to load a part of one, as a full disk leaves it, would end the process."""
+    """Loads the library of `source` under `options`, or compiles it. A library's name ends in the hash of its content:
+    loading a part of one, left by a full disk, would end the process."""
     headers = {*SOURCES.glob("*.h"), *source.parent.glob("*.h")}
     included = b"".join(path.read_bytes() for path in sorted(headers))
     # Some options, such as -ffp-contract, define no macro.

@@ -66,13 +66,13 @@ def _share(
 
 @triton.jit
 def _capped(scores: tl.tensor, cap: tl.tensor) -> tl.tensor:
-    """The softcap of scores that hold the factor 2 log2(e): tanh(s) = sign(s) (1 - t) / (1 + t) with t = exp(-2 |s|),
-    which never overflows."""
+    """The softcap of scores with the factor 2 log2(e): tanh(s) = sign(s) (1 - t) / (1 + t) with t = exp(-2 |s|),
+    without overflow."""
     power = tl.exp2(-tl.abs(scores))
     return tl.where(scores < 0, -cap, cap) * (1 - power) / (1 + power)
 
 
-# What is not specialised would be compiled anew for 1, for multiples of 16 and for others.
+# Unspecialised numbers: others would be compiled anew for 1, for multiples of 16 and for the rest.
 @triton.jit(
     do_not_specialize=["columns", "splits", "length", "first_row", "first_step", "last_row", "last_step", "table_row"]
 )
