@@ -111,7 +111,7 @@ REFUSALS = [
                                  ("attention_dropout", _UNLIKE_SAMPLER), ("torch_compile=True", _UNLIKE_SAMPLER),
                                  (SHARDED, "weights are whole only in forwards"),
                                  ("routers' loss", "it reads the routers' logits; set router_aux_loss_coef=0"),
-                                 ("AWQ", "the copy reads what layers are fed in the loss's forward"))),
+                                 ("AWQ", "the copy reads the layers' inputs in the loss's forward"))),
     )
 ]  # fmt: skip
 """Two features by name, the reason, and a remedy."""
