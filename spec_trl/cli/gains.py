@@ -134,8 +134,6 @@ def make_ways(
     """Returns all strategies for `model`, and by strategy the reason why it is not possible.
 
     Args:
-        model: the target.
-        draft_lengths: γ to try.
         assistants: path or hub id, by strategy.
 
     Raises:
@@ -261,11 +259,9 @@ class Gain:
     """Results of a strategy at one batch size. None: unknown, or not applicable.
 
     Args:
-        rows: of the batch.
         tokens_per_second: median over the counted visits.
         of_generate, of_none: median speedups over these within a visit.
         spread: half the distance from the smallest to the largest speedup over "none".
-        visits: number of counted visits.
         tokens: of the longest row, median.
         predicted: speedup over "none" by the roofline in the cache, at the measured block efficiency.
         drafting: share of the decoding rounds that drafted.

@@ -30,7 +30,6 @@ def launch(name: str, argv: Sequence[str]) -> None:
     """Starts the processes of a training.
 
     Args:
-        name: of the script.
         argv: options of the script, of its config, of ours and of `accelerate launch`, and `--config FILE`.
 
     Raises:

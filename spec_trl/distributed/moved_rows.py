@@ -55,11 +55,9 @@ class MovedRows:
 
     Args:
         header: the note of :class:`Sending`.
-        link: to the other ranks.
         requests: all requests of the pool, by index.
 
     Attributes:
-        note: the header's entries.
         requests: the moved requests, with their saved rows.
         send_seconds: seconds per token of K/V; None: some K/V has not arrived, or none was sent.
     """

@@ -29,7 +29,6 @@ class SharedPool(RequestQueue):
         requests: of all ranks, the same list on every rank.
         order: groups of request indices to take together, in the order of decoding; the same on every rank.
         rows: number of rows that a rank decodes at once, the same on every rank.
-        link: to the other ranks.
         send_seconds: seconds to send a token's K/V, measured in earlier rollouts; None: unknown.
 
     Attributes:

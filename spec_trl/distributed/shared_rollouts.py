@@ -57,7 +57,6 @@ class SharedRollouts:
     """Decodes the rows of all ranks, as one pool or every rank for itself.
 
     Args:
-        shares: whether as one pool.
         rank, ranks: this rank, and the number of ranks.
         timeout: most seconds of silence while a rank waits.
         decoding: number of ranks that decode, the first ones; None: all. If fewer than all, `shares` must be True.

@@ -89,7 +89,6 @@ def measured_send_seconds(tokens: int, computing: float, waiting: float) -> floa
     """Seconds per token of K/V that was sent.
 
     Args:
-        tokens: that were sent.
         computing: seconds of computing the head meanwhile.
         waiting: seconds that the receiver then waited. If almost 0, sending took less than computing; half is assumed,
             so that the next move sends more.
@@ -119,7 +118,6 @@ def rows_to_give(lengths: Sequence[int], steps: float, step: AffineSeconds, cost
         lengths: tokens by row, prompts included, ascending.
         steps: expected remaining tokens by row.
         step: of :func:`step_seconds`, on either rank.
-        costs: of a move.
     """
     batch, moved = len(lengths), 0
     best, best_seconds = 0, steps * step(batch)

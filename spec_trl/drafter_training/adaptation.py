@@ -67,7 +67,6 @@ class DrafterAdaptation:
         drafter: learns in place. In a dtype narrower than float32 its weights are copies of float32 ones, which the
             optimizer moves: a bfloat16 weight would lose a step of 1e-6 in rounding.
         policy: the live policy, without peft's outer wrapper.
-        accelerator: of the run.
         how: learning rate, and weights of the loss; a weight of 0 leaves its term out.
         seed: of DFlash's anchors.
         draft_length: the longest in rollouts; an MTP head is unrolled no further.

@@ -105,7 +105,6 @@ def sequence_loss(
     Args:
         drafter: EAGLE-3 or DFlash.
         target: gives the embedding and the head.
-        view: of the target.
         generator: draws DFlash's anchors; None: the global one of the CPU.
         depth: steps that EAGLE-3 is unrolled.
         anchors: number of DFlash's per sequence; None: enough to draft each token about twice.

@@ -50,7 +50,6 @@ def block_states(
     """DFlash's states `[B, M, n, H]` of many blocks of n slots; the network reads the context once.
 
     Args:
-        network: DFlash.
         target: provides the embedding, unless the network has one.
         tokens: `[B, T]` int64.
         features: `[B, T, feature width]`. Features at or after a block's anchor are not seen.

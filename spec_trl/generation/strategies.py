@@ -281,9 +281,6 @@ def control_for(
     Args:
         session: of the call; the control stays in it.
         strategy: only under `"best_of_n"` rows may have several chains.
-        model: the target.
-        drafters: of the call.
-        config: options of the call.
         capacity: most rows in flight.
         length: the longest total length of a row, tokens.
     """

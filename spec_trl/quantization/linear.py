@@ -65,7 +65,6 @@ class QuantizedLinear(PackedLayer):
     With `passes_gradient` gradients reach x as through the replaced layer: kernels compute none.
 
     Args:
-        dense: the layer to replace.
         packed: an empty packed weight of its shape.
         activation_aware: whether to scale the input channels by `inverse_scales` [in] (AWQ).
     """

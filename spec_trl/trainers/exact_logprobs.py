@@ -36,7 +36,6 @@ class ExactLogprobs:
 
     Args:
         trainer: its rollouts are repeated.
-        config: of rollouts.
         processors: of rollouts, each acting on one position at a time.
 
     Raises:

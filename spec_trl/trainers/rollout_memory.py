@@ -51,7 +51,6 @@ class KeptGraphs:
 
     Args:
         setting: `keep_graphs`; :func:`~.speculative_decoding` obeys True and False.
-        device: of the training.
         in_place: whether weights have the same addresses in every rollout; else "auto" keeps nothing, since all would
             be captured again.
     """

@@ -36,7 +36,6 @@ class RunHeader:
             its rounds; they are read as their sum.
         started: ISO date and time.
         model: name or path of the policy.
-        strategy: `assistant_strategy`.
         settings: options of the trainer's config that TRL's config lacks.
         profile: path of the roofline profile, if there is one.
         calibration_seconds: spent before the first rollout on a profile and a draft ladder, or else on a probe of the
@@ -67,7 +66,6 @@ class RolloutRecord:
     Args:
         rollout: number of rollouts of its mode before it.
         step: number of optimizer steps before it.
-        strategy: `assistant_strategy`.
         drafter: the strategy that drafted in most rounds; None: none drafted.
         seconds: of the whole rollout, `refresh_seconds` (requantizing the drafter) and `setup_seconds` included.
         setup_seconds: of making drafters and of the calls' setup; most of it comes once.

@@ -26,7 +26,6 @@ class Verdict:
     Refreshing and training the drafter are subtracted from the gain; one-time costs are named beside it.
 
     Args:
-        rollouts: number of training rollouts.
         compared: number of rollouts with known `plain_seconds`.
         seconds: of the compared rollouts, refreshing the drafter included, without setup.
         plain_seconds: predicted seconds of plain decoding for the compared rollouts.

@@ -18,7 +18,6 @@ class SamplerMismatch:
     """Compares log-probabilities of sampler and training in a micro-batch, and hides the sampler's from TRL's loss.
 
     Args:
-        accelerator, args: of the training.
         processors: of rollouts; None: a `rollout_func` generates.
 
     Attributes:

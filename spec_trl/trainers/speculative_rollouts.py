@@ -38,7 +38,6 @@ class SpeculativeRollouts(TrainerOfTRL):
     samples each of its rollouts by a :class:`TrainerSpeculator`.
 
     Args:
-        model: the policy.
         learned_from: second argument of TRL's trainer.
         args: None: the default config.
         rest, kwargs: its other arguments.

@@ -23,8 +23,6 @@ class Speculator:
     """The rollouts of a run.
 
     Args:
-        strategy: the `assistant_strategy`.
-        config: of `generate`.
         folder: of the log; None: no log is written.
 
     Attributes:

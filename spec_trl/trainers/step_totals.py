@@ -40,7 +40,6 @@ class StepClock(TrainerCallback):
     """Splits each optimizer step into the phases of ER Fig. 2a, 6. It synchronizes a GPU at the end of a phase.
 
     Args:
-        device: of the training.
         on_step: called with (step, seconds, seconds by phase) at the end of a step. Phases are "rollout", "reward",
             "logprobs", "adaptation" (of a learned drafter), "update" (the rest of forward, backward and optimizer) and
             "other" (advantages, logging).
@@ -222,7 +221,6 @@ def metrics(record: RolloutRecord, refreshes: bool, several_chains: bool) -> dic
     """Returns TRL's metrics of a rollout, without the prefix `rollout/`.
 
     Args:
-        record: the rollout.
         refreshes: whether a drafter is the policy's quantized copy.
         several_chains: whether rows may have chains of several drafters.
     """

@@ -74,8 +74,6 @@ class TrainerSpeculator(Speculator):
     """Samples the rollouts of a training: `begin`, a `rollout` for each turn, `finish`. All ranks call each.
 
     Args:
-        args: of the run.
-        accelerator: of the run.
         weights: entered for a turn; yields the policy with whole weights, under the autocast of the training.
         adapts: whether a learned drafter is trained along.
         parks: whether rollouts may have several turns, with K/V of rows stored in between.
@@ -141,7 +139,6 @@ class TrainerSpeculator(Speculator):
         Args:
             prompts: token ids, possibly of no prompt. Rows of prompts with images stay on their rank, as do those of
                 other ranks in this turn.
-            generation_config: of the rollout.
             tokenizer: pads, and reads stop strings.
             images: inputs of `generate` for these prompts (:func:`~.image_inputs`).
         """

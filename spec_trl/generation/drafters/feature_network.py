@@ -180,9 +180,7 @@ class FeatureNetwork(nn.Module):
     """A network that reads its target's features. Parameters have the names of the checkpoints.
 
     Args:
-        config: of the network.
         feature_width: of the target's features at one position, all its hidden states side by side.
-        layers: its decoder layers.
         tensors: names in the checkpoint; embedding, head and vocabulary maps are made only if named.
     """
 

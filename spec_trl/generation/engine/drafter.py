@@ -34,7 +34,6 @@ class DraftSession:
     """One generation, from a drafter's view.
 
     Args:
-        rows: the rows in flight.
         pipeline: the target's processors, which a drafter that samples applies too (ER: the target's temperature,
             top-k and top-p).
         do_sample: False: greedy.
@@ -156,9 +155,7 @@ class Drafter(CandidateGenerator):
         """Makes the drafter of a call for `model` that names the strategy.
 
         Args:
-            model: the target.
             assistant: the `assistant_model`: a model, a path, a hub id, or None.
-            config: options of the call.
 
         Raises:
             ValueError: the assistant cannot draft.
@@ -336,7 +333,6 @@ class NetworkDraft:
         columns: `[B, known + γ - 1]` int64, columns of these tokens in the cache, without the last draft.
         known: number of committed tokens among them, at least 1.
         noise: of the round; None: greedy.
-        draw: of the session.
         show: called with the step and its tokens `[B, 1]`, for processors that read the text.
         drawn_by: of the session, if the loop can be captured; else None.
         text: `[B, W]` int64, of :class:`~.Seen`, if a draw needs it.

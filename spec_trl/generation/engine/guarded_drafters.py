@@ -29,7 +29,6 @@ class GuardedDrafters:
     """Runs actions on drafters, by index, and drops those that raise.
 
     Args:
-        drafters: of the rollout.
         dropped: called with the index of a drafter that fails.
 
     Attributes:

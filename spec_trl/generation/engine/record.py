@@ -54,7 +54,6 @@ class DraftedChains:
         depths: int32, generated tokens by row before the round. All others are int16.
         owners: the drafter of the row's chain, -1: no chain.
         drafted, accepted: tokens of the chain, up to the row's end.
-        committed: committed tokens.
     """
 
     depths: NDArray[np.int32]
@@ -77,7 +76,6 @@ class Round:
         began: seconds since the rollout began.
         requests: the requests of the B rows.
         length: mean cached tokens per row.
-        plan: the chains to draft.
         draft_length: most draft tokens verified in any row, over all its chains.
         seconds: of the round, without learning.
         tokens: committed, over all rows.

@@ -325,7 +325,6 @@ def read_prompts(
     """B prompts `[prompt length]` int64 without their left padding, on the host.
 
     Args:
-        model: the target.
         input_ids: `[B, width]` int64.
         attention_mask: `[B, width]` of 0 and 1, or None for no padding.
         position_ids: `[B, width]` int64, or with axes before them, or None.

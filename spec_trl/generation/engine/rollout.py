@@ -35,7 +35,6 @@ class Rollout:
 
     Attributes:
         in_step: whether all rows commit equally many tokens in a round.
-        queue, target, rows, want_logprobs: the arguments.
         drafters: failing ones are dropped.
         control: decides when drafters draft.
         record: rounds, phases and completions so far.

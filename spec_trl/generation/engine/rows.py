@@ -194,7 +194,6 @@ class Rows:
     The last committed token is not in the K/V cache yet: the next forward feeds it, and the drafts after it.
 
     Attributes:
-        active: rows in flight.
         lengths, prompt_lengths, limits: `[active]` int64 tokens: committed, of the prompt, and allowed.
         requests: `[active]` int64, index of the request by row; `indices`: the same on the host.
         streams: `[active]` int64 noise keys.

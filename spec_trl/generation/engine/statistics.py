@@ -121,7 +121,6 @@ class RoundPoint:
         length: mean cached tokens per row.
         draft_length: γ, 0 for autoregressive decoding; else the most draft tokens verified in any row.
         drafter: its strategy, several joined by "+". None: none drafted, or the log is older than this field.
-        rounds: number of rounds.
         seconds: sum over these rounds, without a drafter's learning.
         tokens: committed by these rounds.
     """

@@ -57,12 +57,10 @@ class RoundBench:
     """An engine whose requests never end, so that its rounds can be timed one by one.
 
     Args:
-        model: the target.
         drafters: named by index in a round's chains.
         prompts: `[B, n]`, int64, one per row. Rows begin with one more token.
         columns: of the cache, per row.
         config: names the runner.
-        rollout: the kind of rollout.
         processors: of logits.
     """
 

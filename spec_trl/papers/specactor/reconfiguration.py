@@ -146,7 +146,6 @@ def request_plans(
     """The plans of a call's requests, at first the machine's (:func:`~.decoupled_plan.plan_of_machine`).
 
     Args:
-        drafter: the drafter that may run decoupled.
         profile: of the target on this machine.
         config: `specactor.decoupled_execution="always"` decouples whatever the plan.
         acceptance: p, of an earlier call.

@@ -58,7 +58,6 @@ def find_kernel(name: str, layer: LayerSpec, measures: bool = True) -> type[Pack
 
     Args:
         name: "auto" or a kernel's name.
-        layer: the weight.
         measures: whether to measure unknown times; else `default_kernel` is taken.
     """
     choice = _choose(name, layer, measures)

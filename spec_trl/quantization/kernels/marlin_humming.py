@@ -45,7 +45,6 @@ class FragmentInt4(PackedWeight):
     """Stores scales and zero points; the subclass defines the order of the codes, and the product.
 
     Args:
-        layer: spec of the weight.
         stored_rows: rows with padding; a multiple of 64.
         locks: number of counters that let the kernel's programs find the last one.
 

@@ -59,7 +59,6 @@ class GraphRunner(EagerRunner):
     (`forward_at`) run eagerly.
 
     Args:
-        network: as for the eager runner.
         cache: rows that pad a batch (:func:`row_bucket`) write into its free rows.
         budget: shared by a model and its drafters.
         mode: "graph", "compiled", or "auto": after many replays of a shape the faster of the two.

@@ -99,7 +99,6 @@ def verify_rejection(
         proposal: the drafts, with their logits q.
         lengths: `[B]` int64, number of drafts to test by row.
         keys, residual_keys: `[B, γ + 1]` int64, of the coins and of the resampling noise.
-        want_logprobs: whether to compute `logprobs`.
 
     Returns:
         The drafts and the resampled tokens, with a score of 0 for drafts; `most`: number of accepted drafts.

@@ -274,7 +274,6 @@ class LogitsPipeline:
 
         Args:
             logits: `[B, γ + 1, vocabulary]`.
-            proposal: the drafts.
             takes: called with a step, its processed scores `[B, vocabulary]` and the drafts there `[B]`; returns `[B]`
                 bool, the rows that accept their draft and are processed further. None: rows whose draft has a
                 probability above 0 go on.

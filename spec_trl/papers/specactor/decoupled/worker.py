@@ -59,7 +59,6 @@ class DraftWorker:
     Args:
         drafter: used only in the thread or process of the worker.
         session: of the mirrored rows, without target.
-        vocabulary: number of tokens.
         target: the target's cache, if a copy of the target may read it: from DRAFT to its answer a row's columns
             before its last committed token's must not change.
     """
@@ -176,7 +175,6 @@ def work(
     """Carries out messages until CLOSE. An error of the drafter is the answer until the next generation.
 
     Args:
-        drafter: of the worker.
         begin: makes the worker of a generation from BEGIN's content.
         receive: waits for the next message.
         answer: sends a WINDOW's content, or the error of a failed drafter.
