@@ -117,7 +117,7 @@ OF_NETWORK = ("breaks off", "weights of NaN")
 class Fault:
     """What comes of the `nth` call of a drafter's `method`: `trouble`."""
 
-    which: int
+    drafter: int
     method: str
     nth: int
     trouble: str

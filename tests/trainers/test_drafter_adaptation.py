@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from spec_trl.drafter_training import adaptation
-from spec_trl.drafter_training.adaptation import STATE_FILE, DrafterAdaptation, target_view
+from spec_trl.drafter_training.adaptation import STATE_FILE, AdaptationOptions, DrafterAdaptation, target_view
 from spec_trl.drafter_training.sequence_loss import SequenceLoss, TargetView, sequence_loss
 from spec_trl.generation.drafters.dflash.dflash_drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.eagle3_drafter import Eagle3Drafter
@@ -37,8 +37,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def adapt(drafter: Any, policy: PreTrainedModel, **changes: Any) -> DrafterAdaptation:
-    given = dict(learning_rate=1e-3, hidden_weight=1.0, token_weight=0.1, seed=3) | changes
-    return DrafterAdaptation(drafter, policy, ONE_RANK, **given)
+    how = AdaptationOptions(**dict(learning_rate=1e-3) | changes)
+    return DrafterAdaptation(drafter, policy, ONE_RANK, how, seed=3)
 
 
 Make = Callable[..., tuple[Any, Any, DrafterAdaptation]]
@@ -321,6 +321,6 @@ def test_a_failure_before_the_first_rollout_ends_the_adaptation_alone(
 def test_widths_that_cannot_be_compared(tmp_path: Path) -> None:
     policy, sizes = tiny_policy(), dict(hidden_size=32, head_dim=8, target_hidden_size=64)
     drafter = Eagle3Drafter(make_checkpoint(tmp_path, "eagle3", VOCABULARY, **sizes), policy)
-    with pytest.raises(ValueError, match="drafter_adaptation=True with this.*drafter_hidden_weight=0"):
+    with pytest.raises(ValueError, match="drafter_adaptation=True with this.*hidden_weight.: 0"):
         adapt(drafter, policy)
     assert "loss" in learn(adapt(drafter, policy, hidden_weight=0.0), policy)[0]

@@ -103,7 +103,7 @@ def test_a_head_is_trained_along(policy: PreTrainedModel, tmp_path: Path) -> Non
 @pytest.mark.parametrize("strategy", ["none", "auto"])
 def test_a_head_stays_as_it_was(strategy: str, policy: PreTrainedModel, tmp_path: Path) -> None:
     """Where nothing trains it. "auto" takes it among its drafters."""
-    run = train(tmp_path / "run", strategy, policy=policy, drafter_adaptation=False, **OPTIONS)
+    run = train(tmp_path / "run", strategy, policy=policy, **OPTIONS | {"drafter_adaptation": False})
     expected = ["self", "history", "mtp"] if strategy == "auto" else []
     assert [drafter.strategy for drafter in run.calls[0].drafters] == expected
     run.trainer.save_model()

@@ -37,7 +37,7 @@ def test_expected_tokens_by_hand() -> None:
 )
 def test_corrections_do_not_learn_under_an_adaptive_stride(kind, scope, prompts, make, tiny, cheap) -> None:
     """They slow every draft. Weights do, and nothing is copied before they learn."""
-    drafter = make(kind, scope=scope, stride=None)
+    drafter = make(kind, scope=scope, stride="adaptive")
     generate(tiny, prompts, "tts", drafter=drafter, max_new_tokens=2)
     assert drafter.learner is None
     learning = generate(tiny, prompts, "tts", drafter=drafter, max_new_tokens=24).statistics.learning
@@ -49,13 +49,13 @@ def test_corrections_do_not_learn_under_an_adaptive_stride(kind, scope, prompts,
 def test_trials_take_seconds_from_the_control(pays: bool, make, tiny, cheap, monkeypatch) -> None:
     asked: list[float] = []
     monkeypatch.setattr(AlwaysSpeculate, "spend", lambda _, seconds: asked.append(seconds) or pays)
-    drafter = make("model", scope="run", stride=None)
+    drafter = make("model", scope="run", stride="adaptive")
     learning = generate(tiny, ALONE, "tts", drafter=drafter, max_new_tokens=24).statistics.learning
     assert asked and min(asked) > 0 and (learning.updates > 0) is pays
 
 
 def test_short_calls_pay_for_no_trial(make, tiny) -> None:
-    drafter = make("model", scope="run", stride=None)
+    drafter = make("model", scope="run", stride="adaptive")
     result = generate(tiny, BATCH, "tts", drafter=drafter, max_new_tokens=24)
     assert result.statistics.learning.updates == 0 and result.statistics.total.blocks > 10
 
@@ -75,7 +75,7 @@ def test_the_seconds_of_learning_are_not_the_round_s(make, tiny, monkeypatch) ->
 
 
 def test_what_was_better_before_it_learned_starts_anew(make, tiny, cheap, monkeypatch) -> None:
-    drafter = make("model", scope="run", stride=None)
+    drafter = make("model", scope="run", stride="adaptive")
     first = weights_of(drafter)
     monkeypatch.setattr(update_stride.AdaptiveStride, "is_harmful", True)
     statistics = generate(tiny, ALONE, "tts", drafter=drafter, max_new_tokens=12).statistics
@@ -84,7 +84,7 @@ def test_what_was_better_before_it_learned_starts_anew(make, tiny, cheap, monkey
 
 def test_an_adaptive_stride_goes_on_from_a_checkpoint(make, tiny, cheap) -> None:
     """With what was learned and what is known of its worth, and where nothing was learned yet without a warning."""
-    drafter, other, third = (make("model", scope="run", stride=None) for _ in range(3))
+    drafter, other, third = (make("model", scope="run", stride="adaptive") for _ in range(3))
     untaught = drafter.state_dict()
     generate(tiny, ALONE, "tts", drafter=drafter, max_new_tokens=24)
     starts: list[Any] = []

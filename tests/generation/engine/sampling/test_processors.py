@@ -20,6 +20,7 @@ from transformers import (
 from transformers.generation import logits_process as hf
 
 from spec_trl.generation.engine.rows import PrefixView, Request, Rows
+from spec_trl.generation.engine.saved_row import SavedRow
 from spec_trl.generation.engine.sampling import processors
 from spec_trl.generation.engine.sampling.accept import Proposal
 from spec_trl.generation.engine.sampling.filters import keep_top_p
@@ -218,10 +219,10 @@ def ragged_rows() -> Rows:
     rows, generator = Rows(6, 24, torch.device("cpu")), torch.Generator().manual_seed(4)
     requests = []
     for index, (ids, mask) in enumerate(zip(PADDED["input_ids"], PADDED["attention_mask"].bool(), strict=True)):
-        begun = None
+        saved = None
         if index == 3:
-            begun = torch.randint(3, VOCABULARY, (2,), generator=generator)
-        requests.append(Request(index, ids[mask], 20, index, begun))
+            saved = SavedRow(torch.randint(3, VOCABULARY, (2,), generator=generator), None, 0, {})
+        requests.append(Request(index, ids[mask], 20, index, saved))
     rows.admit(requests)
     rows.tokens[:, max(PROMPTS_OF) + 2 :] = 63  # nobody may look here
     done = torch.tensor([GENERATED[index] - (2 if index == 3 else 0) for index in rows.indices])
