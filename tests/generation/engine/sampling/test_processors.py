@@ -20,12 +20,12 @@ from transformers import (
 from transformers.generation import logits_process as hf
 
 from spec_trl.generation.engine.rows import PrefixView, Request, Rows
-from spec_trl.generation.engine.saved_row import SavedRow
 from spec_trl.generation.engine.sampling import processors
 from spec_trl.generation.engine.sampling.accept import Proposal
 from spec_trl.generation.engine.sampling.filters import keep_top_p
 from spec_trl.generation.engine.sampling.noise import RoundNoise, draw, position_keys, stream_keys
 from spec_trl.generation.engine.sampling.processors import Filters, LogitsPipeline
+from spec_trl.generation.engine.saved_row import SavedRow
 from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import (
     Alternate,
