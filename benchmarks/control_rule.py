@@ -36,7 +36,7 @@ class FastestControl(Control):
         at, self._rounds[size] = self._rounds[size] % self._every, self._rounds[size] + 1
         best = max(self._plans, key=lambda plan: self._totals[size, plan][0] / self._totals[size, plan][1])
         self._now = size, self._trials[at] if at < len(self._trials) else best
-        if any(len(requests) > self.candidates[chain.which].max_rows for chain in self._now[1]):
+        if any(len(requests) > self.candidates[chain.drafter].max_rows for chain in self._now[1]):
             self._now = size, ()
         return self._now[1]
 

@@ -302,7 +302,7 @@ def decode(control: Control, world: World, number: int, noise: Noise, clock: Clo
         rows, length = list(state.rows), state.length
         room = max(state.left(request) for request in rows) - 1
         planned = control.plan(rows, length, state.waiting)
-        chains = [Chain(own.which, min(own.draft_length, room), own.rows) for own in planned if room]
+        chains = [Chain(own.drafter, min(own.draft_length, room), own.rows) for own in planned if room]
         lengths = draft_lengths(chains, len(rows))
         width = max((sum(own[row] for own in lengths.values()) for row in range(len(rows))), default=0)
         accepted, drafted, gains = {}, {}, [0] * len(rows)

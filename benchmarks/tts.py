@@ -88,15 +88,15 @@ PARTS = (*WAYS, *SEQUENCES)
 def committed_by(drafter: Drafter) -> Iterator[list[int]]:
     """Yields a list that gets the number of tokens which each round of one request commits; the first entry is the
     prompt's token."""
-    counts, observe = list[int](), drafter.observe
+    committed, observe = list[int](), drafter.observe
 
-    def observed(tokens: Any, kept: Any) -> None:
-        counts.append(int(kept[0]))
-        observe(tokens, kept)
+    def observed(tokens: Any, counts: Any) -> None:
+        committed.append(int(counts[0]))
+        observe(tokens, counts)
 
     drafter.observe = observed  # type: ignore[method-assign]
     try:
-        yield counts
+        yield committed
     finally:
         del drafter.observe
 

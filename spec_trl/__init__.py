@@ -1,4 +1,4 @@
-"""Batched, lossless speculative decoding for transformers, and fast rollouts for TRL.
+"""Decodes batches without loss by speculative decoding in transformers, and speeds up rollouts in TRL.
 
 Importing this package teaches `model.generate` the keyword `assistant_strategy`.
 """
@@ -56,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Trainers import TRL, datasets and peft, which generate does not need.
+    # Trainers import TRL, datasets and peft; generate needs none of them.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f".trainers.{'speculation' if name == 'speculate' else 'trainers'}", __name__)

@@ -22,12 +22,12 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def capture(work: Callable[[], T], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Captures `work`, on `device`, the current one; returns the graph and what `work` returns. Without `pool` the
+    """Captures `work`, on `device`, the current one; returns the graph and the result of `work`. Without `pool` the
     graph has memory of its own.
 
-    `torch.cuda.graph` waits for the device and empties the caches of device and pinned memory before each capture:
-    the next tensors and sends would allocate anew. Here they are emptied if memory ends in a capture, which is then
-    tried again: within one the allocator frees nothing.
+    `torch.cuda.graph` waits for the device and empties the caches of device and pinned memory before each capture: the
+    next tensors and sends would allocate anew. Here they are emptied only if memory runs out in a capture, within
+    which the allocator frees nothing; the capture is then tried again.
     """
     with CAPTURING:
         try:

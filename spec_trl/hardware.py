@@ -1,4 +1,4 @@
-"""Names the hardware that torch runs on, and what keeps its kernels from using all of it."""
+"""Names the hardware that torch runs on, and the obstacles to using all of it."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 
-# Environment variables by which torch, oneDNN and MKL choose kernels of a CPU.
+# Environment variables that make torch, oneDNN and MKL choose kernels of a CPU.
 _SWITCHES = (
     "ATEN_CPU_CAPABILITY", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
     "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA",
@@ -24,7 +24,7 @@ def hardware_name(device: torch.device) -> str:
 
 
 def kernel_switches() -> list[str]:
-    """The environment variables that are set and change what a CPU computes with."""
+    """The set environment variables that change a CPU's kernels."""
     return [f"{name}={os.environ[name]}" for name in _SWITCHES if os.environ.get(name)]
 
 
@@ -36,7 +36,7 @@ def processor_name() -> str:
 
 
 def instruction_set() -> str:
-    """What the CPU computes with, such as "AVX512 avx512_bf16": torch's level, and instructions for bfloat16."""
+    """The CPU's instructions, such as "AVX512 avx512_bf16": torch's level, and instructions for bfloat16."""
     flags = _cpuinfo().split()
     return " ".join([torch.backends.cpu.get_cpu_capability(), *(flag for flag in _BFLOAT16_FLAGS if flag in flags)])
 

@@ -23,7 +23,7 @@ _adapters: "dict[Any, TypeAdapter[Any]]" = {}  # one per dataclass: making one t
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary file next to `path`, which replaces `path` at the end unless an exception is raised.
+    """Yields a temporary file next to `path`, and replaces `path` by it at the end unless an exception is raised.
 
     A reader sees the old file or the new one, never a part, even if ranks write `path` at once or the machine stops.
     The folder is created.
@@ -43,14 +43,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes `content` to `path` by :func:`replacing`."""
     with replacing(path) as file:
         file.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """The JSON text of a dataclass. NaN and infinity, which JSON does not have, become null; other values that
-    it does not have, such as models among settings, become texts."""
+    """The JSON text of a dataclass. Values without a JSON form change: NaN and infinity become null, others, such as
+    models among settings, texts."""
     return _adapter(type(value)).dump_json(value, indent=indent, fallback=_named).decode()
 
 
@@ -62,8 +61,8 @@ def jsonable(value: Any) -> Any:
 
 
 def _named(value: Any) -> Any:
-    """What stands in JSON for a value that it does not have: the number in a scalar of numpy or torch; the path of a
-    class or function; the class, and the path or hub id, of a model; else the value's text."""
+    """The JSON form of another value: the number in a scalar of numpy or torch; the path of a class or function; the
+    class, and the path or hub id, of a model; else the value's text."""
     if getattr(value, "shape", None) == ():
         return value.item()
     if hasattr(value, "__qualname__"):
@@ -81,7 +80,7 @@ def from_json(text: str | bytes, kind: type[T]) -> T:
         ValueError: `text` is no JSON, or a field is missing, unknown, of the wrong type or refused by the dataclass;
             the message names the first such field and its value.
     """
-    from pydantic import ValidationError  # imported here: it takes a quarter of a second, which most calls do not need
+    from pydantic import ValidationError  # imported here: most calls save its quarter of a second
 
     try:
         value: T = _adapter(kind).validate_json(text, strict=True, extra="forbid")
@@ -105,10 +104,9 @@ def read_json(path: str | Path, kind: type[T], what: str, remedy: str) -> T:
     """Reads what :func:`write_json` wrote; the file may have been edited by hand.
 
     Args:
-        path: the file.
-        kind: the dataclass that it holds.
+        path, kind: the file, and the dataclass in it.
         what: names the content in errors: "roofline profile".
-        remedy: what the user can do about a damaged file.
+        remedy: the user's remedy for a damaged file.
 
     Raises:
         FileNotFoundError: there is no such file.

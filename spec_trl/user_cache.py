@@ -1,6 +1,5 @@
-"""Files in the user's cache: under SPEC_TRL_CACHE, or the user's cache directory. The user did not name them, so a
-file that cannot be read or written ends no run. A file that another user can have written is not read: it may be code.
-"""
+"""Stores files under SPEC_TRL_CACHE, or in the user's cache directory. A file that cannot be read or written ends no
+run. A file that another user can have written is not read: it may be code."""
 
 import functools
 import hashlib
@@ -13,7 +12,7 @@ from typing import TypeVar
 
 
 T = TypeVar("T")
-_ROOT = 0  # who may read and write everything anyway
+_ROOT = 0  # may read and write everything anyway
 
 
 def cache_directory(kind: str = "kernels") -> Path:
@@ -33,8 +32,8 @@ def file_name(readable: str, text: str) -> str:
 
 
 def read_cached(path: Path, load: Callable[[Path], T], then: str = "") -> T | None:
-    """Returns `load(path)`; None if there is no file, or if it is damaged or another user's, with a warning that says
-    what happens `then`."""
+    """Returns `load(path)`; None without a file, or, with a warning that ends with `then`, if the file is damaged or
+    another user's."""
     try:
         return load(path) if path.exists() and not is_foreign(path) else None
     except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
@@ -58,8 +57,8 @@ def save_cached(save: Callable[[Path], object], path: Path, what: str = "") -> b
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether another user can have written `path`, a file or folder in the user's cache, which one warning per folder
-    says. A folder of this user that others may write is closed to them. Files elsewhere are named by the user."""
+    """Whether another user can have written `path`, a file or folder in the user's cache; one warning per folder. A
+    folder of this user that others may write is closed to them. Other files are named by the user."""
     if not hasattr(os, "geteuid") or not path.is_relative_to(_home() / "spec_trl"):  # Windows has no such owners
         return False
     folder = path if path.is_dir() else path.parent

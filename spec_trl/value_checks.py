@@ -1,4 +1,4 @@
-"""Checks of values that users give: each raises a ValueError that names the argument, the value and the remedy.
+"""Checks values that users give, and raises ValueError with argument, value and remedy.
 
 Options are declared once, as fields of a frozen dataclass: configs of trainers, the `--help` of commands and the
 tables in docs/options.md take them from there.
@@ -19,7 +19,7 @@ from .json_files import jsonable
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Returns a question that ends a message, if `name` is nearly one of `known`; else ""."""
+    """Returns a question to end a message, if `name` is nearly one of `known`; else ""."""
     near = get_close_matches(str(name), known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -42,7 +42,7 @@ def require_value(
     """Raises ValueError, naming `name`, unless `value` is one of the words, or of a type, in `kinds`.
 
     An integer lies between `low` and `high` (None: no bound); a float is finite and at least 0, or, if `positive`,
-    above 0. `hint` ends the error, after the words that may stand for a bool or a number.
+    above 0. `hint` ends the error, after words allowed in place of a bool or a number.
     """
     if (value is None and type(None) in kinds) or (isinstance(value, str) and value in kinds):
         return
@@ -83,7 +83,7 @@ def require_folder_or_id(name: str, assistant: object) -> None:
 
 def require_field(owner: Any, name: str, above: float | None = None, most: float = math.inf) -> None:
     """Raises ValueError unless `owner`'s field `name` is a finite number of at least 0 (or greater than `above`) and
-    at most `most`, and an integer where the field is declared as one."""
+    at most `most`, and an integer if declared as one."""
     value = vars(owner)[name]
     kinds = (int,) if type(owner).__dataclass_fields__[name].type is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
@@ -99,14 +99,14 @@ def require_field(owner: Any, name: str, above: float | None = None, most: float
 
 
 def option(default: Any, help: str, **bounds: Any) -> Any:
-    """A field with its help. Its annotation says which types or words its value may have; `bounds` are arguments of
+    """A field with its help. Its annotation has the types or words of its value; `bounds` are arguments of
     :func:`~.require_value`."""
     return field(default=default, metadata={"help": help} | ({"bounds": bounds} if bounds else {}))
 
 
 @functools.cache
 def kinds_of(declared: Field[Any]) -> tuple[Any, ...]:
-    """Types and words that the option `declared` may have, such as `(int, "adaptive")`."""
+    """Types and words of the option `declared`, such as `(int, "adaptive")`."""
 
     def kinds(annotation: Any) -> list[Any]:
         if get_origin(annotation) in (Literal, Union, UnionType):
@@ -118,7 +118,7 @@ def kinds_of(declared: Field[Any]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class DeclaredOptions:
-    """Base of a group of options. A dict of the same names stands for an instance.
+    """Base of a group of options; a dict of the same names is accepted in its place.
 
     Attributes:
         group: its name, such as "tts"; errors name an option "tts.stride".
@@ -150,7 +150,7 @@ class DeclaredOptions:
 
     @classmethod
     def remedy(cls, name: str, known: Iterable[str]) -> str:
-        """What to do about the option `name`, which is none of those `known`."""
+        """The remedy for the option `name`, absent from `known`."""
         return f"Its options are {known}.{did_you_mean(name, known)}"
 
     @classmethod
@@ -173,7 +173,7 @@ class DeclaredOptions:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Its options as JSON has them, as a GenerationConfig that carries it saves them."""
+        """The options in JSON's types, as saved in a GenerationConfig."""
         options: dict[str, Any] = jsonable(dict(vars(self)))
         return options
 
@@ -188,8 +188,8 @@ def declared_in(config: Any) -> Iterator[tuple[str, Field[Any]]]:
 
 
 def document(config: type, declaring: type) -> None:
-    """Appends the options that the class `declaring` declares to the docstring of the class `config`, which has them,
-    with their defaults and what they do."""
+    """Appends the options of the class `declaring`, with defaults and help, to the docstring of its subclass
+    `config`."""
     config.__doc__ = f"{config.__doc__}\n    Options:"
     for place, declared in declared_in(declaring):
         text = textwrap.indent(textwrap.fill(declared.metadata.get("help", ""), 105), " " * 12)

@@ -1,1 +1,1 @@
-"""The command `spec-trl`: what a model gains here, a run's report, training from YAML files."""
+"""Runs the command `spec-trl`: gains on this machine, the report of a run, training from YAML files."""

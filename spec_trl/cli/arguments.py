@@ -1,5 +1,5 @@
-"""Arguments of `bench` and `report`, their --help, and parts that all commands share: types and options. This imports
-neither torch nor matplotlib."""
+"""Declares the arguments of `bench` and `report`, and types and options that all commands share. This imports neither
+torch nor matplotlib."""
 
 import argparse
 import math
@@ -28,8 +28,8 @@ class Command:
 
 
 def add_option(parser: argparse.ArgumentParser, flag: str, name: str, **changes: Any) -> None:
-    """Adds `flag` for the option `name` of :class:`SpeculativeConfig`, with its default and help. `changes` are
-    arguments of `add_argument` and go first."""
+    """Adds `flag` for the option `name` of :class:`SpeculativeConfig`, with its default and help. Arguments of
+    `add_argument` in `changes` replace these."""
     default = OPTIONS[name].default
     text = " ".join(default) if isinstance(default, tuple) else "%(default)s"
     shown = "" if default is None else f" (default: {text})"
@@ -38,7 +38,7 @@ def add_option(parser: argparse.ArgumentParser, flag: str, name: str, **changes:
 
 
 def _number(what: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
-    """Makes a type for argparse: a finite number for which `accepts` is true, described by `what`."""
+    """Makes a type for argparse: a finite number that `accepts`, described by `what`."""
 
     def parse(text: str) -> float:
         try:
@@ -59,7 +59,6 @@ _whole = _number("an integer of at least 1", lambda value: value >= 1 and value 
 
 
 def whole_number(text: str) -> int:
-    """An integer of at least 1."""
     return int(_whole(text))
 
 
@@ -94,14 +93,13 @@ def figure_file(text: str) -> Path:
 
 
 def add_margin(parser: argparse.ArgumentParser, default: float | None = MARGIN) -> None:
-    """Adds --margin, ε; with `default` None a command can see whether the user set it."""
+    """Adds --margin, ε; `default` None shows whether the user set it."""
     name = "efficient_rollout.margin"
     text = f"{OPTIONS[name].metadata['help']} ({MARGIN})"
     add_option(parser, "--margin", name, type=fraction, default=default, help=text)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Adds --device."""
     parser.add_argument("--device", help="e.g. cuda or cpu (default: cuda where there is one, else cpu)")
 
 

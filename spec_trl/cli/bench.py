@@ -1,4 +1,4 @@
-"""``spec-trl bench``: what speculation gains for a model on this machine, and a config to paste."""
+"""Runs `spec-trl bench`: measures gains for a model on this machine, and prints a config to paste."""
 
 import argparse
 import math
@@ -35,10 +35,10 @@ PROMPT_TOKENS = 256
 """Most tokens of a prompt; longer ones are cut, since reading prompts takes the same time for every strategy."""
 EXACT = "exact here: drafts change no bit of a log-probability"
 EXAMINING = 0.1
-"""Share of the time that is reserved for telling near-ties from errors."""
+"""Share of the time to separate near-ties from errors."""
 RANDOM_PROMPT = 32
 """Tokens of a random prompt."""
-KEEP = 'keep assistant_strategy="auto", which drafts where rounds tell that it pays'
+KEEP = 'keep assistant_strategy="auto", which drafts where rounds show that it pays'
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -80,7 +80,6 @@ def _check_length(length: int, longest_prompt: int, config: PreTrainedConfig) ->
 def _prompts(
     arguments: argparse.Namespace, config: PreTrainedConfig, texts: list[str] | None
 ) -> tuple[list[list[int]], str]:
-    """Tokens of the prompts, and a description of them."""
     tokenizer = load_tokenizer(arguments.model)
     if tokenizer is not None:
         kind = "built-in prompts" if texts is None else f"prompts of {arguments.prompts}"
@@ -97,11 +96,7 @@ def _measure(
     until: float,
 ) -> list[Gain]:  # fmt: skip
     """Compares strategies at every batch size before `until`, and prints a table per batch size. The smallest batch
-    chooses among the candidates.
-
-    Raises:
-        ValueError: nothing can be compared in that time; says what would be enough.
-    """
+    chooses among the candidates. Raises ValueError, with the time that would be enough, if there is too little."""
     ways, missing = make_ways(model, sorted(set(arguments.draft_length)), assistants)
     longest = max(map(len, prompts)) + arguments.length
     profile = find_profile(model, SpeculativeConfig(), max(arguments.batch), longest)
@@ -150,7 +145,7 @@ def _measure(
 
 
 def _too_short(arguments: argparse.Namespace, batch: int, now: float, seconds: float | None) -> str:
-    """What to do if `seconds` from `now` on are needed, or nobody knows how many."""
+    """The remedy if `seconds` (None: unknown) from `now` on are needed."""
     before = now - arguments.started
     text = f"--seconds {arguments.seconds:g} is too short: "
     if seconds is None:
@@ -166,7 +161,6 @@ def _too_short(arguments: argparse.Namespace, batch: int, now: float, seconds: f
 
 
 def _section(gains: Sequence[Gain], work: Work, wanted: Work, left_out: Sequence[str], seconds: float) -> str:
-    """The gains at one batch size as text."""
     head = f"\nbatch {len(work.prompts)}"
     if not gains:
         return f"{head}: not measured, generate and none did not end within --seconds {seconds:g}"
@@ -224,9 +218,8 @@ def choose(gains: Sequence[Gain]) -> tuple[Way | None, float]:
     strategy is clearly faster than "none".
 
     A strategy is clearly faster if it gains MARGIN, more than its measurements spread, and tokens per block explain
-    the gain. "auto" is recommended unless a drafter that always drafts is faster by as much. A strategy is excluded if
-    its drafter failed, or if not all tokens were examined, or if tokens differ from those of "none" by more than
-    near-ties.
+    the gain. "auto" is recommended unless a drafter that always drafts is faster by as much. Excluded are strategies
+    with a failed drafter, unexamined tokens, or tokens that differ from those of "none" by more than near-ties.
     """
     by_way: dict[Way, list[Gain]] = {}
     for gain in gains:
@@ -292,13 +285,13 @@ def _listed(batches: dict[int, bool], wanted: bool) -> str:
 
 
 def config_to_paste(way: Way, dtype: str, mixed: bool) -> tuple[str, str]:
-    """Arguments of generate, and a config of the trainer, as Python text: both run what was measured."""
+    """Arguments of generate, and a config of the trainer, as Python text, for what was measured."""
     named = f"assistant_strategy={way.strategy!r}"
     if way.assistant is not None:
         named += f", assistant_model={way.assistant!r}"
     if way.draft_length:
         named += f", speculative_config=SpeculativeConfig(draft_length={way.draft_length}, sd_toggle='always')"
     config = f"{named}, bf16={mixed}"
-    if dtype != "float32":  # the dtype in which TRL loads a model by name
+    if dtype != "float32":  # TRL's dtype of a model loaded by name
         config += f", model_init_kwargs={{'dtype': {'torch.float64' if dtype == 'float64' else repr(dtype)}}}"
     return named, f"SpecGRPOConfig({config})"

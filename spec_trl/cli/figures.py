@@ -1,4 +1,4 @@
-"""Figures of a training run, with sentences that name their numbers (ER Fig. 2, 4, 6, 8, 9, 12; Tab. 7; SA Fig. 14).
+"""Draws the figures of a training run, with sentences that name their numbers.
 
 A function returns None where the run has no data for its figure.
 """
@@ -47,29 +47,27 @@ _PHASE_COLOURS = {
 }  # fmt: skip
 _ROLLOUT = "training rollout"
 _MARKS = (50, 90, 99)  # per cent of requests, as in ER App. B
-_NEIGHBOURHOOD = 5  # rollouts at either end of a run that Tab. 7 and 8 would compare
-_SHOWN = 0.01  # share of all rounds from which a plan is in the table
-_HEIGHT = 0.8  # height of a lane; the next one begins at 1
+_NEIGHBOURHOOD = 5  # rollouts at either end of a run, compared in Tab. 7 and 8
+_SHOWN = 0.01  # least share of all rounds of a plan in the table
+_HEIGHT = 0.8  # of a lane; the distance of lanes is 1
 
 
 def _spread(rollouts: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-    """Returns the first, middle and last record."""
     return [rollouts[at] for at in sorted({0, len(rollouts) // 2, len(rollouts) - 1})]
 
 
 def _known(rollouts: Sequence[RolloutRecord], *names: str) -> list[tuple[Any, ...]]:
-    """(rollout, value of each field in `names`) of the rollouts that know all of them."""
+    """(rollout, value of each field in `names`) of the rollouts with all of them."""
     rows = [(record.rollout, *(vars(record)[name] for name in names)) for record in rollouts]
     return [row for row in rows if None not in row]
 
 
 def _with_rest(phases: dict[str, float], seconds: float) -> dict[str, float]:
-    """`phases` and, as "other", the rest of `seconds`: phases are those of rank 0, seconds of the slowest rank."""
+    """`phases` (of rank 0) and, as "other", the rest of `seconds` (of the slowest rank)."""
     return added(phases, {"other": max(0.0, seconds - sum(phases.values()))})
 
 
 def _stack(axes: Axes, positions: Sequence[int], bars: Sequence[dict[str, float]]) -> None:
-    """Draws one stacked bar of phases per position, "other" on top."""
     names = sorted({name: None for bar in bars for name in bar if bar[name]}, key=lambda name: name == "other")
     first = positions[0]
     edges = [first - 0.5 + i for i in range(positions[-1] - first + 2)]
@@ -85,16 +83,16 @@ def _stack(axes: Axes, positions: Sequence[int], bars: Sequence[dict[str, float]
 
 
 def _shares(bars: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean over the bars of each phase's share (ER App. B: of each step, then averaged)."""
+    """Mean over the bars of a phase's share, by phase (ER App. B: by step, then averaged)."""
     timed = [bar for bar in bars if any(bar.values())]
     names = dict.fromkeys(name for bar in timed for name in bar if bar[name])
     return {name: statistics.fmean(bar.get(name, 0.0) / sum(bar.values()) for bar in timed) for name in names}
 
 
 def step_times(steps: Sequence[StepRecord]) -> Drawing | None:
-    """Seconds of each phase, stacked, by optimizer step (ER Fig. 2a, 6b).
+    """Seconds by phase, stacked, by optimizer step (ER Fig. 2a, 6b).
 
-    A run's first step, which builds the drafter and warms up, is drawn but left out of the means, as in ER App. F.
+    A run's first step (building the drafter, warm-up) is drawn but left out of the means, as in ER App. F.
     """
     if not steps:
         return None
@@ -207,20 +205,18 @@ def _drafters(plan: PlanChange | RoundPoint) -> list[str]:
 
 
 def _shade(name: str, share: float) -> tuple[float, ...]:
-    """The colour of a drafter whose γ is this share of the longest."""
     if name == PLAIN:
         return to_rgb(PALE)
     return tuple(1 - (0.35 + 0.65 * share) * (1 - part) for part in to_rgb(drafter_colour(name)))
 
 
 def timeline(timelines: Sequence[RequestTimeline], requests: int | None = None) -> Drawing | None:
-    """Timelines: which drafter drafted for which request, and when (SA Fig. 14). A lane per request, the first to end
-    on top: a colour per drafter, stripes where several draft at once, grey where the request decodes autoregressively.
-    None without timelines.
+    """Timelines (SA Fig. 14): the drafters of each request over time. A lane per request, the first to end on top: a
+    colour per drafter, stripes for several at once, grey for autoregressive decoding. None without timelines.
 
     Args:
-        timelines: of `SpeculationStatistics` or `RolloutRecord`. The `TIMELINES` that ended last are drawn.
-        requests: number of requests, where `timelines` are not all of them.
+        timelines: of `SpeculationStatistics` or `RolloutRecord`. The last `TIMELINES` to end are drawn.
+        requests: number of requests, if `timelines` lacks some.
     """
     lanes = slowest(timelines, TIMELINES)
     if not lanes:
@@ -263,8 +259,8 @@ def timeline_of_run(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 
 
 def draft_length_schedule(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """γ with its ceiling γ + 1 and the measured τ, by rollout (ER Fig. 4b, 14). If γ changes from round to round, its
-    mean without a ceiling."""
+    """γ with its ceiling γ + 1 and the measured τ, by rollout (ER Fig. 4b, 14); the mean γ, without a ceiling, if γ
+    changes from round to round."""
     chosen = any(map(_varies, rollouts))
     drawn = _known(rollouts, "mean_draft_length" if chosen else "draft_length", "block_efficiency")
     if not drawn:
@@ -284,8 +280,7 @@ def draft_length_schedule(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 
 
 def _varies(record: RolloutRecord) -> bool:
-    """Whether at least two γ were used in a tenth or more of the rounds that drafted. (The end of a text cuts
-    drafts.)"""
+    """Whether a tenth or more of the drafted rounds used each of at least two γ. (The end of a text cuts drafts.)"""
     rounds: dict[int, int] = {}
     for point in record.points:
         if point.draft_length:
@@ -312,7 +307,7 @@ def entropy_against(rollouts: Sequence[RolloutRecord], quantity: str) -> Drawing
     other.set_ylabel(label, color=colour)
     right.scatter(entropies, measured, c=counts, cmap="cividis", s=16)
     if len(known) < 3 or any(min(values) == max(values) for values in (entropies, measured)):
-        text = f"No Pearson r: it needs three rollouts that differ in both; rollouts that tell it: {len(known)}."
+        text = f"No Pearson r: it needs three rollouts that differ in both; rollouts that show it: {len(known)}."
         return Drawing(figure, text)
     r = f"Pearson r = {statistics.correlation(entropies, measured):.2f}"
     right.set_title(r)
@@ -320,7 +315,7 @@ def entropy_against(rollouts: Sequence[RolloutRecord], quantity: str) -> Drawing
 
 
 def depth_efficiency(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """τ by output depth at the start of a block (ER Tab. 7, 8). The table also has τ of the first and the last five
+    """τ by output depth at the start of a block (ER Tab. 7, 8), in the table also of the first and the last five
     rollouts that speculated."""
     drawn = [record.per_depth for record in rollouts if record.per_depth]
     total, first, last = (
@@ -346,7 +341,7 @@ def depth_efficiency(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 
 
 def speedups(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """Speedup that the control predicted and that was measured, by rollout and against each other (ER Eq. 1, E.4)."""
+    """Predicted and measured speedup, by rollout and against each other (ER Eq. 1, E.4)."""
     known = _known(rollouts, "predicted_speedup", "measured_speedup")
     if not known:
         return None
@@ -396,8 +391,8 @@ def rank_seconds(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 
 
 def verdict_of_run(run: Run) -> Drawing | None:
-    """Speedup over plain decoding by rollout, and the seconds saved so far. None if no training rollout has an
-    estimate for plain decoding."""
+    """Speedup over plain decoding by rollout, and the seconds saved so far. None without estimates for plain
+    decoding."""
     rollouts = run.of("train")
     if all(record.plain_seconds is None for record in rollouts):
         return None

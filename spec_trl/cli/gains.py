@@ -1,9 +1,8 @@
-"""Measures what "auto" and each drafter gain, in tokens per second over transformers' generate and "none", and whether
-their tokens are those of "none".
+"""Measures the gain of "auto" and of each drafter over transformers' generate and "none".
 
-A token that differs is a near-tie, which rounding decides, or an error. The logits of a position differ in their last
-bits between forward shapes; this logit noise is measured. The scores of both tokens are computed again, by an
-unbatched forward of the prefix: it is a near-tie when both lie closer to the best score than the noise.
+A differing token is a near-tie, decided by rounding, or an error. The logits of a position differ in their last bits
+between forward shapes; this logit noise is measured. An unbatched forward of the prefix computes the scores of both
+tokens again: a near-tie has both closer to the best score than the noise.
 """
 
 import math
@@ -32,11 +31,11 @@ BASELINES = (GENERATE, "none")
 OWN_DRAFTERS = ("self", "ngram", "history")
 """Drafters that need no assistant."""
 ENOUGH_TOKENS, ENOUGH_VISITS = 32, 3
-"""Tokens of the longest row, and counted visits, below which a measurement is thin."""
+"""Fewest tokens of the longest row, and counted visits, of a sufficient measurement."""
 NOISE_TEXTS, NOISE_LENGTH = 2, 64
-"""Number of texts, and tokens of each, on which the logit noise is measured."""
+"""Number of texts, and tokens per text, for measuring the logit noise."""
 NOISE_PROMPT = 8
-"""Tokens of each text that are fed before the logit noise is measured on the rest."""
+"""Tokens at the start of a text without measured logit noise."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of generate; `statistics` where the engine ran."""
+    """One call of generate; `statistics` if the engine ran."""
 
     seconds: float
     completions: list[list[int]]
@@ -72,7 +71,7 @@ class Way:
         strategy: GENERATE (transformers' generate), or an `assistant_strategy`.
         draft_length: γ of a drafter that always drafts; 0: the default of the strategy.
         drafter: of this strategy.
-        assistant: what the drafter was loaded from, if it needs an assistant.
+        assistant: source of the drafter, if it needs an assistant.
     """
 
     strategy: str
@@ -82,7 +81,6 @@ class Way:
 
     @property
     def name(self) -> str:
-        """Name in tables."""
         return f"{self.strategy}, γ {self.draft_length}" if self.draft_length else self.strategy
 
     @property
@@ -93,7 +91,6 @@ class Way:
     def __call__(
         self, model: PreTrainedModel, work: Work, seed: int, clock: Callable[[], float], until: float = math.inf
     ) -> Call | None:
-        """Continues the prompts once; None: stopped at `until`."""
         inputs = pad_left(work.prompts, model.device)
         # Models come with settings of top_k, top_p and penalties; only temperature sampling is compared.
         options: dict[str, object] = dict(do_sample=False, repetition_penalty=1.0)
@@ -132,8 +129,6 @@ def make_ways(
     """Returns all strategies for `model`, and by strategy the reason why it is not possible.
 
     Args:
-        model: the target.
-        draft_lengths: γ to try.
         assistants: path or hub id, by strategy.
 
     Raises:
@@ -157,7 +152,7 @@ def make_ways(
 
 @dataclass
 class Identity:
-    """Rows of a strategy compared with those of "none" with the same seed: `unexplained` rows differ, and not by a
+    """Rows of a strategy compared with those of "none" with the same seed: `unexplained` rows differ by more than a
     near-tie; `unexamined` rows were left for lack of time."""
 
     rows: int = 0
@@ -256,14 +251,12 @@ def distance(scores: Tensor, tokens: tuple[int, int]) -> float:
 
 @dataclass(frozen=True)
 class Gain:
-    """Results of a strategy at one batch size. None: unknown, or does not apply.
+    """Results of a strategy at one batch size. None: unknown, or not applicable.
 
     Args:
-        rows: of the batch.
         tokens_per_second: median over the counted visits.
         of_generate, of_none: median speedups over these within a visit.
         spread: half the distance from the smallest to the largest speedup over "none".
-        visits: number of counted visits.
         tokens: of the longest row, median.
         predicted: speedup over "none" by the roofline in the cache, at the measured block efficiency.
         drafting: share of the decoding rounds that drafted.
@@ -294,8 +287,8 @@ class Gain:
 
     @property
     def explained(self) -> float:
-        """The largest speedup over "none" that the tokens per block explain: rounds that drafted gave τ tokens instead
-        of one. More is noise."""
+        """The largest speedup over "none" that the tokens per block explain: τ tokens instead of one in drafted
+        rounds. More is noise."""
         gained = (self.drafting or 0.0) * ((self.block_efficiency or 1.0) - 1)
         return min(self.of_none, 1 + gained)
 
@@ -304,7 +297,7 @@ def summarise(
     model: PreTrainedModel, work: Work, seed: int, calls: Mapping[Way, Sequence[Call]], profile: Calibration,
     until: float = math.inf,
 ) -> list[Gain]:  # fmt: skip
-    """Returns the gains of all strategies; empty without calls of GENERATE and "none". Of several visits the first
+    """Returns the gains of all strategies; empty without calls of GENERATE and "none". The first of several visits
     counts only for identity."""
     references = [next((made for way, made in calls.items() if way.strategy == name), None) for name in BASELINES]
     generate, none = references

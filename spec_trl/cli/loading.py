@@ -1,4 +1,4 @@
-"""Loads what a command line names: a device, a model, prompts."""
+"""Loads a device, a model and prompts named on a command line."""
 
 import json
 from pathlib import Path
@@ -112,7 +112,7 @@ def _prompt_of(row: Any, number: int) -> Any:
 
 
 def token_ids(prompts: list[str], tokenizer: PreTrainedTokenizerBase, longest: int) -> list[list[int]]:
-    """Tokenizes prompts, cut after `longest` tokens; with a chat template as a chat, and the template is not cut."""
+    """Tokenizes prompts, cut after `longest` tokens; with a chat template as uncut chats."""
     cut = [tokenizer.decode(tokenizer(p, add_special_tokens=False).input_ids[:longest]) for p in prompts]
     if tokenizer.chat_template is None:
         return [tokenizer(prompt).input_ids for prompt in cut]

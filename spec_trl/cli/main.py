@@ -1,4 +1,4 @@
-"""The command ``spec-trl``."""
+"""Runs the command `spec-trl`."""
 
 import argparse
 import sys
@@ -30,8 +30,8 @@ _VERSIONED = ("spec_trl", "transformers", "torch", "trl")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line, without the usage. `loaded`: the command whose arguments are loaded when they are
-    parsed; folders of other commands are not imported."""
+    """Reports an error in one line, without the usage. `loaded`: the command whose arguments are loaded when parsed;
+    folders of other commands are not imported."""
 
     loaded: str | None = None
 
@@ -47,8 +47,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints installed versions. It imports no package: torch would take seconds."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         found = []
         for name in _VERSIONED:
@@ -61,7 +59,6 @@ class _Version(argparse.Action):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with all commands."""
     parser = _Parser(
         prog="spec-trl",
         description="System-aware speculative rollouts: measure a machine, predict what speculation gains, see a run.",
@@ -101,5 +98,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Prints only the message: the place in our code is of no use to a user."""
     print(f"warning: {message}", file=sys.stderr)

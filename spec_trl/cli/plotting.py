@@ -1,4 +1,4 @@
-"""Drawing: colours, panels, lines and boxes that the figures of all commands share."""
+"""Draws panels, lines and boxes for the figures of all commands."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish.
+# Okabe and Ito's colours, for colour-blind readers.
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
 PALE = "#CCCCCC"
@@ -40,8 +40,8 @@ class Drawing:
 def canvas(
     *labels: tuple[str, str], per_row: int = 2, width: float = 4.8, height: float = 3.8
 ) -> tuple[Figure, list[Axes]]:
-    """Makes a figure, with a panel for each (x label, y label), without pyplot, which would keep it in memory; `width`
-    and `height` of a panel are in inches."""
+    """Makes a figure with a panel, `width` by `height` inches, for each (x label, y label); without pyplot, which
+    would keep it in memory."""
     columns = min(per_row, len(labels))
     lines = math.ceil(len(labels) / columns)
     figure = Figure(figsize=(width * columns + 2, height * lines), layout="constrained")
@@ -64,7 +64,7 @@ def stripes(box: Box, labels: Sequence[str]) -> list[tuple[str, Box]]:
 
 
 def draw_boxes(axes: Axes, boxes: Iterable[tuple[Any, Box]], legend: Mapping[str, Any], **look: Any) -> None:
-    """Draws filled (colour, box), and next to the axes a legend of colours by label; none where it is empty."""
+    """Draws filled (colour, box), and next to the axes a legend of colours by label, if any."""
     colours, places = zip(*boxes, strict=True)
     corners = [[(left, low), (right, low), (right, high), (left, high)] for left, right, low, high in places]
     axes.add_collection(PolyCollection(corners, facecolor=colours, edgecolor="none"))
@@ -74,7 +74,7 @@ def draw_boxes(axes: Axes, boxes: Iterable[tuple[Any, Box]], legend: Mapping[str
 
 
 def drafter_colour(name: str) -> str:
-    """The colour of a drafter in every figure; drafters made by users share one."""
+    """The colour of a drafter in every figure; drafters of users share one."""
     return _DRAFTER_COLOURS.get(name, YELLOW)
 
 

@@ -1,4 +1,4 @@
-"""``spec-trl report``: a training run as PNG files, one HTML page, and a summary on the terminal."""
+"""Runs `spec-trl report`: draws a training run as PNG files and one HTML page, and prints a summary."""
 
 import argparse
 import base64
@@ -21,7 +21,7 @@ from .plotting import Drawing
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the report. `name` names its PNG and its anchor; `missing` says why there is no drawing, if a user
+    """One part of the report. `name`: of its PNG and its anchor; `missing`: the reason without a drawing, if a user
     can change that. A section without drawing and reason is left out."""
 
     name: str
@@ -31,7 +31,6 @@ class Section:
 
     @property
     def text(self) -> str:
-        """Text of the drawing, or the reason why there is none."""
         return self.missing if self.drawing is None else self.drawing.text
 
 

@@ -1,6 +1,6 @@
-"""`spec-trl grpo` and `spec-trl rloo`: TRL's own training scripts with our trainers and configs.
+"""Runs `spec-trl grpo` and `spec-trl rloo`: TRL's training scripts with our trainers and configs.
 
-A YAML file of `trl grpo` does as it is. As there, `accelerate launch` starts the processes, with the options that
+A YAML file of `trl grpo` works unchanged. As there, `accelerate launch` starts the processes, with the options that
 neither the script nor the config knows, such as `--num_processes` and `--accelerate_config`. Each process runs this
 module.
 """
@@ -30,7 +30,6 @@ def launch(name: str, argv: Sequence[str]) -> None:
     """Starts the processes of a training.
 
     Args:
-        name: of the script.
         argv: options of the script, of its config, of ours and of `accelerate launch`, and `--config FILE`.
 
     Raises:
@@ -70,7 +69,6 @@ def _script(name: str) -> Any:
 
 
 def _parser(name: str) -> Any:
-    """The parser of TRL's script, which makes its config of ours."""
     kinds = getattr(_script(name), f"{name.upper()}ScriptArguments"), CLASSES[name][0]
     return trl.TrlParser((*kinds, trl.ModelConfig, trl.DatasetMixtureConfig), prog=f"spec-trl {name}")
 

@@ -15,11 +15,11 @@ CANDIDATES = 3
 """Most strategies that are compared with the baselines, besides those that the user names."""
 PLANNED_VISITS, MOST_VISITS = ENOUGH_VISITS + 1.5, 8
 """A visit calls every strategy once. If there are several visits, the first does not count: on a GPU forwards are
-captured in it. Half a visit is spare, since durations vary."""
+captured in it. Half a visit is in reserve, since durations vary."""
 
 
 class NotEnoughTime(ValueError):
-    """There is no time to compare anything. `seconds`: what a comparison takes; None: not even a probe has ended."""
+    """Too little time to compare anything. `seconds`: of a comparison; None: not even a probe has ended."""
 
     def __init__(self, seconds: float | None) -> None:
         super().__init__("there is no time to compare anything")
@@ -37,13 +37,13 @@ def measure(
     begin: Callable[[Way], object] = lambda way: None,
 ) -> tuple[Work, dict[Way, list[Call]]]:
     """Compares generate, "none" and the candidates that a probe ranks first. Returns equally many calls of each, and
-    their work: as much of `work` as ends before `share`, or before `until` where the least does not.
+    their work: as much of `work` as ends before `share`, or before `until` if the least does not.
 
-    A probe is two calls of `PROBE` tokens a row, of which the first loads and compiles; another γ needs one call. That
-    of generate and "none" comes first: it tells what the least takes, `PLANNED_VISITS` of both and of one candidate
-    with `ENOUGH_TOKENS`. Then candidates are tried while there is time for the least. Compared are, as far as time
-    allows, those that the user named, "auto", and drafters by the seconds of a token, each at its best γ: at most
-    `CANDIDATES` that nobody named. Visit i has the seed `seed` + i, and begins with another way than visit i - 1.
+    A probe is two calls of `PROBE` tokens a row, of which the first loads and compiles; another γ needs one call. The
+    probe of generate and "none" comes first and gives the time of the least comparison: `PLANNED_VISITS` of both and
+    of one candidate with `ENOUGH_TOKENS`. Then candidates are tried while there is time for the least. Compared are,
+    as far as time allows, those named by the user, "auto", and drafters by the seconds of a token, each at its best γ:
+    at most `CANDIDATES` unnamed ones. Visit i has the seed `seed` + i, and begins with another way than visit i - 1.
     `begin` is called before a call.
 
     Raises:
@@ -51,11 +51,10 @@ def measure(
     """
     started, probe = clock(), replace(work, new_tokens=min(PROBE, work.new_tokens))
     baselines = [way for way in ways if way.strategy in BASELINES]
-    paces: dict[Way, tuple[float, float]] = {}  # seconds of reading the prompts, and of each token of a row
+    paces: dict[Way, tuple[float, float]] = {}  # seconds of reading the prompts, and per token of a row
     enough, prefill = min(ENOUGH_TOKENS, work.new_tokens), 0.0
 
     def try_out(way: Way) -> bool:
-        """Whether the probe of `way` ended."""
         nonlocal prefill
         call: Call | None = None
         for _ in range(1 if way.strategy in {other.strategy for other in paces} else 2):  # another γ: nothing to load
@@ -72,7 +71,7 @@ def measure(
     def takes(ways: Sequence[Way], tokens: int, visits: float = PLANNED_VISITS) -> float:
         return visits * sum(reading + per_token * tokens for reading, per_token in map(paces.__getitem__, ways))
 
-    for way in sorted(baselines, key=lambda way: way.strategy != "none"):  # "none" tells how long reading takes
+    for way in sorted(baselines, key=lambda way: way.strategy != "none"):  # "none" measures reading
         if not try_out(way):
             raise NotEnoughTime(None)
     none = next(way for way in baselines if way.strategy == "none")
@@ -88,7 +87,7 @@ def measure(
     chosen, strategies = list(baselines), set(BASELINES)
     for way in sorted((way for way in paces if way not in baselines), key=rank):
         full = sum(other.assistant is None for other in chosen) == len(baselines) + CANDIDATES
-        visits = PLANNED_VISITS if len(chosen) > len(baselines) else ENOUGH_VISITS + 1  # the first one needs no spare
+        visits = PLANNED_VISITS if len(chosen) > len(baselines) else ENOUGH_VISITS + 1  # no reserve for the first
         fits = clock() + takes([*chosen, way], enough, visits) <= end
         if way.strategy not in strategies and fits and (way.assistant is not None or not full):
             chosen.append(way)
@@ -107,7 +106,6 @@ def _visits(
     model: PreTrainedModel, expected: dict[Way, float], work: Work, seed: int, until: float,
     clock: Callable[[], float], begin: Callable[[Way], object],
 ) -> dict[Way, list[Call]]:  # fmt: skip
-    """Up to `MOST_VISITS` visits of the ways that are `expected` to take so many seconds for a call."""
     ways, calls = list(expected), {way: list[Call]() for way in expected}
     for visit in range(MOST_VISITS):
         if visit and clock() + sum(expected.values()) > until:

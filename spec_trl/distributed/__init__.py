@@ -1,1 +1,1 @@
-"""Rollouts over several processes: one pool of requests, rows that move between ranks."""
+"""Shares rollouts among processes: one pool of requests, rows that move between ranks."""

@@ -1,5 +1,5 @@
-"""Communication of ranks while they decode: counters and notes in torch.distributed's store, and tensors sent from
-rank to rank. No call is collective: no rank waits for a rank that decodes."""
+"""Connects ranks while they decode: counters and notes in a store, tensors from rank to rank. No call is collective:
+no rank waits for a rank that decodes."""
 
 import re
 import time
@@ -42,8 +42,8 @@ def naming_the_remedy(rank: int) -> Iterator[None]:
 
 
 class Transfer:
-    """A transfer of `tensor` between this rank and another, begun by `dist.isend` or `dist.irecv`. Raises RuntimeError
-    where the other rank is gone, or takes more than `timeout` seconds."""
+    """A transfer of `tensor` to or from another rank, started by `dist.isend` or `dist.irecv`. Raises RuntimeError if
+    the other rank is gone, or takes more than `timeout` seconds."""
 
     def __init__(
         self, begin: Callable[[Tensor, int], dist.Work | None], tensor: Tensor, rank: int, timeout: float
@@ -53,7 +53,6 @@ class Transfer:
             self._work = begin(tensor, rank)
 
     def wait(self) -> None:
-        """Waits until it has arrived."""
         assert self._work is not None
         with self._naming_the_rank():
             self._work.wait(self._timeout)
@@ -72,7 +71,7 @@ class Link:
     Args:
         store: shared by all ranks; keys of a rollout begin with a prefix of that rollout.
         rank, ranks: this rank, and how many there are.
-        timeout: seconds without a sign of any other rank after which a waiting rank gives up.
+        timeout: most seconds of silence of all other ranks while a rank waits.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, timeout: float) -> None:
@@ -81,11 +80,11 @@ class Link:
 
     @staticmethod
     def rows_of(rank: int) -> str:
-        """The note on which `rank` writes its row count (-1: it waits for rows) and a number that changes."""
+        """Store key of a rank's heartbeat: its row count (-1 = idle) and a counter."""
         return f"rows/{rank}"
 
     def count(self, counter: str, by: int = 0) -> int:
-        """Adds to a counter, which begins at 0, and returns the new value, different on all ranks."""
+        """Adds `by` to a counter (at first 0) and returns the new value, different on all ranks."""
         return self._ask(self._store.add, counter, by)
 
     def post(self, note: str, text: str) -> None:
@@ -93,27 +92,26 @@ class Link:
         self._ask(self._store.set, note, text)
 
     def claim(self, note: str) -> bool:
-        """Writes this rank on a note if the note does not exist; of several ranks one succeeds."""
+        """Writes this rank on a note if the note does not exist; only one of several ranks succeeds."""
         return self._ask(self._store.compare_set, note, "", str(self.rank)) == str(self.rank).encode()
 
     def is_written(self, *notes: str) -> bool:
-        """Whether all of these notes exist."""
         return self._ask(self._store.check, list(notes))
 
     def read(self, notes: list[str]) -> list[str]:
-        """Reads notes that exist, or will exist within the timeout."""
+        """Reads notes, and waits for missing ones within the timeout."""
         self._ask(self._store.wait, notes, timedelta(seconds=self.timeout))
         return [text.decode() for text in self._ask(self._store.multi_get, notes)]
 
     def read_rows(self) -> list[str]:
-        """Reads the row-count note of every rank; "" if a rank has not written any."""
+        """Reads every rank's heartbeat; "" if a rank has not written any."""
         notes = [self.rows_of(rank) for rank in range(self.ranks)]
         if self.is_written(*notes):
             return self.read(notes)
         return [self.read([note])[0] if self.is_written(note) else "" for note in notes]
 
     def erase(self, notes: list[str]) -> None:
-        """Removes those of the notes and counters that exist."""
+        """Removes existing ones of the notes and counters."""
         for note in notes:
             self._ask(self._store.delete_key, note)
 
@@ -121,7 +119,7 @@ class Link:
         """Waits for a note and returns it.
 
         Raises:
-            RuntimeError: no rank that decodes has written anything for `timeout` seconds.
+            RuntimeError: no decoding rank has written anything for `timeout` seconds.
         """
         watch, pause = Watch(self), POLL_SECONDS[0]
         while not self.is_written(note):
@@ -131,7 +129,7 @@ class Link:
         return self.read([note])[0]
 
     def _ask(self, action: Callable[..., T], *arguments: object) -> T:
-        """The store's answer. A thread makes the call, which would wait for ever if the store's process is stopped.
+        """The store's answer. A thread makes the call, which waits for ever if the store's process is stopped.
 
         Raises:
             RuntimeError: the store does not answer, or another rank did not write in time.
@@ -156,7 +154,7 @@ class Link:
             ) from error
 
     def send(self, tensor: Tensor, rank: int) -> Transfer:
-        """Begins to send a tensor, which must not change until the result's `wait` returns."""
+        """Begins to send a tensor; it must not change until the result's `wait` returns."""
         return Transfer(dist.isend, tensor, rank, self.timeout)
 
     def receive(self, tensor: Tensor, rank: int) -> Transfer:
@@ -165,17 +163,17 @@ class Link:
 
 
 class Watch:
-    """Watches the ranks that decode the pool of `link`, for a rank that waits for them."""
+    """Watches the ranks that decode the pool of `link`, for a waiting rank."""
 
     def __init__(self, link: Link) -> None:
         self._link, self._rows = link, [""]
         self._changed = self._looked = time.perf_counter()
 
     def look(self) -> None:
-        """Reads the row-count notes of the decoding ranks, at most once per second.
+        """Reads the heartbeats of the decoding ranks, at most once per second.
 
         Raises:
-            RuntimeError: no note has changed for the link's `timeout`.
+            RuntimeError: no heartbeat has changed for the link's `timeout`.
         """
         timeout = self._link.timeout
         if time.perf_counter() - self._looked < min(1.0, timeout / 4):

@@ -17,8 +17,8 @@ from .shared_work import measured_send_seconds
 
 
 class Sending:
-    """Begins to send the requests that :meth:`Rollout.save` returned to `rank`; `note` describes the tensors. `more`:
-    further entries of the note."""
+    """Sends the requests of :meth:`Rollout.save` to `rank`; `note` describes the tensors, with further entries
+    `more`."""
 
     def __init__(self, requests: Sequence[Request], link: Link, rank: int, note: str, **more: Any) -> None:
         saved = [request.saved for request in requests if request.saved is not None]
@@ -55,13 +55,11 @@ class MovedRows:
 
     Args:
         header: the note of :class:`Sending`.
-        link: to the other ranks.
         requests: all requests of the pool, by index.
 
     Attributes:
-        note: the header's entries.
         requests: the moved requests, with their saved rows.
-        send_seconds: seconds per token of K/V; None: not all of it has arrived, or none was sent.
+        send_seconds: seconds per token of K/V; None: some K/V has not arrived, or none was sent.
     """
 
     def __init__(self, header: str, link: Link, requests: Sequence[Request]) -> None:
@@ -93,8 +91,8 @@ class MovedRows:
             self.requests.append(replace(requests[index], saved=SavedRow(text, scores, first, kv)))
 
     def _tail(self, place: int) -> RowKV:
-        """Waits for the K/V of the row at `place` and returns it. The pool outlives the rollout, so it drops its
-        reference."""
+        """Waits for the K/V of the row at `place` and returns it, without a reference: the pool outlives the
+        rollout."""
         if self._transfers:
             self._synchronize()
             computed = time.perf_counter()
@@ -108,7 +106,6 @@ class MovedRows:
         return self._states.pop(place, {})
 
     def _split(self, place: int) -> RowKV:
-        """The states of the row at `place`."""
         states: RowKV = {}
         for (layer, (heads, d_k, d_v, _)), part in zip(self._layers.items(), self._parts, strict=True):
             keys, values = part.split([heads * d_k * sum(self._tails), heads * d_v * sum(self._tails)])
@@ -121,4 +118,4 @@ class MovedRows:
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # not for the streams on which K/V arrives
+            torch.cuda.current_stream(self._device).synchronize()  # not for the streams of arriving K/V

@@ -1,5 +1,5 @@
-"""One pool of requests for all ranks: a rank with free rows takes the next request of any rank. When no request is
-left, a rank without rows gets rows of the rank that has most."""
+"""Shares one pool of requests: a rank with free rows takes the next request of any rank. When no request is left, a
+rank without rows gets rows of the rank that has most."""
 
 import time
 from collections.abc import Sequence
@@ -27,14 +27,13 @@ class SharedPool(RequestQueue):
 
     Args:
         requests: of all ranks, the same list on every rank.
-        order: groups of request indices that are taken together, in the order of decoding; the same on every rank.
+        order: groups of request indices to take together, in the order of decoding; the same on every rank.
         rows: number of rows that a rank decodes at once, the same on every rank.
-        link: to the other ranks.
-        send_seconds: seconds to send a token's K/V, measured in earlier rollouts; None: nothing was sent so far.
+        send_seconds: seconds to send a token's K/V, measured in earlier rollouts; None: unknown.
 
     Attributes:
-        send_seconds: the same, updated by what this rank received.
-        idle_seconds: seconds in which this rank had nothing to decode.
+        send_seconds: the same, with the rows received by this rank.
+        idle_seconds: seconds that this rank had nothing to decode.
         taken_over: number of rows received from other ranks.
     """
 
@@ -109,15 +108,13 @@ class SharedPool(RequestQueue):
         self._next_poll = now + min((now - started) / POLL_SHARE, self._link.timeout / 100)
 
     def _count(self, rollout: Rollout) -> int:
-        """Number of rows in flight for which other ranks may wait."""
         return len(rollout.rows.indices)
 
     def _movable(self, rollout: Rollout) -> list[int]:
-        """Rows that may move to another rank."""
         return [*range(len(rollout.rows.indices))]
 
     def _help(self, rollout: Rollout) -> bool:
-        """Sends rows to the rank that has waited longest; returns False if that does not pay."""
+        """Sends rows to the rank that has waited longest; returns False if moving rows does not pay."""
         lengths: list[int] = rollout.rows.host_lengths.tolist()
         movable = sorted(self._movable(rollout), key=lengths.__getitem__)
         record, in_flight = rollout.record, rollout.rows
@@ -130,11 +127,10 @@ class SharedPool(RequestQueue):
         return self._send(rollout, rows, costs.head_share) if rows else self._help_otherwise(rollout, costs.head_share)
 
     def _help_otherwise(self, rollout: Rollout, head_share: float) -> bool:
-        """The same where moving rows does not pay."""
         return False
 
     def _send(self, rollout: Rollout, rows: list[int], head_share: float, leaves: bool = True, **more: Any) -> bool:
-        """Answers the oldest call with `rows`, which leave or are copied; `more`: entries of the note."""
+        """Answers the oldest call with `rows`, moved or copied; `more`: entries of the note."""
         number = self._open_calls.pop(0)
         if self._link.claim(f"helper/{number}"):
             self._link.count(IDLE, -1)
@@ -146,7 +142,7 @@ class SharedPool(RequestQueue):
         return True
 
     def _post_rows(self, rows: int) -> None:
-        """Publishes the number of this rank's rows, which also shows that the rank is alive."""
+        """Publishes the number of this rank's rows, as a sign of life."""
         self._link.post(self._link.rows_of(self._link.rank), f"{rows} {self._rounds}")
 
     def _has_most(self, rows: int) -> bool:
@@ -183,6 +179,5 @@ class SharedPool(RequestQueue):
         return self._received(self._arriving)
 
     def _received(self, moved: MovedRows) -> list[Request]:
-        """Returns the requests that another rank has sent."""
         self.taken_over += len(moved.requests)
         return moved.requests

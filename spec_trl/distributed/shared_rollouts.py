@@ -1,4 +1,4 @@
-"""A turn of a rollout on all ranks: which rank decodes which rows, and which completions it gets back."""
+"""Divides a turn of a rollout among ranks, and returns each rank its completions."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class Sampled(NamedTuple):
 
     Args:
         tokens: token ids, EOS included.
-        logprobs: of the tokens, in nats; empty if they are not needed.
+        logprobs: of the tokens, in nats; empty if not needed.
     """
 
     tokens: list[int]
@@ -58,12 +58,11 @@ class SharedRollouts:
     """Decodes the rows of all ranks, as one pool or every rank for itself.
 
     Args:
-        shares: whether as one pool.
-        rank, ranks: this rank, and how many there are.
-        timeout: seconds of silence after which a rank that waits for others gives up.
+        rank, ranks: this rank, and the number of ranks.
+        timeout: most seconds of silence while a rank waits.
         decoding: number of ranks that decode, the first ones; None: all. If fewer than all, `shares` must be True.
         parked: takes the K/V of rows between the turns of a tool loop; None: every turn reads whole texts.
-        several_chains: as of the control: then ranks may also decode the same rows with several drafters.
+        several_chains: as of the control: ranks may then also decode the same rows with several drafters.
 
     Attributes:
         pool: of the newest turn; None: this rank decoded its rows alone.
@@ -111,16 +110,15 @@ class SharedRollouts:
         return Turn(rows, [prompt for _, brought, _ in ranks for prompt in brought], here, decoded, shares)
 
     def _gather(self, value: T) -> list[T]:
-        """Gathers a value from all ranks."""
         with naming_the_remedy(self._rank):
             return gather_object([value])
 
     def _rows_of(self, prompts: list[list[int]]) -> list[int]:
-        """Returns the global numbers of these rows, so that noise is the same for any number of ranks; empty in the
+        """Returns the global numbers of these rows, which make noise the same for any number of ranks; empty in the
         first turn, whose rows :meth:`gather` numbers.
 
         Later turns have some rows of a tool loop, in order. A prompt begins with the text of its row at the end of the
-        turn before; rows with equal texts are matched in order.
+        last turn; rows with equal texts are matched in order.
         """
         if self._last_turn is None:
             return []
@@ -168,8 +166,8 @@ class SharedRollouts:
         return Link(store, self._rank, self._decoding, self._timeout)
 
     def exchange(self, turn: Turn, decoded: dict[int, Sampled]) -> dict[int, Sampled]:
-        """Returns completions by place: those that this rank `decoded`, and in a pool those of all ranks. All ranks of
-        a pool must call it."""
+        """Returns completions by place: those that this rank `decoded`, and in a pool those of all ranks, which must
+        all call it."""
         completions = self._of_all_ranks(turn, decoded) if turn.shares else decoded
         self._last_turn = [(turn.rows[place], turn.prompts[place] + completions[place].tokens) for place in turn.own]
         if self._parked is not None:

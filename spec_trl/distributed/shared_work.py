@@ -1,4 +1,4 @@
-"""How ranks share rollouts: the order in which they take requests, and which rows move to a rank without rows.
+"""Orders the requests that ranks take, and chooses the rows to move to a rank without rows.
 
 The longest requests go first, by earlier completions of their prompts: all ranks would wait for a long request that
 begins last (RhymeRL, Seer and DAS use the same order). The tail of a moving row's K/V (SA §4.3) is sent while the
@@ -70,15 +70,14 @@ def dealt_to_holders(
 
 @dataclass(frozen=True)
 class MoveCosts:
-    """Seconds per token of a row's K/V: to `compute` it again, and to `send` it. None: nothing was sent so far."""
+    """Seconds per token of a row's K/V: to `compute` it again, and to `send` it (None: unknown)."""
 
     compute: float
     send: float | None
 
     @property
     def head_share(self) -> float:
-        """Share of columns that is computed again, so that computing takes as long as sending the rest; else a
-        half."""
+        """Share of columns to compute again, so that computing takes as long as sending the rest; else a half."""
         return 0.5 if self.send is None else self.send / (self.send + self.compute)
 
     def seconds(self, tokens: int) -> float:
@@ -90,8 +89,7 @@ def measured_send_seconds(tokens: int, computing: float, waiting: float) -> floa
     """Seconds per token of K/V that was sent.
 
     Args:
-        tokens: that were sent.
-        computing: seconds in which the head was computed meanwhile.
+        computing: seconds of computing the head meanwhile.
         waiting: seconds that the receiver then waited. If almost 0, sending took less than computing; half is assumed,
             so that the next move sends more.
     """
@@ -117,10 +115,9 @@ def rows_to_give(lengths: Sequence[int], steps: float, step: AffineSeconds, cost
     them by a separate forward.
 
     Args:
-        lengths: tokens of each row, prompts included, ascending.
+        lengths: tokens by row, prompts included, ascending.
         steps: expected remaining tokens by row.
         step: of :func:`step_seconds`, on either rank.
-        costs: of a move.
     """
     batch, moved = len(lengths), 0
     best, best_seconds = 0, steps * step(batch)

@@ -31,7 +31,7 @@ from .sequence_loss import TargetView, sequence_loss
 Adaptable = Eagle3Drafter | DFlashDrafter
 ADAPTABLE = (Eagle3Drafter.strategy, DFlashDrafter.strategy, MtpDrafter.strategy)
 DRAFTER_FOLDER = "drafter"
-"""Folder of the adapted drafter in a checkpoint or a saved model, which `assistant_model` can name."""
+"""Folder of the adapted drafter in a checkpoint or a saved model; `assistant_model` can name it."""
 STATE_FILE = "drafter_adaptation.pt"
 _REHEARSED = 8  # tokens
 
@@ -59,18 +59,17 @@ class DrafterAdaptation:
     """Trains a drafter inline, with a separate optimizer.
 
     The loss is `hidden_weight` · hidden regression + `token_weight` · soft cross-entropy, over completion tokens
-    (:func:`~.sequence_loss`). A run with adaptation trains the same policy, bit
-    for bit, as one without. The gradient is the mean over the ranks with something to learn from. A failure on one
-    rank never ends the training: all ranks stop adapting with a warning, and the drafter's weights stay.
+    (:func:`~.sequence_loss`). Adaptation changes no bit of the policy's training. The gradient is the mean over the
+    ranks with something to learn from. A failure on one rank never ends the training: all ranks stop adapting with a
+    warning, and the drafter's weights stay.
 
     Args:
         drafter: learns in place. In a dtype narrower than float32 its weights are copies of float32 ones, which the
-            optimizer moves: a step of 1e-6 is lost in the rounding of a bfloat16 weight.
+            optimizer moves: a bfloat16 weight would lose a step of 1e-6 in rounding.
         policy: the live policy, without peft's outer wrapper.
-        accelerator: of the run.
-        how: learning rate, and weights of the loss; one of 0 leaves its term out.
+        how: learning rate, and weights of the loss; a weight of 0 leaves its term out.
         seed: of DFlash's anchors.
-        draft_length: the longest that rollouts use; an MTP head is unrolled no further.
+        draft_length: the longest in rollouts; an MTP head is unrolled no further.
 
     Raises:
         ValueError: this drafter cannot learn from this policy.
@@ -106,9 +105,8 @@ class DrafterAdaptation:
 
     @contextmanager
     def watch(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Stores the hidden states of the forward inside the block, which must be the policy's on `inputs`.
-
-        Leave it before the backward pass, in which gradient checkpointing runs the forward again, and before rollouts.
+        """Stores the hidden states of the forward inside the block, which must be the policy's on `inputs`. Leave the
+        block before the backward pass, in which gradient checkpointing runs the forward again, and before rollouts.
 
         Args:
             inputs: TRL's: left-padded `prompt_ids` and `prompt_mask` `[B, P]`, right-padded `completion_ids` and
@@ -159,7 +157,7 @@ class DrafterAdaptation:
             gradients = [self._accelerator.reduce(gradient, "sum").div_(learned) for gradient in gradients]
             try:
                 self.step(gradients)
-            except Exception as error:  # of this rank; other ranks hear of it at the next micro-batch
+            except Exception as error:  # of this rank; other ranks learn of it at the next micro-batch
                 self._problem = f"{type(error).__name__}: {error}"
         for name, value in zip(self._sums, (loss, agreement, learned, self._device_time() - started), strict=True):
             self._sums[name] += value
@@ -183,7 +181,7 @@ class DrafterAdaptation:
         del seen
         if not bool((view.is_real.sum(dim=1) > view.first).any()):  # every completion is masked
             return 0.0, 0.0, 0.0, [torch.zeros_like(master) for master in self._masters]
-        # The seed depends on the count of micro-batches, which is saved in checkpoints, and on the rank.
+        # The seed depends on the saved count of micro-batches, and on the rank.
         rank, ranks = self._accelerator.process_index, self._accelerator.num_processes
         key = stream_keys(self._seed, torch.tensor([self._micro_batches * ranks + rank]))
         generator = torch.Generator().manual_seed(int(key) & 0xFFFFFFFF)  # the CPU's generator takes 32 bits
@@ -222,7 +220,7 @@ class DrafterAdaptation:
             parameter.copy_(master)
 
     def _rehearse(self) -> None:
-        """Computes the loss once, so that its errors come now and not after the first rollout."""
+        """Computes the loss once, to raise its errors now and not after the first rollout."""
         width = self._policy.config.get_text_config(decoder=True).hidden_size
         like = {"dtype": self._policy.dtype, "device": self._policy.device}
         tokens = torch.zeros(1, _REHEARSED, dtype=torch.int64, device=self._policy.device)  # [1, T]
@@ -241,21 +239,20 @@ class DrafterAdaptation:
                 f"drafter_adaptation=True with this drafter and policy: {error} Set drafter_adaptation=False to keep "
                 'the drafter as it is, or {"hidden_weight": 0} where hidden states cannot be compared.'
             ) from error
-        except Exception as error:  # all ranks hear of it at the first micro-batch
+        except Exception as error:  # all ranks learn of it at the first micro-batch
             self._problem = f"{type(error).__name__}: {error}"
 
     def _device_time(self) -> float:
-        """Seconds on the clock, when the device has done its work."""
         if self._accelerator.device.type == "cuda":
             torch.cuda.synchronize(self._accelerator.device)
         return time.perf_counter()
 
     def save_drafter(self, folder: str | Path) -> None:
-        """Writes the drafter to `folder/drafter` in the format it came in, whose dtypes may round its weights."""
+        """Writes the drafter to `folder/drafter` in its own format, whose dtypes may round its weights."""
         self.drafter.save(Path(folder) / DRAFTER_FOLDER)
 
     def save_state(self, folder: str | Path) -> None:
-        """Writes what :meth:`load_state` needs to continue bit for bit: exact weights, optimizer and count."""
+        """Writes the state of :meth:`load_state`, for a bitwise continuation: exact weights, optimizer and count."""
         state = {
             "strategy": self.drafter.strategy,
             "micro_batches": self._micro_batches,
@@ -266,7 +263,7 @@ class DrafterAdaptation:
             torch.save(state, file)
 
     def load_state(self, folder: str | Path) -> None:
-        """Restores a trainer's checkpoint; if it holds no state of such a drafter, warns and trains from the start."""
+        """Restores a trainer's checkpoint; without a state of such a drafter, warns and trains from the start."""
         path = Path(folder) / STATE_FILE
         state = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
         expected = [self.drafter.strategy, *(master.shape for master in self._masters)]
@@ -288,11 +285,11 @@ class DrafterAdaptation:
 
 def target_view(inputs: Mapping[str, Any], states: Mapping[int, Tensor], layers: tuple[int, ...]) -> TargetView:
     """A batch of TRL's (:meth:`DrafterAdaptation.watch`) as whole sequences padded right. All tokens of a completion
-    count, also those that a tool returned.
+    count, also a tool's.
 
     Args:
         inputs: prompts padded left and completions right.
-        states: hidden states `[B, P + C, H]` by index; that of the largest index is what the output embedding takes.
+        states: hidden states `[B, P + C, H]` by index; the largest index is the input of the output embedding.
         layers: indices that the drafter reads.
     """
     tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)  # [B, P + C]

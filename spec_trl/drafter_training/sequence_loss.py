@@ -1,7 +1,7 @@
-"""The loss of a learned drafter over whole sequences, against the target's logits and hidden states.
+"""Computes a learned drafter's loss over whole sequences, against the target's logits and states.
 
 Drafting could start at every position of a sequence, and the target's logits there are the label. The drafter runs as
-it drafts, on the true tokens:
+in drafting, on the true tokens:
 
     EAGLE-3   each start i unrolls `depth` steps on its own output (training-time test, arXiv 2503.01840 §3.2):
               step k, start i    sees the real pairs 0..i and its own fed-back pairs, predicts token i + k + 1
@@ -31,8 +31,8 @@ from .whole_sequences import Unroll, block_states
 
 _TINY = torch.finfo(torch.float32).tiny  # of a divisor: without positions a mean is 0, not NaN
 LOGITS_ALIVE = 1 << 28
-"""Most logits, of target and drafter, in memory at once. If there are more, the loss is computed in pieces, which the
-backward pass computes again."""
+"""Most logits, of target and drafter, in memory at once. More are computed in pieces, and again in the backward
+pass."""
 _STARTS = 128  # most starts in one piece of the unroll: its work grows with their square
 
 
@@ -56,12 +56,12 @@ class TargetView:
 
 
 class SequenceLoss(NamedTuple):
-    """Sums over the counted positions, scalars, and the means that they give; a mean over no position is 0.
+    """Sums over the counted positions, scalars, and their means; a mean over no position is 0.
 
     Args:
         entropies, weight: of the drafter's cross-entropies, by its position weights, and of these weights.
         distances, compared: of the distances between hidden states, and of their weights.
-        agreed, positions: number of positions at which the largest logits agree, and of all.
+        agreed, positions: number of positions with equal likeliest tokens, and of all.
     """
 
     entropies: Tensor
@@ -78,12 +78,12 @@ class SequenceLoss(NamedTuple):
 
     @property
     def regression(self) -> Tensor:
-        """Smooth L1 between the drafter's hidden states and the target's that they stand for."""
+        """Smooth L1 between the drafter's hidden states and the target's at the same places."""
         return self.distances / self.compared.clamp(min=_TINY)
 
     @property
     def agreement(self) -> Tensor:
-        """Share of the positions at which the largest logits agree, without gradient."""
+        """Share of the positions with equal likeliest tokens, without gradient."""
         return (self.agreed / self.positions.clamp(min=1)).detach()
 
 
@@ -99,13 +99,12 @@ def sequence_loss(
 ) -> SequenceLoss:
     """The distance of a drafter from its target over whole sequences. Gradients reach only the drafter's network.
 
-    A position counts if the predicted token is real and not before `view.first`, and if the token of the target's
-    largest logit is in the draft vocabulary. Weights are `drafter.position_weights`.
+    A position counts if the predicted token is real and not before `view.first`, and the target's likeliest token is
+    in the draft vocabulary. Weights are `drafter.position_weights`.
 
     Args:
         drafter: EAGLE-3 or DFlash.
         target: gives the embedding and the head.
-        view: of the target.
         generator: draws DFlash's anchors; None: the global one of the CPU.
         depth: steps that EAGLE-3 is unrolled.
         anchors: number of DFlash's per sequence; None: enough to draft each token about twice.
@@ -113,8 +112,8 @@ def sequence_loss(
             step 1, or DFlash's normed states, against `hidden` at the position before the predicted token.
 
     Raises:
-        ValueError: `view` does not fit the drafter, widths of states and `hidden` differ where they are to be
-            compared, a count is below 1, or the target's family does something unknown to its logits.
+        ValueError: `view` does not fit the drafter, compared states and `hidden` differ in width, a count is below 1,
+            or the target's family does something unknown to its logits.
     """
     _check(drafter, view, depth, anchors, with_regression)
     of_target = _TargetLogits(TargetHead(target), view, drafter.target_ids)
@@ -173,7 +172,6 @@ def _regress(sums: SequenceLoss, states: Tensor, hidden: Tensor, weights: Tensor
 
 
 def _total(piece: Callable[[slice], SequenceLoss], pieces: list[slice], recompute: bool) -> SequenceLoss:
-    """The sum over all pieces. With `recompute` the backward pass runs them again instead of storing activations."""
     if recompute:
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         return _added(again(partial(piece, some)) for some in pieces)
@@ -242,8 +240,8 @@ def _dflash_loss(
 
 
 def draw_anchors(view: TargetView, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Draws up to `count` different positions of each sequence, after which a token counts: `[B, count]` int64, and
-    which of them were drawn, `[B, count]` bool, since a sequence may have fewer."""
+    """Draws up to `count` different positions of each sequence with a counted token after them: `[B, count]` int64,
+    and `[B, count]` bool: drawn ones, since a sequence may have fewer."""
     where = torch.device("cpu") if generator is None else generator.device
     after = torch.arange(1, view.tokens.shape[1], device=view.tokens.device)  # [T - 1]
     eligible = view.is_real[:, 1:] & (after >= view.first[:, None])  # [B, T - 1]
@@ -304,7 +302,7 @@ class TargetHead:
     """The target's logits: its head (`scores`), then a `factor`, then a `softcap`, if any.
 
     Raises:
-        ValueError: its config has a key about its logits that is not known here, or it has no head.
+        ValueError: its config has an unknown key about logits, or it has no head.
     """
 
     def __init__(self, target: PreTrainedModel) -> None:

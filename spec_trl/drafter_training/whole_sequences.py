@@ -1,4 +1,4 @@
-"""Learned drafters over whole sequences, with gradients, from every position where drafting could begin."""
+"""Runs learned drafters over whole sequences, with gradients, from every position."""
 
 from typing import cast
 
@@ -13,8 +13,8 @@ from ..generation.drafters.target_parts import plain_embedding
 
 
 class Unroll:
-    """EAGLE-3 from every pair of whole sequences, on its output and the true tokens. It takes embeddings `[B, N, H]`
-    of the pairs' tokens, token i + 1 in pair i, and projections `[B, N, H]` of their features."""
+    """EAGLE-3 from every pair of whole sequences, on its output and the true tokens. Arguments are embeddings `[B, N,
+    H]` of the pairs' tokens, token i + 1 in pair i, and projections `[B, N, H]` of their features."""
 
     def __init__(self, network: Eagle3Network, embedded: Tensor, projected: Tensor) -> None:
         self._network, self._embedded = network, embedded
@@ -26,8 +26,8 @@ class Unroll:
     def outputs(self, starts: slice, depth: int) -> list[Tensor]:
         """h of each step, `depth` of `[B, n, H]`, for the n pairs `starts` to start from.
 
-        Step k (from 1) of start i is pair i + k - 1, which holds token i + k and predicts the next token. After the
-        end the last token is used, and the output must not count.
+        Step k (from 1) of start i is pair i + k - 1, which holds token i + k and predicts the next token. Outputs
+        after the end, for which the last token is used, must not count.
         """
         network, embedded = self._network, self._embedded
         first = torch.arange(starts.start, starts.stop, device=embedded.device)  # [n]
@@ -50,7 +50,6 @@ def block_states(
     """DFlash's states `[B, M, n, H]` of many blocks of n slots; the network reads the context once.
 
     Args:
-        network: DFlash.
         target: provides the embedding, unless the network has one.
         tokens: `[B, T]` int64.
         features: `[B, T, feature width]`. Features at or after a block's anchor are not seen.

@@ -1,1 +1,1 @@
-"""One call of `generate`: its options, strategies, drafters, planner and engine."""
+"""Serves one call of `generate`: its options, strategies, drafters, planner and engine."""

@@ -1,4 +1,4 @@
-"""One call of `generate`, checked: what it asks for, before drafters are made."""
+"""Checks one call of `generate` before drafters are made."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from .registry import CHOOSING, DRAFTERS, strategies
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of `generate` asks for."""
+    """One checked call of `generate`."""
 
     model: PreTrainedModel
     snapshot: Snapshot  # of the model
@@ -71,8 +71,8 @@ def check_call(
     request_ids: Sequence[int] | None,
     inputs: Mapping[str, Any],
 ) -> Call:
-    """Checks the arguments of a call; `snapshot`: of the model; `inputs`: those that `generate` prepares, and what the
-    keyword hands over by names with an underscore. Raises ValueError, before any work, for what cannot be served."""
+    """Checks the arguments of a call; `snapshot`: of the model; `inputs`: prepared by `generate`, and with underscores
+    by the keyword. Raises ValueError, before any work, for a call that cannot be served."""
     inputs = dict(inputs)
     assistant, streamer, shown = (
         inputs.pop("_assistant", None),

@@ -1,6 +1,6 @@
-"""The decoding method behind the keyword `assistant_strategy`, which transformers' `custom_generate` hook calls.
+"""Decodes for the keyword `assistant_strategy` of `generate`.
 
-A call passes these components, in this order. Each knows the `Call`, and none this file.
+A call passes these components, in this order. Each knows the `Call`, and none imports this file.
 
     check_call     call.py           checks the arguments: a frozen `Call`, or one error before any work
     make_drafting  strategies.py     the drafters of the call, and the control that decides when they draft
@@ -48,14 +48,14 @@ from .strategies import make_drafting
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """Result of `generate(assistant_strategy=..., return_dict_in_generate=True)`: the fields of `generate`'s own, of
-    which only `sequences` is set, and others.
+    """Result of `generate(assistant_strategy=..., return_dict_in_generate=True)`: of the fields of `generate`'s output
+    only `sequences` is set.
 
     Args:
         sequences: `[B, prompt width + new]` int64, prompts as passed, outputs right-padded.
-        logprobs: `[B, new]` float32, log-probability (nats) of each sampled token under the processed target
+        logprobs: `[B, new]` float32, log-probabilities (nats) of sampled tokens under the processed target
             distribution; 0 after a row's end.
-        lengths: `[B]` int64, generated tokens of each row, EOS included.
+        lengths: `[B]` int64, generated tokens by row, EOS included.
         statistics: of the generation.
     """
 
@@ -87,21 +87,20 @@ def speculative_decoding(
         model: the target.
         input_ids: `[B, width]` int64, left-padded.
         logits_processor, stopping_criteria, generation_config: prepared by `generate`; act as in `generate`.
-        assistant_strategy: who drafts, see docs/drafters.md.
+        assistant_strategy: the drafters, see docs/drafters.md.
         speculative_config: options, a :class:`SpeculativeConfig` or a dict of its fields.
         drafter: a drafter or several, instead of those of the strategy.
-        request_ids: B ints that key the noise with the seed; by default 0..B. Two calls with the same seed and ids
-            sample the same tokens.
-        control: decides in every round which drafters draft; by default made from the config.
-        make_queue: makes the queue of requests. A queue may share them with other ranks
-            (:class:`~.SharedPool`); rows that another rank decodes have a length of 0 here.
+        request_ids: B ints that key the noise with the seed; by default 0..B. Equal seed and ids sample equal tokens.
+        control: decides in every round when drafters draft; by default made from the config.
+        make_queue: makes the queue of requests, possibly shared with other ranks (:class:`~.SharedPool`); rows
+            decoded by another rank have a length of 0 here.
         model_kwargs: `attention_mask` and other inputs that `generate` prepares.
 
     Returns:
         `[B, width + new]` int64, or a :class:`SpeculativeOutput` with `return_dict_in_generate=True`.
 
     Raises:
-        ValueError: the call cannot be served; raised before any work.
+        ValueError: the call cannot be served; before any work.
         FloatingPointError: the target's logits are NaN.
     """
     config, began = SpeculativeConfig.coerce(speculative_config), time.perf_counter()
@@ -157,7 +156,7 @@ def _rollout(
     copied: int,
     make_queue: Callable[[list[Request]], RequestQueue],
 ) -> Rollout:
-    """Makes the rollout of `call`; draws its seed, if the config has none. `copied`: bytes of copied weights."""
+    """Makes the rollout of `call`; draws a seed if the config has none. `copied`: bytes of copied weights."""
     device, settings = call.model.device, call.settings
     seed = call.config.seed if call.config.seed is not None else draw_seed()
     streams = stream_keys(seed, torch.tensor(list(call.request_ids), dtype=torch.int64)).tolist()
@@ -201,7 +200,6 @@ def _stream(streamer: BaseStreamer, tokens: Tensor) -> None:
 def _assemble(
     call: Call, completions: list[Completion | None], statistics: SpeculationStatistics
 ) -> SpeculativeOutput | Tensor:
-    """Pads prompts and completions to rectangles."""
     input_ids, device = call.input_ids, call.input_ids.device
     lengths = torch.tensor([0 if completion is None else len(completion.tokens) for completion in completions])  # [B]
     new = torch.full((len(completions), int(lengths.max())), call.padding, dtype=input_ids.dtype)  # [B, new]

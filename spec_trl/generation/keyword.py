@@ -1,5 +1,5 @@
-"""The keyword `assistant_strategy` of `generate`, which runs :func:`~.speculative_decoding` by transformers'
-`custom_generate` hook. Installing the keyword is the only change to transformers."""
+"""Adds the keyword `assistant_strategy` to `generate`, by transformers' `custom_generate` hook. Installing the keyword
+is the only change to transformers."""
 
 import copy
 import functools
@@ -21,13 +21,13 @@ from .refusals import check
 _SIGNATURE = inspect.signature(speculative_decoding)
 _generate: Callable[..., Any] | None = None
 DEFAULTS: "WeakKeyDictionary[Any, Callable[..., Any]]" = WeakKeyDictionary()
-"""Functions by model that run a call without a decoding method; they get plain `generate` and the call's arguments."""
+"""Per model: a call of `model.generate` without `assistant_strategy`; gets plain `generate` and the arguments."""
 UNDONE_WITH_IT = list[Callable[[], None]]()
-"""Take back what else was changed in transformers, when the keyword is taken away."""
+"""Calls that undo other changes of transformers when the keyword is removed."""
 
 
 def install() -> None:
-    """Teaches `GenerationMixin.generate` the keyword `assistant_strategy`; importing spec_trl does it."""
+    """Adds the keyword `assistant_strategy` to `GenerationMixin.generate`; importing spec_trl calls this."""
     global _generate
     if _generate is not None:
         return
@@ -97,9 +97,8 @@ def setting(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _prepare_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses or overrides arguments on which `generate` would act or fail before it calls the decoding method. Turns
-    stop strings into a criterion, because `generate` does not pass the tokenizer on to a custom method. `args` has at
-    most the prompts."""
+    """Refuses or overrides arguments on which `generate` would act or fail before the decoding method runs. Turns stop
+    strings into a criterion, because a custom method gets no tokenizer. `args` has at most the prompts."""
     config = override(model, kwargs.pop("generation_config", None), kwargs)
     if config is not None:
         kwargs["generation_config"] = config

@@ -1,4 +1,4 @@
-"""Finds what a model's rounds take on this machine before the first one: calibrated, measured earlier, or probed."""
+"""Finds the seconds of a model's rounds on this machine: calibrated, measured earlier, or probed."""
 
 import hashlib
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ NO_KERNEL = "none"
 def find_clock(
     model: PreTrainedModel, drafters: Sequence[Drafter], config: SpeculativeConfig
 ) -> Clock | None:
-    """Returns the clock of `model` with `drafters`, saved by an earlier process, else probed; None if
-    `config.sd_toggle` or a lack of drafters leaves nothing to predict."""
+    """Returns the clock of `model` with `drafters`, saved by an earlier process, else probed; None if there is nothing
+    to predict (`config.sd_toggle`, no drafters)."""
     if not drafters or config.sd_toggle in ("always", "never"):
         return None
     # One file per hardware, shape, dtype, kernel, version of torch, set of drafters, and their devices.
@@ -80,8 +80,8 @@ def ladder_folder(config: SpeculativeConfig) -> Path:
 
 
 def profile_key(model: PreTrainedModel, config: SpeculativeConfig, measures: bool = False) -> ProfileKey:
-    """Key of a profile for `model` on this machine. `measures`: whether times of kernels that are not known are
-    measured (:func:`~.find_kernel`)."""
+    """Key of a profile for `model` on this machine. `measures`: whether to time unknown kernels
+    (:func:`~.find_kernel`)."""
     shape = model.config.get_text_config(decoder=True)
     parameters = sum(p.numel() for p in model.parameters())
     scheme = choose_scheme(config.draft_quantization, config.draft_kernel, model)
@@ -100,5 +100,5 @@ def profile_key(model: PreTrainedModel, config: SpeculativeConfig, measures: boo
 
 
 def effective_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Dtype in which forwards compute."""
+    """Dtype of the arithmetic of forwards."""
     return autocast_dtype(model.device) or model.dtype

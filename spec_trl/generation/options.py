@@ -1,4 +1,4 @@
-"""The options of speculative generation: those of the default path here, each paper's in its room."""
+"""Declares the options of speculative generation; options of a paper are in its folder."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ _RENAMED = {"draft_lengths": "draft_length", "rollout_batch_size": "max_batch_si
 
 
 def place_of(name: str) -> str | None:
-    """The text that gives an option by its own or its earlier `name`; None: there is none."""
+    """The text that sets an option by its own or its earlier `name`; None: unknown name."""
     for wanted in (_RENAMED.get(name, name), re.sub("^(tts|best_of_n|sd|roofline|draft)_", "", name)):
         for group, _, inner in (place.rpartition(".") for place in OPTIONS):
             if inner == wanted:
@@ -144,19 +144,17 @@ class SpeculativeConfig(DeclaredOptions):
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        """The draft lengths that were given, or the default one."""
         lengths = 5 if self.draft_length is None else self.draft_length
         return tuple(lengths) if isinstance(lengths, Sequence) else (lengths,)
 
     @property
     def first_draft_length(self) -> int:
-        """γ₀, the draft length to start with."""
         first = self.draft_length[0] if isinstance(self.draft_length, Sequence) else self.draft_length
         return self.efficient_rollout.initial_draft_length or first or 5
 
     def choice_of_draft_lengths(self) -> tuple[int, ...]:
-        """Each γ that a planner may choose, ascending: those given, for a single number it and twice it, and half of
-        the shortest where there are several, which is cheap to try. Drafting ahead plans for one γ alone."""
+        """Each γ that a planner may choose, ascending: the given ones; for a single number also twice it; and half of
+        the shortest, cheap to try. Drafting ahead plans for one γ alone."""
         if self.specactor.decoupled_execution != "never" or self.specactor.draft_ranks:
             return (self.first_draft_length,)
         single = self.first_draft_length

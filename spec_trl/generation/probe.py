@@ -1,4 +1,4 @@
-"""A first guess of the seconds of rounds, in a fraction of a second: times forwards, or every kind of layer once."""
+"""Guesses the seconds of rounds within a fraction of a second, from timed forwards or layers."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,20 +25,20 @@ from .planner.clock import ForwardSeconds, ProbedRounds
 from .session import Session
 
 
-TOKENS = (1, 4, 16, 64)  # of the forwards that are timed
-REPLAYS = 3  # of a captured forward: the device does the same in each
-CALLS = 4  # calls, of which the fastest counts: the first compiles, and other work only slows
-ENOUGH = 0.02  # seconds of the faster of two calls from which a layer is not called again
+TOKENS = (1, 4, 16, 64)  # of the timed forwards
+REPLAYS = 3  # of a captured forward: each costs the device the same
+CALLS = 4  # the fastest counts: the first call compiles, and other work only slows calls
+ENOUGH = 0.02  # seconds of the faster of two calls: a slower layer is not called again
 Layer: TypeAlias = QuantizedLinear | nn.Linear | Conv1D
 
 
 def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: SpeculativeConfig) -> ProbedRounds:
     """Times forwards of `model` and of its quantized copy among `drafters`, over the few columns of short texts, as
-    `config.runner` runs them. Other networks are taken to cost their share of the target's bytes.
+    `config.runner` runs them. Other networks count by their share of the target's bytes.
 
-    If forwards are captured, whole replays are timed: the device's work with the real weights. Else products are
-    timed, one per shape, and a whole forward of one token; its seconds beyond its products (Python, norms, attention,
-    uncached weights) are added to every forward.
+    Captured forwards are replayed: the device's work with the real weights. Else products are timed, one per shape,
+    and a whole forward of one token: its seconds beyond its products (Python, norms, attention, uncached weights) are
+    added to every forward.
     """
     mode, recorder = runner_choice.runner_mode(config, model.device), None
     if runner_choice.captures(config, model.device):
@@ -64,7 +64,7 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
 
 
 def _captured(runner: EagerRunner, recorder: CudaRecorder | None) -> ForwardSeconds | None:
-    """Times replays; None if forwards are not captured, or this network cannot be, since it waits for the device."""
+    """Times replays; None: forwards are not captured, or cannot be because this network waits for the device."""
     if recorder is None:
         return None
     seconds = []
@@ -80,7 +80,7 @@ def _captured(runner: EagerRunner, recorder: CudaRecorder | None) -> ForwardSeco
 
 
 def _of_products(runner: EagerRunner, model: PreTrainedModel, packs: bool = False) -> ForwardSeconds:
-    """Times products, and a forward of one token beyond them. A copy that is not packed yet computes as fast."""
+    """Times products, and the rest of a forward of one token. An unpacked copy computes as fast."""
     products = _products(runner.network, model, packs)
     return products.scaled(plus=max(seconds_of(_forward_of(runner, 1), model.device) - products(1), 0.0))
 
@@ -90,17 +90,15 @@ def _outputs(forward: Callable[[], Tensor]) -> Outputs:
 
 
 def _forward_of(runner: EagerRunner, tokens: int) -> Callable[[], Tensor]:
-    """A forward of so many rows' first token."""
     zeros = torch.zeros(tokens, 1, dtype=torch.int64, device=runner.network.device)  # [B, 1]
     return partial(runner.forward, zeros, zeros, 1)
 
 
 def _products(network: nn.Module, model: PreTrainedModel, packs: bool = False) -> ForwardSeconds:
-    """Times all products of the target's network or of its copy, one after the other. `packs`: whether layers of the
-    copy are not packed yet.
+    """Times all products of the target's network or of its copy. `packs`: whether layers of the copy are unpacked.
 
-    A layer that occurs once, such as a head, is assumed to take as long per weight as the largest repeated layer of
-    its type: packing and timing a large head would take longer than everything else.
+    A layer that occurs once, such as a head, counts by its weights and the largest repeated layer of its type: packing
+    and timing a large head would take longer than everything else.
     """
     alike: dict[object, list[Layer]] = {}
     for module in network.modules():
@@ -122,10 +120,9 @@ def _products(network: nn.Module, model: PreTrainedModel, packs: bool = False) -
 
 
 def _layer(layer: Layer, model: PreTrainedModel, packs: bool) -> list[float]:
-    """Seconds for each of `TOKENS`."""
     width = layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
     dtype = layer.weight.dtype if layer.weight.is_floating_point() else model.dtype
-    if isinstance(layer, QuantizedLinear):  # the copy is packed at its first draft, which may never come
+    if isinstance(layer, QuantizedLinear):  # the copy is packed at its first draft, if any
         if packs:
             layer.refresh(ActivationAware())
         dtype = model.dtype

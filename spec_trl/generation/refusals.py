@@ -1,7 +1,7 @@
-"""What does not go together: one table for configs, calls and trainers.
+"""Lists the combinations that configs, calls and trainers refuse, in one table.
 
-Each of these three doors says which features are asked for, and :func:`check` raises the first refusal that names two
-of them. The page docs/refusals.md is made from the table.
+Configs, calls and trainers name the features asked for, and :func:`check` raises the first refusal that names two of
+them. The page docs/refusals.md is made from the table.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 Asked: TypeAlias = "bool | str | Callable[[], bool | str]"
-"""Whether a feature is asked for, or the user's words for it. A function says so of the second one of a refusal, where
-the first one is asked for."""
+"""Whether a feature is asked for, or the user's words for it. A function is called for the second feature of a refusal
+if the first one is asked for."""
 Features: TypeAlias = Mapping[str, Asked]
-"""Features by the names that the table has."""
+"""Features by their names in the table."""
 
 
 class Refusal(NamedTuple):
-    """Two features by name, the reason why they do not go together, and a remedy."""
+    """Two features by name, the reason why they exclude each other, and a remedy."""
 
     what: str
     other: str
@@ -111,7 +111,7 @@ REFUSALS = [
                                  ("attention_dropout", _UNLIKE_SAMPLER), ("torch_compile=True", _UNLIKE_SAMPLER),
                                  (SHARDED, "weights are whole only in forwards"),
                                  ("routers' loss", "it reads the routers' logits; set router_aux_loss_coef=0"),
-                                 ("AWQ", "the copy reads what layers are fed in the loss's forward"))),
+                                 ("AWQ", "the copy reads the layers' inputs in the loss's forward"))),
     )
 ]  # fmt: skip
 """Two features by name, the reason, and a remedy."""
@@ -126,7 +126,7 @@ strategies use, are left out: strategies are compared under one config."""
 
 
 def check(features: Features) -> None:
-    """Raises ValueError, with the reason and a remedy, for the first refusal of these features."""
+    """Raises ValueError, with reason and remedy, for the first refusal of these features."""
     for what, other, because, instead in REFUSALS:
         if (one := features.get(what)) and (two := features.get(other)):
             two = two() if callable(two) else two
@@ -142,8 +142,8 @@ def of_drafting(
     given: Sequence["Drafter"] | None = None,
     options: "SpeculativeConfig | None" = None,
 ) -> dict[str, Asked]:
-    """Features of a strategy with its `assistant`, or of the drafters `given` instead, under `config`. `options`: the
-    config as the user gave it, if `config` has other defaults."""
+    """Features of a strategy with its `assistant`, or of the `given` drafters instead, under `config`. `options`: the
+    user's config, if `config` has other defaults."""
     own, words = given is None, f"assistant_strategy={strategy!r}"
     if given is not None:
         words = f"drafter={[type(drafter).__name__ for drafter in given]}"
@@ -188,8 +188,8 @@ def of_drafting(
 
 
 def _unread(strategy: str, config: "SpeculativeConfig") -> str:
-    """Names an option in `config` that `strategy` does not read and that has another value than its default, or "".
-    `"none"` may have any, for comparisons."""
+    """Names a non-default option in `config` that `strategy` does not read, or "". `"none"` may have any, for
+    comparisons."""
     reading = {"auto": {"history"}, "best_of_n": {"best_of_n", *config.specactor.drafters}}.get(strategy, {strategy})
     for name, group in vars(config).items() if strategy != "none" else ():
         default = getattr(type(config), name)

@@ -1,4 +1,4 @@
-"""Drafter classes by `assistant_strategy`."""
+"""Registers drafter classes by `assistant_strategy`."""
 
 from typing import Any, TypeVar
 
@@ -23,10 +23,8 @@ T = TypeVar("T", bound=type)
 
 
 def register_drafter(kind: T) -> T:
-    """Class decorator: `generate(assistant_strategy=kind.strategy)`, and the trainer, draft with `kind`, a
-    :class:`~.Drafter`.
-
-    A class of the same module and name replaces the older one, as when a notebook's cell runs again.
+    """Class decorator: `generate(assistant_strategy=kind.strategy)` and the trainer draft with `kind`, a
+    :class:`~.Drafter`, which replaces a class of the same module and name (a notebook's cell that runs again).
 
     Raises:
         ValueError: another class has the name.

@@ -1,4 +1,4 @@
-"""Objects that the next call for a model reuses: one session per model, one fingerprint, one release.
+"""Stores objects that the next call for a model reuses: one session per model.
 
 A call borrows the session of its model. When it begins, the fingerprint of the model (modules, hooks, plain attributes
 such as active adapters and their scaling, dtypes and devices) is compared with that of the last call, and objects made
@@ -46,16 +46,16 @@ class CachedControl(NamedTuple):
 
 
 class Session:
-    """Objects that calls for one model share, one call at a time. They must not reference the model, which must be
-    freed.
+    """Objects that calls for one model share, one call at a time. They must not reference the model, or it would never
+    be freed.
 
     Attributes:
         snapshot: of the model, taken or compared at the beginning of the call; None before the first call.
-        shadow: the network of the last call. It stays while the snapshot holds.
-        runner: with captured forwards. It stays while the structure of the model is the same.
-        drafters: by strategy. They stay while the structure is the same, or longer (`Drafter.outlives_changes`).
+        shadow: the network of the last call, valid while the snapshot holds.
+        runner: with captured forwards, valid while the structure of the model is the same.
+        drafters: by strategy, valid while the structure is the same, or longer (`Drafter.outlives_changes`).
         controls: by drafters and options, with their measurements.
-        ladder: of the drafters that were profiled last.
+        ladder: of the drafters profiled last.
         acceptance: first-token acceptance by strategy.
         heads: whether a checkpoint, by its name, has an MTP head that can draft for the model.
     """
@@ -69,35 +69,34 @@ class Session:
         self.ladder: Calibration = None
         self.acceptance: dict[str, float] = {}
         self.heads: dict[str, bool] = {}
-        self._structure: tuple[object, ...] | None = None  # of the model for which drafters and runner were made
+        self._structure: tuple[object, ...] | None = None  # of the model, when drafters and runner were made
         self._in_use = Lock()
-        self._spare: Session | None = None  # for a call that begins while this one is lent
+        self._second: Session | None = None  # for a call that begins while this one is lent
 
     @classmethod
     def of(cls, model: nn.Module) -> "Session":
-        """Returns the session of `model`."""
         return _sessions.setdefault(model, cls())
 
     @classmethod
     def below(cls, model: nn.Module) -> "list[Session]":
-        """Returns the sessions of `model` and of the models that it wraps, spare ones included."""
+        """Returns the sessions of `model` and of the models that it wraps, with their second sessions."""
         sessions = [_sessions[module] for module in model.modules() if module in _sessions]
         for session in sessions:
-            if session._spare is not None:
-                sessions.append(session._spare)
+            if session._second is not None:
+                sessions.append(session._second)
         return sessions
 
     @classmethod
     @contextmanager
     def lend(cls, model: nn.Module) -> "Iterator[Session]":
-        """Lends the session of `model` to one call. A call that begins while another runs gets a spare session, which
-        serves the next such call as well, but keeps no captured forwards. A session that is released during a call is
-        freed after it."""
+        """Lends the session of `model` to one call. A call that begins while another runs gets a second session, which
+        serves later such calls too, but stores no captured forwards. A session released during a call is freed after
+        the call."""
         first = session = cls.of(model)
         while not session._in_use.acquire(blocking=False):
-            if session._spare is None:
-                session._spare = cls()
-            session = session._spare
+            if session._second is None:
+                session._second = cls()
+            session = session._second
         try:
             session._follow(model)
             yield session
@@ -114,7 +113,6 @@ class Session:
                 session._in_use.release()
 
     def _follow(self, model: nn.Module) -> None:
-        """Drops objects that were made for `model` before it changed."""
         snapshot = snapshot_of(model)
         if snapshot is self.snapshot:
             return
@@ -127,41 +125,39 @@ class Session:
 
     @property
     def _depends(self) -> bool:
-        """Whether it holds objects for one structure of the model."""
         return self.runner is not None or any(not drafter.outlives_changes for drafter in self.drafters.values())
 
     def check_shadow(self) -> None:
-        """Drops the shadow if a call has changed it."""
         if self.shadow is not None:
             snapshot = self.shadow.snapshot
             if not (snapshot.is_complete and snapshot.holds(self.shadow.network)):
                 self.shadow = None
 
     def drop_runner(self) -> None:
-        """Frees captured forwards. They reference each other, so this needs a garbage collection: 0.3 s."""
+        """Frees captured forwards. They reference each other: this needs a garbage collection (0.3 s)."""
         if self.runner is not None:
             self.runner = None
             gc.collect()
 
     def clear(self) -> None:
-        """Frees all, and what the spare one has, unless a call has that."""
-        spare, self._spare = self._spare, None
-        if spare is not None and spare._in_use.acquire(blocking=False):
-            spare.clear()
+        """Frees all objects, and those of the second session unless a call uses it."""
+        second, self._second = self._second, None
+        if second is not None and second._in_use.acquire(blocking=False):
+            second.clear()
         self.snapshot = self.shadow = self.ladder = self._structure = None
         self.drafters, self.controls, self.acceptance, self.heads = {}, {}, {}, {}
         self.drop_runner()
 
 
 def capturing_session(model: nn.Module) -> Session | None:
-    """Returns the session of `model`, also if it is wrapped, that holds a runner with captured forwards, or None."""
+    """Returns the session of `model` (perhaps wrapped) that holds a runner with captured forwards, or None."""
     return next((session for session in Session.below(model) if session.runner is not None), None)
 
 
 def release(model: nn.Module) -> None:
-    """Frees all objects that calls for `model`, also if it is wrapped, have left: K/V cache and captured forwards, the
+    """Frees all objects that calls for `model` (perhaps wrapped) have left: K/V cache and captured forwards, the
     quantized copy, assistants loaded by path or hub id, a `"tts"` drafter with its learned weights, texts of earlier
-    calls, and measurements of drafters and rounds. Objects of a running call are freed when that call ends.
+    calls, and measurements of drafters and rounds. Objects of a running call are freed at its end.
     """
     for module in model.modules():
         SNAPSHOTS.pop(module, None)

@@ -33,7 +33,7 @@ Assistant: TypeAlias = "PreTrainedModel | str | None"
 
 def make_drafting(session: Session, call: "Call", claims: ExitStack) -> tuple[list[Drafter], Control]:
     """Returns the drafters of `call`, in use until `claims` ends, and its control, which may calibrate the machine
-    first. Raises ValueError if the control does not go with the call."""
+    first. Raises ValueError if the control cannot serve the call."""
     config, control = call.config, call.control
     if call.drafters is not None:
         drafters = call.drafters
@@ -62,9 +62,8 @@ def make_drafters(
     session: Session, strategy: str, model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig
 ) -> list[Drafter]:
     """Returns the drafters of `strategy` for `model`: none for `"none"`, all possible ones for `"auto"`, those of
-    `specactor.drafters` for `"best_of_n"`, else one. Drafters that can serve further calls stay in the session. Raises
-    ValueError if an assistant cannot draft.
-    """
+    `specactor.drafters` for `"best_of_n"`, else one. Reusable drafters stay in the session. Raises ValueError if an
+    assistant cannot draft."""
     assistant = os.fspath(assistant) if isinstance(assistant, os.PathLike) else assistant
     if assistant is not None or strategy == "best_of_n":
         check_assistants(strategy, assistant, config, model)
@@ -108,7 +107,7 @@ def policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
 
 
 def refresh(model: nn.Module) -> None:
-    """Requantizes the copies of `model`, also if it is wrapped, before their next draft.
+    """Requantizes the copies of `model` (perhaps wrapped) before their next draft.
 
     Needed only for in-place changes, through `.data` or by a fused optimizer, that leave a sample of 256 to 1024
     values per weight unchanged; calls detect all others.
@@ -156,8 +155,8 @@ def make_control(
     several_chains: bool = True,
 ) -> Control:
     """Makes the control of `config.sd_toggle` over `drafters`, in their order. A planner chooses among
-    `draft_lengths`; it predicts rounds by a calibrated `profile` or `ladder` of these drafters, else by a probed
-    `clock`. A row may get `several_chains` where the config allows it.
+    `draft_lengths`, and predicts rounds by a calibrated `profile` or `ladder` of these drafters, else by a probed
+    `clock`. A row may get `several_chains` if the config allows it.
 
     Raises:
         ValueError: two drafters have the same strategy name.
@@ -166,7 +165,7 @@ def make_control(
         return NeverSpeculate("sd_toggle=never" if config.sd_toggle == "never" else "no drafter")
     names = [drafter.strategy for drafter in drafters]
     if len(set(names)) < len(names):
-        raise ValueError(f"drafter has the strategies {names}, and a control tells them apart: pass one of each.")
+        raise ValueError(f"drafter has the strategies {names}, and a control needs different names: pass one of each.")
     gamma = config.first_draft_length  # τ_prev is γ at first (ER Algorithm 1 line 1)
     candidates = [
         Candidate(drafter.strategy, gamma, float(gamma), drafter.max_rows, not drafter.looks_up)
@@ -202,15 +201,12 @@ def control_for(
     capacity: int,
     length: int,
 ) -> CachedControl:
-    """Returns the control of a call with these drafters: that of the last call with the same options, with its
-    measurements, else a new one, which may calibrate the machine first.
+    """Returns the control of a call with these drafters: the last one with the same options and its measurements, else
+    a new one, which may calibrate the machine first.
 
     Args:
         session: of the call; the control stays in it.
         strategy: only under `"best_of_n"` rows may have several chains.
-        model: the target.
-        drafters: of the call.
-        config: options of the call.
         capacity: most rows in flight.
         length: the longest total length of a row, tokens.
     """
@@ -219,7 +215,7 @@ def control_for(
         profile = find_profile(model, config, capacity, length)
         if strategy in CHOOSING:
             ladder = find_ladder(model, drafters, config, capacity, lengths)
-    # Costs instead of assistants: a key that referenced them would keep them alive.
+    # Costs instead of assistants: a key would keep assistants alive.
     members = [(drafter.strategy, drafter.cost) for drafter in drafters]
     several_chains = strategy == "best_of_n"
     options = vars(config) | {"seed": None, "specactor": vars(config.specactor) | {"assistants": None}}

@@ -1,1 +1,1 @@
-"""Our C++ for CPUs, and how it is compiled on the machine where it runs."""
+"""Holds C++ for CPUs, compiled on the machine that runs it."""

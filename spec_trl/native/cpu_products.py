@@ -1,9 +1,9 @@
-"""Matrix products of few rows on a CPU, over dense, 8-bit or 4-bit weights, in C++ if it compiles; and functions of
-single numbers. Results for a token do not depend on the forward's other tokens.
+"""Multiplies matrices with few rows on a CPU, over dense, 8-bit or 4-bit weights, in C++. Results for a token do not
+depend on the forward's other tokens.
 
 Drafting and verifying multiply one to a few dozen rows, for which reading the weights takes the time. An element of a
-product is summed in the same order whatever the number of rows (`cpu_products.cpp`). A warning says where a 16-bit
-dtype is slower than float32.
+product is summed in the same order for any number of rows (`cpu_products.cpp`). A warning names a 16-bit dtype that is
+slower than float32.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ from .native_code import load, untraced
 CODE_BLOCK = 64
 """Inputs whose 4-bit codes lie in one block; they divide the inputs of a quantized matrix."""
 MOST_ROWS = 16
-"""Rows up to which a packed weight takes no longer than oneDNN over the dense one, but for a few shapes
+"""Most rows at which a packed weight takes no longer than oneDNN over the dense one, but for a few shapes
 (benchmarks/dense_linear.py)."""
 DTYPES = {torch.float32: 32, torch.bfloat16: 16}
 """Dtypes of x, y and dense weights, and their bits."""
@@ -44,8 +44,8 @@ class Matrix(ctypes.Structure):
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether C++ can read `tensor`: numbers of one of `DTYPES` next to each other on the CPU, and no subclass, which
-    may keep them elsewhere."""
+    """Whether C++ can read `tensor`: contiguous numbers of one of `DTYPES` on the CPU, and no subclass, whose numbers
+    may be elsewhere."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.device.type == "cpu"
@@ -55,8 +55,8 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def dense_matrix(weight: Tensor, bias: Tensor | None) -> Matrix:
-    """A view of `weight` [out, in], contiguous or a transposed contiguous one, and `bias` [out], of one of `DTYPES`,
-    which must outlive it."""
+    """A view of `weight` [out, in], contiguous or a transposed contiguous one, and `bias` [out], of one of `DTYPES`.
+    Both must outlive the view."""
     pointers = weight.data_ptr(), None, None, None if bias is None else bias.data_ptr()
     return Matrix(*pointers, *weight.shape, DTYPES[weight.dtype], 0, not weight.is_contiguous())
 
@@ -70,8 +70,8 @@ _phase = _Phase()
 
 @contextmanager
 def reading_prompts() -> Iterator[None]:
-    """Within it, in this thread, :func:`serves` is False where oneDNN's products of many rows, which prompts have, are
-    faster. Steps never compute tokens of a prompt, so that its sums may have another order."""
+    """Makes :func:`serves` False within the block, in this thread, where oneDNN's products of many rows (prompts) are
+    faster. Steps never compute tokens of a prompt: its sums may have another order."""
     before, _phase.reads_prompts = _phase.reads_prompts, True
     try:
         yield
@@ -101,13 +101,12 @@ def multiply_matrix(matrix: Matrix, x: Tensor) -> Tensor:
 
 
 def address(function: Any) -> int:
-    """Address of a compiled function, for C++ that calls it."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @functools.cache
 def library() -> Any:
-    """The compiled functions; None where nothing compiles them."""
+    """The compiled functions; None without a compiler."""
     functions = load(Path(__file__).with_suffix(".cpp"))
     if functions is not None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
@@ -119,10 +118,10 @@ def library() -> Any:
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _HAS_NARROW = HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-# torch computes functions of single numbers in registers; the numbers at the end of a thread's share that fill none go
-# through other code, whose sigmoid, SiLU, tanh-GELU and softplus round otherwise.
-_NUMBERS = 64  # that one step of torch's loops takes, in 16 bits; half as many in float32, a quarter without AVX-512
-_SHARE = 32768  # numbers for which torch wakes another thread (at::internal::GRAIN_SIZE)
+# torch computes functions of single numbers in registers; other code computes the last numbers of a thread's share,
+# too few for a register, and rounds sigmoid, SiLU, tanh-GELU and softplus otherwise.
+_NUMBERS = 64  # per step of torch's loops, in 16 bits; half as many in float32, a quarter without AVX-512
+_SHARE = 32768  # numbers per thread of torch (at::internal::GRAIN_SIZE)
 
 
 def by_registers(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -140,10 +139,10 @@ def by_registers(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 @untraced
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] times `weight` [out, in] → [..., out] in its dtype, for which :func:`is_plain` holds: generated
-    tokens in C++, prompts by oneDNN on the weights as they lie.
+    """x [..., in] times `weight` [out, in] → [..., out] in its dtype, if :func:`is_plain`: generated tokens in
+    C++, prompts by oneDNN on the weights as they are.
 
-    oneDNN sums one row in another order than several, which it sums alike: one row is multiplied as two. It is called
+    oneDNN sums one row in another order than several (all alike): one row is multiplied as two. oneDNN is called
     directly, since torch has other code for small products.
     """
     x = x.to(weight.dtype)
@@ -179,9 +178,9 @@ def multiply_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 ROWS = 64  # of x, as in a short prefill or a verification
-OUTPUTS = 512  # of the layer: enough to keep a CPU busy, and few milliseconds where it has no instructions
-MIN_WEIGHTS = 1 << 18  # of the layer: with fewer the call itself takes the time
-MIN_GAIN = 1.2  # below it nobody should reload a model
+OUTPUTS = 512  # of the layer: enough to occupy a CPU, and a few milliseconds without instructions
+MIN_WEIGHTS = 1 << 18  # of the layer: with fewer, the time of the call itself dominates
+MIN_GAIN = 1.2  # least speedup that is worth reloading a model
 
 
 _seen: set[str] = set()
@@ -195,8 +194,8 @@ def first_time(subject: str) -> bool:
 
 
 def warn_of_slow_dtype(model: PreTrainedModel) -> None:
-    """Warns, once per dtype and process, where `model` is on a CPU without instructions for its 16-bit dtype, and
-    float32 measures faster on one of its layers."""
+    """Warns, once per dtype and process, if `model` is on a CPU without instructions for its 16-bit dtype, and one of
+    its layers is faster in float32."""
     dtype = model.dtype
     if model.device.type != "cpu" or has_instructions(dtype):
         return
@@ -224,7 +223,7 @@ def has_instructions(dtype: torch.dtype) -> bool:
 
 
 def float32_gain(weight: Tensor) -> float:
-    """By what factor a product with `weight` [out, in] is faster in float32."""
+    """Speedup of float32 for a product with `weight` [out, in]."""
     x = torch.ones(ROWS, weight.shape[1], dtype=weight.dtype)  # [m, in]; no random numbers: they are the caller's
     wide_x, wide = x.float(), weight.float()  # [m, in], [out, in]
     multiply_wide = partial(multiply_by_onednn, bias=None) if HAS_ONEDNN else F.linear

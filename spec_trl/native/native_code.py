@@ -1,4 +1,4 @@
-"""Compiles our C++ on the machine where it runs, if it has a compiler, and caches the result in the user's cache."""
+"""Compiles our C++ on the machine that runs it, and caches the result in the user's cache."""
 
 import ctypes
 import hashlib
@@ -33,17 +33,17 @@ _LEFT_OUT = (
 _LINK = ("-shared", "-fopenmp")
 SOURCES = Path(__file__).parent
 """The folder of the C++."""
-_SECONDS = 60  # after which a compiler is stopped
+_SECONDS = 60  # most, of a compiler
 
 
 @cache
 def compiler() -> str | None:
-    """Path of the C++ compiler of this machine; None: there is none."""
+    """Path of the C++ compiler of this machine, or None."""
     return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
 class Library(NamedTuple):
-    """What a library is compiled from."""
+    """Inputs of a library's compilation."""
 
     source: str  # path, from the package's folder if it lies there
     macros: dict[str, str]
@@ -52,12 +52,12 @@ class Library(NamedTuple):
 loaded: list[Library] = []
 """Libraries that this process has loaded."""
 failed: list[Library] = []
-"""Libraries for which :func:`load` returned None."""
+"""Libraries that :func:`load` could not load."""
 
 
 def untraced(function: F) -> F:
-    """`function`, which hands addresses to C++, as torch.compile must run it: a trace keeps neither the addresses of
-    tensors nor what is written to them."""
+    """Hides `function`, which passes addresses to C++, from torch.compile: a trace has neither the addresses of
+    tensors nor writes to them."""
     wrapped: F = torch.compiler.disable(function)
     return wrapped
 
@@ -81,13 +81,12 @@ def load(source: Path, **defined: object) -> ctypes.CDLL | None:
 
 
 def loads(libraries: list[Library]) -> bool:
-    """Whether all of `libraries` load in this process."""
     return all(each in loaded or load(SOURCES / each.source, **each.macros) is not None for each in libraries)
 
 
 def target() -> bytes:
-    """The predefined macros, which name the compiler's version and the instructions of this CPU that our C++ uses:
-    machines may share a home. Raises OSError or SubprocessError where the compiler fails."""
+    """The predefined macros: the compiler's version and the instructions of this CPU that our C++ uses; machines may
+    share a home. Raises OSError or SubprocessError if the compiler fails."""
     return _macros(_options({}))
 
 
@@ -108,8 +107,8 @@ def _call(*arguments: str) -> bytes:
 
 
 def _load(source: Path, options: tuple[str, ...]) -> ctypes.CDLL:
-    """Loads what `source` was compiled to under `options`, or compiles it. A library's name ends in the hash of its
-    content: to load a part of one, as a full disk leaves it, would end the process."""
+    """Loads the library of `source` under `options`, or compiles it. A library's name ends in the hash of its content:
+    loading a part of one, left by a full disk, would end the process."""
     headers = {*SOURCES.glob("*.h"), *source.parent.glob("*.h")}
     included = b"".join(path.read_bytes() for path in sorted(headers))
     # Some options, such as -ffp-contract, define no macro.
@@ -133,7 +132,6 @@ def _hash(content: bytes) -> str:
 
 
 def _open_checked(path: Path, start: str) -> ctypes.CDLL:
-    """Loads the library at `path`; raises ValueError unless its content is that of its name."""
     if path.stem != start + _hash(path.read_bytes()):
         raise ValueError("the file is damaged")
     return ctypes.CDLL(str(path))

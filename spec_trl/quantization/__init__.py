@@ -1,4 +1,4 @@
-"""The policy's quantized copy: schemes, kernels, and the replacement of projections."""
+"""Quantizes a copy of the policy: schemes, kernels, and the replacement of projections."""
 
 from .linear import QuantizedLinear
 from .quantized_copy import QuantizedNetwork, quantize_projections

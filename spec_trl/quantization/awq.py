@@ -1,13 +1,13 @@
-"""Activation-aware quantization for the drafter (AWQ, Lin et al. 2024; ER §C.4).
+"""Quantizes the drafter by activations (AWQ, Lin et al. 2024; ER §C.4).
 
-Where an input channel is large, rounding errors of its weights count more. AWQ multiplies the weights of channel c by
-s_c and the input by 1/s_c, so that rounding hurts the large channels less: s = a^alpha with a = mean |x| per channel
-and alpha from a small grid, chosen per layer. Three things differ from the AWQ paper:
+Rounding errors of weights count more where the input channel is large. AWQ multiplies the weights of channel c by s_c
+and the input by 1/s_c, so that rounding hurts large channels less: s = a^alpha with a = mean |x| per channel and alpha
+from a small grid, chosen per layer. Differences from the AWQ paper:
 
-- 1/s multiplies the layer's input. AWQ folds it into the norm before the layer, which here belongs to the policy.
-- The search minimizes sum_c E[x_c²] ‖Q_c - W_c‖², the diagonal of the output error E‖(Q - W) x‖². It neglects
+- 1/s multiplies the layer's input. AWQ folds it into the norm before the layer; here the norm belongs to the policy.
+- The search minimizes sum_c E[x_c²] ‖Q_c - W_c‖², the diagonal of the output error E‖(Q - W) x‖²: it neglects
   correlations between channels and needs no stored activations.
-- alpha is searched on some of the rows of the weight, which share it. AWQ's clipping of weights is left out.
+- alpha is searched on some rows of the weight, for all of them. AWQ's clipping of weights is left out.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,10 +23,10 @@ from .rtn import RoundToNearest, computing_dtype
 from .source_weight import modules_by_name
 
 
-ALPHAS = tuple(i / 10 for i in range(11))  # 0 first: it is round-to-nearest, and wins ties
-SEARCH_ROWS = 128  # rows of a weight that the search looks at
-LARGEST_SPREAD = 1e4  # bound on a channel's distance from the mean, as a factor
-OBSERVED_ROWS = 256  # rows of a forward that are observed
+ALPHAS = tuple(i / 10 for i in range(11))  # 0 first: round-to-nearest wins ties
+SEARCH_ROWS = 128  # rows of a weight in the search
+LARGEST_SPREAD = 1e4  # largest factor between a channel and the mean
+OBSERVED_ROWS = 256  # observed rows of a forward
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ActivationStatistics:
     """Statistics of the inputs of a policy's projections, from forwards that happen anyway.
 
     Inside `collect`, hooks on the policy's modules observe up to 256 rows of a forward, padding included, without
-    waiting for the device. Under data parallelism ranks observe different rows: drafters may differ, outputs cannot.
+    waiting for the device. Ranks under data parallelism observe different rows: drafters may differ, outputs cannot.
 
     Args:
         policy: the live policy, without peft's outer wrapper: the model that its drafter was made of.
@@ -65,10 +65,8 @@ class ActivationStatistics:
 
     @contextmanager
     def collect(self, step: int) -> Iterator[None]:
-        """Observes the forwards inside the block: forwards of one `step` add up, a new step replaces the older one.
-
-        Leave it before generating: a hooked lm_head is not packed.
-        """
+        """Observes the forwards inside the block: those of one `step` add up, a new step replaces the older one. Leave
+        the block before generating: a hooked lm_head is not packed."""
         if step != self._step:
             self._step = step
             self._rows = {}
@@ -110,8 +108,8 @@ class ActivationAware(RoundToNearest):
     def quantize_scaled_(
         self, weight: Tensor, packed: PackedWeight, inverse_scales: Tensor, activations: ChannelStatistics | None
     ) -> None:
-        """Writes the scaled `weight` [out, in] into `packed`, 4-bit, and the factors 1/s for its input into
-        `inverse_scales` [in], in place; without `activations` of this layer all are 1: it rounds to nearest."""
+        """Writes the scaled `weight` [out, in] into `packed`, 4-bit, and the input factors 1/s into `inverse_scales`
+        [in], in place; without `activations` of this layer all factors are 1 (round to nearest)."""
         scales = None if activations is None else self._search(weight, packed, activations)  # [in]
         inverse_scales.copy_(inverse_scales.new_ones(()) if scales is None else scales.reciprocal())  # [in]
         self.quantize_(weight, packed, scales)
@@ -136,10 +134,8 @@ class ActivationAware(RoundToNearest):
 
 def candidate_scales(activations: ChannelStatistics) -> tuple[Tensor, Tensor]:
     """s = a^alpha for each alpha, centred in the log so that max(s) · min(s) = 1, float32 [alphas, in], and the
-    channels' importance, float32 [in].
-
-    Channels that carried only zeros, NaN or infinity get the scale of an average channel and no importance.
-    """
+    channels' importance, float32 [in]. Channels with only zeros, NaN or infinity get an average scale and no
+    importance."""
     magnitude, square = activations.mean_magnitude, activations.mean_square  # [in], [in]
     usable = torch.isfinite(magnitude) & torch.isfinite(square) & (magnitude > 0)  # [in]
     known = magnitude.where(usable, 0)  # [in]

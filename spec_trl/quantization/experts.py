@@ -1,4 +1,4 @@
-"""The module that replaces a mixture's stacked experts in the drafter. The router stays dense."""
+"""Replaces a mixture's stacked experts in the drafter. The router stays dense."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +27,6 @@ def holds_stacked_weights(module: nn.Module) -> bool:
 
 
 def matrix_names(module: nn.Module) -> tuple[str, str]:
-    """The names of the first and the second stacked Parameter."""
     return ("gate_up_proj" if under_adapters(module).has_gate else "up_proj"), "down_proj"
 
 
@@ -74,8 +73,8 @@ def run_experts(
 
 
 class QuantizedExperts(PackedLayer):
-    """Runs the chosen experts with packed weights, `first` of gate_up_proj (or up_proj) and `second` of down_proj;
-    with many rows the replaced module. No gradient passes."""
+    """Runs the chosen experts with packed weights, `first` of gate_up_proj (or up_proj) and `second` of down_proj, and
+    the replaced module for many rows. No gradient passes."""
 
     def __init__(self, dense: nn.Module, first: list[PackedWeight], second: list[PackedWeight]) -> None:
         super().__init__(dense)

@@ -1,4 +1,4 @@
-"""The layer that replaces a projection in the drafter, and its base, which packed experts share."""
+"""Replaces a projection in the drafter; packed experts share its base class."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from .source_weight import is_adapter, read_projection, under_adapters
 class PackedLayer(nn.Module, ABC):
     """Multiplies with packed weights if rows are few, and runs the replaced layer if they are many.
 
-    The replaced layer is outside of the module tree: `.to()`, `.train()` or `.requires_grad_()` on the drafter must
-    not reach the policy's weights through it.
+    The replaced layer is outside of the module tree, to protect the policy's weights from `.to()`, `.train()` and
+    `.requires_grad_()` on the drafter.
 
     Attributes:
-        called: whether the layer ran since the last refresh (a replayed CUDA graph does not count).
-        passes_gradient: whether gradients pass (a drafter that learns): then packed weights serve any number of rows.
+        called: whether the layer ran since the last refresh (replayed CUDA graphs do not count).
+        passes_gradient: whether gradients pass (a learning drafter): packed weights then serve any number of rows.
     """
 
     def __init__(self, dense: nn.Module) -> None:
@@ -43,17 +43,15 @@ class PackedLayer(nn.Module, ABC):
 
     @property
     def weight_count(self) -> int:
-        """Number of packed weights."""
         return sum(packed.layer.in_features * packed.layer.out_features for packed in self.packed_weights)
 
     @property
     def max_rows(self) -> int:
-        """Most rows for which packed weights are used."""
+        """Most rows that use packed weights."""
         return self.packed_weights[0].max_rows
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes that the packed weights occupy, input scales included."""
         return sum(packed.nbytes for packed in self.packed_weights)
 
     @abstractmethod
@@ -67,7 +65,6 @@ class QuantizedLinear(PackedLayer):
     With `passes_gradient` gradients reach x as through the replaced layer: kernels compute none.
 
     Args:
-        dense: the layer to replace.
         packed: an empty packed weight of its shape.
         activation_aware: whether to scale the input channels by `inverse_scales` [in] (AWQ).
     """
@@ -99,7 +96,7 @@ class QuantizedLinear(PackedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The replaced layer's weight: some models read a projection's `weight.dtype`."""
+        """The replaced layer's weight, because some models read a projection's `weight.dtype`."""
         return self.dense.weight
 
     @property
@@ -117,7 +114,7 @@ class QuantizedLinear(PackedLayer):
         self.called = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → y [..., out], in the dtype that the replaced layer would return."""
+        """x [..., in] → y [..., out], in the dtype of the replaced layer's results."""
         y = self._multiply(x)
         if self.passes_gradient and x.requires_grad and torch.is_grad_enabled():
             dense = self.dense(x)  # [..., out]
@@ -147,7 +144,7 @@ class QuantizedLinear(PackedLayer):
 
 
 class JoinedWeight(NamedTuple):
-    """A weight whose slices are the weights of several projections of one input."""
+    """A weight joined from the weights of several projections of one input."""
 
     packed: PackedWeight
     bias: Tensor | None  # [out of all]
@@ -155,8 +152,8 @@ class JoinedWeight(NamedTuple):
 
 
 def project(x: Tensor, *layers: Any) -> list[Tensor]:
-    """Returns the outputs of `layers` for x [..., in]: by one product if they are quantized with joined weights,
-    unwatched and without gradients."""
+    """Returns the outputs of `layers` for x [..., in]: by one product if they have joined quantized weights, no hooks
+    and no gradients."""
     joined = _joined_weight(layers)
     if joined is None or x.numel() > joined.packed.max_rows * x.shape[-1]:
         return [layer(x) for layer in layers]
@@ -172,8 +169,8 @@ def project(x: Tensor, *layers: Any) -> list[Tensor]:
 
 
 def join(*layers: QuantizedLinear) -> None:
-    """Makes the weights of `layers`, which are siblings (`LayerSpec.siblings`), slices of one weight if their kernel
-    can. They must be refreshed afterwards."""
+    """Makes the weights of the siblings `layers` (`LayerSpec.siblings`) slices of one weight if their kernel can. They
+    must be refreshed afterwards."""
     biases = [bias.detach() for layer in layers if (bias := under_adapters(layer.dense).bias) is not None]
     packed = join_rows([layer.packed for layer in layers])
     if packed is None:
@@ -187,7 +184,6 @@ def join(*layers: QuantizedLinear) -> None:
 
 
 def _joined_weight(layers: Sequence[Any]) -> JoinedWeight | None:
-    """The weight that is made of those of `layers`, in this order."""
     for place, layer in enumerate(layers):
         if type(layer) is not QuantizedLinear or layer.joined is not layers[0].joined or layer.place != place:
             return None
@@ -198,12 +194,12 @@ def _joined_weight(layers: Sequence[Any]) -> JoinedWeight | None:
 
 
 def is_unwatched(module: nn.Module) -> bool:
-    """Whether a call of `module` runs the forward of its class alone: no hooks, no other forward."""
+    """Whether a call of `module` runs only its class's forward: no hooks, no other forward."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a dense layer returns for `x`: K/V caches are allocated in it."""
+    """The dtype of a dense layer's result for `x`, also of K/V caches."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype

@@ -21,14 +21,14 @@ from .rtn import GROUP_SIZES, Scheme, find_scheme
 from .source_weight import SourceSpec, inspect_projection, is_projection, is_trained_copy, under_adapters
 
 
-# Routers decide discretely on small weights: a rounded one sends tokens to the wrong experts and saves nothing.
+# Routers decide discretely on small weights: rounding sends tokens to the wrong experts and saves nothing.
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 # They set the rates of a state: tiny weights, whose errors last for the rest of a text. Mamba's `dt_proj` is
 # read and not called.
 DECAY_NAMES = ("in_proj_a", "in_proj_b", "b_proj", "dt_proj")
-# "auto" packs the lm_head from this share of the bytes of a draft step on: below it, the gain is under a quarter.
+# Least share of a draft step's bytes for "auto" to pack the lm_head: below it, the gain is under a quarter.
 LM_HEAD_SHARE = 1 / 3
-# Projections of the same input, in the families that `engine/network/fused_layers.py` knows.
+# Projections of the same input, in the families of `engine/network/fused_layers.py`.
 SIBLINGS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
@@ -36,8 +36,8 @@ SIBLINGS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 class QuantizedNetwork:
     """The packed layers of a drafter, by their names in the shadow, and the projections that no kernel can hold.
 
-    Kernels may stand in for others until the first :meth:`refresh`, which measures: `build(True)` then makes the
-    network again, with measured kernels.
+    Kernels may stand in for others until the first :meth:`refresh` measures them: `build(True)` then makes the network
+    again.
     """
 
     layers: dict[str, PackedLayer]
@@ -46,23 +46,22 @@ class QuantizedNetwork:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes that the packed weights occupy."""
         return sum(layer.packed_bytes for layer in self.layers.values())
 
     @property
     def max_rows(self) -> int:
-        """With more rows every layer runs the policy's dense weight; 0 if nothing is packed."""
+        """Most rows with packed weights; more rows run the policy's dense weights. 0: nothing is packed."""
         return max((layer.max_rows for layer in self.layers.values()), default=0)
 
     @property
     def activation_aware_layers(self) -> list[str]:
-        """Names of layers that use statistics of the policy's projections of the same name."""
+        """Names of layers that use statistics of the policy's projections of the same names."""
         linear = {name: layer for name, layer in self.layers.items() if isinstance(layer, QuantizedLinear)}
         return [name for name, layer in linear.items() if layer.inverse_scales is not None]
 
     def refresh(self, statistics: ActivationStatistics | None = None) -> None:
-        """Quantizes the live weights again, into the same buffers. Adapters are merged layer by layer. The first time
-        kernels are measured where their times are not known, and layers may get others.
+        """Quantizes the live weights again, into the same buffers, and merges adapters layer by layer. The first call
+        times kernels that have no times, and may change the kernels of layers.
 
         Args:
             statistics: of the policy's newest forwards, for activation-aware schemes (AWQ, ER §C.4). Layers without
@@ -88,7 +87,7 @@ class QuantizedNetwork:
 
     @property
     def stand_ins(self) -> list[LayerSpec]:
-        """The weights whose kernels stand in for others."""
+        """The weights with stand-in kernels."""
         weights = [packed for layer in self.layers.values() for packed in layer.packed_weights]
         return [packed.layer for packed in weights if not packed.is_final]
 
@@ -103,11 +102,8 @@ class QuantizedNetwork:
             self.layers, self.dense_layers = measured.layers, measured.dense_layers
 
     def assert_all_called(self, aside: Collection[str] = ()) -> None:
-        """Checks that every packed layer except `aside` ran since the last refresh; captured forwards do not count.
-
-        Raises:
-            RuntimeError: a layer did not run: a drafter that runs the policy's layers is slow.
-        """
+        """Raises RuntimeError if a packed layer outside of `aside` has not run since the last refresh: a drafter that
+        runs the policy's layers is slow. Captured forwards do not count."""
         if idle := [name for name, layer in self.layers.items() if not layer.called and name not in aside]:
             raise RuntimeError(
                 f"{len(idle)} of {len(self.layers)} quantized layers did not run in the draft forward, so the drafter "
@@ -124,8 +120,7 @@ def quantize_projections(
 ) -> QuantizedNetwork:
     """Replaces the attention and FFN projections of `shadow` by quantized ones, in place.
 
-    Embeddings, norms, biases and routers are the policy's. Layers that no kernel can hold stay dense; one warning
-    names them.
+    Embeddings, norms, biases and routers are the policy's. Layers without a kernel stay dense; one warning names them.
 
     Args:
         shadow: a causal LM over the policy's Parameters, with other module objects, in eval mode.
@@ -133,12 +128,12 @@ def quantize_projections(
             or "nf4"; "auto" as :func:`choose_scheme` says. A row that the group does not divide takes the next smaller
             group. "awq" rounds to nearest until the first refresh with statistics.
         kernel: "auto" = the best for each layer; or a kernel's name.
-        lm_head: "dense", "packed", or "auto" = packed if, left dense, it would make up at least a third of the
-            weight bytes that a draft step reads. A head whose forward is patched or hooked stays dense.
-        pack: whether to quantize the present weights, or leave the buffers empty until `refresh()`, which measures.
+        lm_head: "dense", "packed", or "auto" = packed if, left dense, it made up at least a third of the weight bytes
+            of a draft step. A head with hooks or a patched forward stays dense.
+        pack: whether to quantize the present weights, or leave the buffers empty until `refresh()` measures.
 
     Raises:
-        ValueError: a name that is not known; or "nf4", where no layer has a kernel.
+        ValueError: an unknown name; or "nf4" without a kernel for any layer.
     """
     require_choice("kernel", kernel, KERNEL_NAMES)
     require_choice("lm_head", lm_head, ("auto", "dense", "packed"))
@@ -150,7 +145,7 @@ def quantize_projections(
 
 
 def _build(shadow: PreTrainedModel, wanted: Scheme, kernel: str, lm_head: str, measures: bool) -> QuantizedNetwork:
-    """Replaces layers of `shadow`, also those that were replaced before; `measures`: as of `make_packed`."""
+    """Replaces layers of `shadow`, also already replaced ones; `measures`: as of `make_packed`."""
     builder = _Builder(shadow, wanted, kernel, measures)
     with torch.inference_mode(False), torch.no_grad():  # buffers made in inference mode could not be refreshed outside
         builder.replace_projections(shadow.get_decoder())
@@ -175,9 +170,9 @@ def _build(shadow: PreTrainedModel, wanted: Scheme, kernel: str, lm_head: str, m
 
 
 def choose_scheme(name: str, kernel: str, policy: PreTrainedModel) -> Scheme:
-    """The scheme called `name`. "auto" is 8 bits for a float32 policy on a CPU where our C++ multiplies them, else 4
-    bits (ER §3.1): of the packed weights about a quarter of the bytes there and of 16-bit policies, an eighth of other
-    float32 ones. 8 bits keep more drafts."""
+    """The scheme called `name`. "auto" is 8 bits, which keep more drafts, for a float32 policy on a CPU with our C++,
+    else 4 bits (ER §3.1): about a quarter of the packed weights' bytes there and for 16-bit policies, an eighth for
+    other float32 ones."""
     if name != "auto":
         return find_scheme(name)
     is_wide = policy.device.type == "cpu" and policy.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
@@ -187,7 +182,7 @@ def choose_scheme(name: str, kernel: str, policy: PreTrainedModel) -> Scheme:
 
 @dataclass
 class _Builder:
-    """Walks the shadow, replaces projections, and records which stay dense."""
+    """Walks the shadow, replaces projections, and records the dense ones."""
 
     shadow: PreTrainedModel
     scheme: Scheme
@@ -203,7 +198,7 @@ class _Builder:
         self.names: dict[nn.Module, str] = {module: name for name, module in self.shadow.named_modules()}
 
     def replace_projections(self, parent: nn.Module) -> None:
-        """Replaces the projections below `parent`, except in vision towers, which do not run while drafting."""
+        """Replaces the projections below `parent`, except in vision towers, unused in drafting."""
         layers = layer_specs(parent, self.scheme)
         for child_name, child in list(parent.named_children()):
             is_tower = isinstance(child, PreTrainedModel) and "text" not in child.input_modalities
@@ -243,7 +238,6 @@ class _Builder:
         self._replace(self.shadow.get_submodule(parent_name), child_name, replacement)
 
     def join_siblings(self) -> None:
-        """Joins the weights of projections of the same input."""
         for parent in self.shadow.modules():
             for names in SIBLINGS:
                 layers = [parent._modules.get(name) for name in names]
@@ -251,7 +245,6 @@ class _Builder:
                     join(*layers)
 
     def _replace(self, parent: nn.Module, child_name: str, replacement: PackedLayer | str) -> None:
-        """Replaces a child by `replacement`, or records the reason why there is none."""
         name = self.names[parent.get_submodule(child_name)]
         if isinstance(replacement, str):
             self.left_dense[replacement].append(name)
@@ -305,5 +298,4 @@ def layer_spec(source: SourceSpec | str, scheme: Scheme) -> LayerSpec | str:
 
 
 def _shorten(names: list[str]) -> str:
-    """The first few of a list of layer names."""
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

@@ -1,9 +1,8 @@
-"""Quantization schemes by name, and rounding to nearest (ER §3.1, §C.4): the policy's weight in, a packed weight out,
-some rows at a time.
+"""Defines quantization schemes, and rounds weights to nearest (ER §3.1, §C.4).
 
-4 bits are asymmetric by group, with integer zero points, or NF4; 8 bits are symmetric by row. The range always
-contains 0, so a zero weight stays exactly zero. The scale is rounded to the kernel's activation dtype before the codes
-are computed with it, so every kernel multiplies with the same numbers.
+4 bits are asymmetric by group, with integer zero points, or NF4; 8 bits are symmetric by row. The range contains 0, so
+zero weights stay exactly zero. The scale is rounded to the kernel's activation dtype before the codes are computed
+with it: every kernel multiplies with the same numbers.
 """
 
 from dataclasses import dataclass
@@ -17,18 +16,17 @@ from .kernels.base import normal_floats
 
 
 GROUP_SIZES = (128, 64, 32)  # every 4-bit kernel takes these three
-MIN_SCALE = 1e-5  # an all-zero group must not divide by zero
-# Weights per step. On a CPU the scratch of a step should stay near the cache and yet hold some blocks of rows for the
-# threads to share; on a GPU a step must outlast its launches.
+MIN_SCALE = 1e-5  # avoids a division by zero in an all-zero group
+# Weights per step. A CPU's scratch should stay near the cache and hold some blocks of rows for the threads to share; a
+# step on a GPU must outlast its launches.
 CPU_CHUNK, GPU_CHUNK = 1 << 20, 1 << 24
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A scheme.
+    """A quantization scheme, by the name that users write.
 
     Attributes:
-        name: as users write it.
         bits: bits per weight, 4 or 8.
         group: the largest number of weights of a row that may share a scale; None = the whole row.
         activation_aware: scale the input channels by the size of the activations (AWQ, ER §C.4).
@@ -57,7 +55,7 @@ SCHEMES = (
 
 
 def find_scheme(name: str) -> Scheme:
-    """Returns the scheme called `name`; raises ValueError if there is none."""
+    """Returns the scheme called `name`; raises ValueError for an unknown name."""
     schemes = {scheme.name: scheme for scheme in SCHEMES}
     require_choice("scheme", name, list(schemes))
     return schemes[name]
@@ -70,8 +68,8 @@ class RoundToNearest:
         self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def quantize_(self, weight: Tensor, packed: PackedWeight, scales: Tensor | None = None) -> None:
-        """Writes `weight` [out, in], of any floating dtype and strides, into `packed`, its input channels multiplied
-        with `scales` [in] first."""
+        """Writes `weight` [out, in], of any floating dtype and strides, times `scales` [in] if given, into
+        `packed`."""
         out, columns = weight.shape
         chunk = CPU_CHUNK if weight.device.type == "cpu" else GPU_CHUNK
         step = max(1, chunk // (columns * packed.row_block)) * packed.row_block  # rows
@@ -79,7 +77,7 @@ class RoundToNearest:
             packed.pack_(first, self._round(weight[first : first + step], packed, scales))
 
     def _round(self, source: Tensor, packed: PackedWeight, scales: Tensor | None) -> QuantizedRows:
-        """`source` [rows, in] times `scales` [in], rounded; the codes lie in scratch memory."""
+        """`source` [rows, in] times `scales` [in], rounded; the codes are in scratch memory."""
         values = self._borrow(computing_dtype(source.dtype), source).copy_(source)  # [rows, in]
         if scales is not None:
             values.mul_(scales)  # [rows, in]
@@ -89,7 +87,7 @@ class RoundToNearest:
         return round_rows(values, codes, packed.layer.group, packed.activation_dtype)
 
     def _borrow(self, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """Scratch memory of `like`'s shape; the next call with the same dtype returns the same memory."""
+        """Scratch memory of `like`'s shape, until the next call with the same dtype."""
         key = (like.device, dtype)
         if key not in self._scratch or self._scratch[key].numel() < like.numel():
             self._scratch[key] = torch.empty(like.numel(), dtype=dtype, device=like.device)
@@ -97,7 +95,7 @@ class RoundToNearest:
 
 
 def computing_dtype(weight_dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which weights of this dtype are quantized."""
+    """Dtype of the quantizer's arithmetic for weights of this dtype."""
     return torch.float64 if weight_dtype == torch.float64 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""Reads the weight that a projection multiplies with now, for any kind of layer, and does not change the layer.
+"""Reads the weight that a projection multiplies with now, without changing the layer.
 
 Known kinds: `nn.Linear`, transformers' `Conv1D`, bitsandbytes' `Linear4bit` and `Linear8bitLt`, each also under peft
 adapters, and the stacked experts of transformers (`gate_up_proj`, `down_proj` as [experts, ...] parameters).

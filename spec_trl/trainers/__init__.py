@@ -1,1 +1,1 @@
-"""TRL's trainers with speculative rollouts, and `speculate` for any other loop."""
+"""Gives TRL's trainers speculative rollouts, and any other loop `speculate`."""

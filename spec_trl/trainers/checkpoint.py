@@ -1,4 +1,5 @@
-"""State of the rollouts in a checkpoint. A file is written whole or not at all, even if the run dies."""
+"""Writes and reads the state of the rollouts in a checkpoint. A file is written whole or not at all, even if the run
+dies."""
 
 import json
 import warnings
@@ -25,8 +26,8 @@ _MEMORY_FILE = "rollout_{}_{}.pt"  # of a drafter by its strategy
 
 
 def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | bool | None:
-    """Returns `resume_from_checkpoint` for transformers. For True transformers takes the newest folder, even if it is
-    incomplete; then this returns the newest complete one and warns.
+    """Returns `resume_from_checkpoint` for transformers. True names the newest complete folder, with a warning about
+    incomplete ones; transformers would take the newest one.
 
     Raises:
         ValueError: `wanted` names an incomplete checkpoint, or no checkpoint is complete.
@@ -59,7 +60,7 @@ def _is_whole(folder: Path) -> bool:
 
 @contextmanager
 def only_for_speed(path: Path) -> Iterator[None]:
-    """Turns any error while `path` is read into a warning: the file only makes rollouts faster."""
+    """Turns any error while `path` is read into a warning, because the file only makes rollouts faster."""
     try:
         yield
     except Exception as error:
@@ -97,7 +98,7 @@ class RolloutState:
 
     @classmethod
     def load(cls, folder: str | Path) -> "RolloutState | None":
-        """Reads `folder`; None, with a warning, if another trainer saved it or the file is lost.
+        """Reads `folder`; None, with a warning, if another trainer saved the checkpoint or the file is lost.
 
         Raises:
             ValueError: the file is damaged.
@@ -118,7 +119,7 @@ class RankState:
     """State of one rank.
 
     Args:
-        memories: by strategy: texts of the history drafter, weights that a `"tts"` drafter has learned.
+        memories: by strategy: texts of the history drafter, learned weights of a `"tts"` drafter.
         ledger: the planner's measurements of rounds and drafts; None: another control decides. Older checkpoints hold
             only acceptance.
     """
@@ -135,7 +136,7 @@ class RankState:
 
     @classmethod
     def load(cls, folder: str | Path, rank: int) -> "RankState":
-        """Reads this rank's files in `folder`, which may be missing; warns once per damaged file."""
+        """Reads this rank's files in `folder`, if any; warns once per damaged file."""
         memories: dict[str, dict[str, Any]] = {}
         for strategy in drafter_names():
             path = Path(folder) / _MEMORY_FILE.format(strategy, rank)

@@ -1,9 +1,9 @@
-"""Log-probabilities of training forwards that equal the sampler's, bit for bit, on a CPU.
+"""Computes training log-probabilities that equal the sampler's bit for bit, on a CPU.
 
-The sampler's engine reads a micro-batch as it was generated, without gradient, and stores the input of every decoder
-layer. In the policy's forward all layers but the last compute nothing and return the stored input of the next layer,
-and the engine's log-probabilities replace those of the head. In the backward pass a layer runs as usual on its stored
-input, as under gradient checkpointing, with its ordinary gradient.
+The sampler's engine reads a micro-batch as generated, without gradient, and stores the input of every decoder layer.
+In the policy's forward all layers but the last compute nothing and return the stored input of the next layer, and the
+engine's log-probabilities replace those of the head. In the backward pass a layer runs as usual on its stored input,
+as under gradient checkpointing, with its ordinary gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ class ExactLogprobs:
         processors: of rollouts; each acts on one position at a time.
 
     Raises:
-        ValueError: the two could differ.
+        ValueError: sampler and training could differ.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ExactLogprobs:
         self._rehearse(model)
 
     def _rehearse(self, model: nn.Module) -> None:
-        """Scores four tokens, with a gradient, by layers that return what was stored."""
+        """Scores four tokens, with a gradient, by layers that return stored states."""
         ids = torch.arange(4, device=self._accelerator.device)[None]
         learned = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         try:
@@ -138,7 +138,7 @@ def _positions(mask: Tensor) -> Tensor:
 
 @contextmanager
 def _before_completions(policy: PreTrainedModel, width: int) -> Iterator[None]:
-    """Inside, the decoder passes to the head only the states that predict the `width` tokens of completions."""
+    """Passes to the head, within the block, only the states that predict the `width` tokens of completions."""
 
     def cut(_: nn.Module, __: Any, output: Any) -> None:
         output.last_hidden_state = output.last_hidden_state[:, -width - 1 : -1]  # [B, width, hidden]
@@ -151,8 +151,8 @@ def _before_completions(policy: PreTrainedModel, width: int) -> Iterator[None]:
 
 
 def _returned_beside(policy: PreTrainedModel) -> list[tuple[None, ...] | None]:
-    """What each decoder layer returns after its hidden states; None: it returns a tensor alone. Raises ValueError
-    where that is more than None."""
+    """The results of each decoder layer after its hidden states; None: it returns a tensor alone. Raises ValueError
+    for results other than None."""
     seen: list[Any] = []
     layers = decoder_layers(policy)
     hooks = [layer.register_forward_hook(lambda _, __, output: seen.append(output)) for layer in layers]
@@ -172,8 +172,8 @@ def _returned_beside(policy: PreTrainedModel) -> list[tuple[None, ...] | None]:
 def _returning(
     layers: nn.ModuleList, states: Sequence[Tensor], beside: Sequence[tuple[None, ...] | None]
 ) -> Iterator[None]:
-    """Inside, all decoder `layers` but the last return `states`, and the last returns what it would; `beside`: see
-    :func:`_returned_beside`."""
+    """Makes all decoder `layers` but the last return `states` within the block, and the last one its usual result;
+    `beside`: see :func:`_returned_beside`."""
     forwards = [vars(layer).get("forward") for layer in layers]
     returned: list[Tensor] = []
     for layer, output, others in zip(layers, [*states, None], beside, strict=True):
@@ -195,9 +195,9 @@ def _replacement(
     beside: tuple[None, ...] | None,
     returned: list[Tensor],
 ) -> Callable[..., Any]:
-    """Makes a forward that returns `output`, and what a layer returns `beside` it, with the gradient of the `usual`
-    forward, and stores `output` in `returned`; None: the usual forward. It checks that its input is what the layer
-    before stored there."""
+    """Makes a forward that returns `output`, and a layer's results `beside` it, with the gradient of the `usual`
+    forward, and stores `output` in `returned`; None: the usual forward. It checks that its input is the output stored
+    by the layer before."""
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
@@ -224,15 +224,13 @@ def _replacement(
 
 
 class _OtherInput(RuntimeError):
-    """Of a layer with other inputs than the one that is stored."""
-
     def __init__(self, layer: nn.Module) -> None:
         self.reason = f"a {type(layer).__name__} is fed more than what the layer before returns"
         super().__init__(f"exact_logprobs=True: {self.reason}. Set exact_logprobs=False.")
 
 
 class _Layer(torch.autograd.Function):
-    """Returns `output` `[B, T, hidden]` with the gradient of `compute(hidden)`, which runs in the backward pass."""
+    """Returns `output` `[B, T, hidden]` with the gradient of `compute(hidden)`, run in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Tensor], output: Tensor, hidden: Tensor, *learned: Tensor) -> Any:
@@ -289,7 +287,7 @@ def read_completions(
     rows, columns = Rows(runner.cache.rows, runner.cache.columns, completions.device), runner.cache.columns
     length, states = completions.shape[1], list[Tensor]()
 
-    def hear(features: Tensor, positions: Tensor, first: int) -> None:
+    def store(features: Tensor, positions: Tensor, first: int) -> None:
         if not states:
             states.extend(features.new_zeros(len(prompts), columns, part.shape[2]) for part in split(features))
         to = torch.tensor(rows.indices[first : first + len(positions)])[:, None]  # [b, 1]
@@ -303,7 +301,7 @@ def read_completions(
         return token_logprobs(process(widen(logits).flatten(0, 1)).view(logits.shape), tokens).float()  # [b, q]
 
     if layers:
-        runner.listen(layers, hear)
+        runner.listen(layers, store)
     where = completions.device
     admission = rows.admit(
         [Request(at, prompt, len(prompt) + length, 0, device=where) for at, prompt in enumerate(prompts)]

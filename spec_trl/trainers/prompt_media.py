@@ -1,4 +1,4 @@
-"""Images of a rollout's prompts, as the processors of TRL's trainers return them."""
+"""Reads the images of a rollout's prompts from the outputs of TRL's processors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +14,8 @@ from .rollout_options import RolloutOptions
 
 
 _COLUMNS = "images", "image"
-"""Columns in which TRL looks for images."""
-_LOOKED_AT = 64  # rows, spread over a dataset, that are looked at for images
+"""Columns that TRL searches for images."""
+_LOOKED_AT = 64  # rows of a dataset, evenly spread, searched for images
 
 
 def _have_images(dataset: object) -> bool:
@@ -48,11 +48,11 @@ def check_media(policy: PreTrainedModel, options: RolloutOptions, has_tools: boo
 def media_inputs(
     images: Any, fields: Mapping[str, Any], policy: PreTrainedModel, options: RolloutOptions, has_tools: bool
 ) -> dict[str, Any]:
-    """Returns what `generate` takes for the `images` of a rollout's prompts, out of `fields`, a processor's outputs
+    """Returns the inputs of `generate` for the `images` of a rollout's prompts, from `fields`, a processor's outputs
     besides token ids: tensors, and rows of token types without padding. Empty: prompts are text.
 
     Raises:
-        ValueError: the images are not in `fields`, or the run does not go with images.
+        ValueError: the images are not in `fields`, or the run cannot serve images.
     """
     carried = [
         name for name, rows in fields.items()

@@ -1,5 +1,4 @@
-"""Memory of a rollout: whole weights of a sharded policy on every rank, for the rollout's length, and captured
-forwards, which stay between rollouts if training steps leave their memory free.
+"""Gathers a sharded policy's weights for a rollout, and frees captured forwards that do not fit.
 
 Ranks run different numbers of forwards in a rollout, so no forward may wait for another rank. TRL gathers the shards
 of DeepSpeed ZeRO-3. Under FSDP2 it leaves gathering to the hooks of every forward, so this module gathers.
@@ -46,16 +45,14 @@ def whole_weights(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 class KeptGraphs:
-    """Keeps or frees a rank's captured forwards and K/V cache after every rollout. It decides by the peak of memory in
-    the training so far, from the first optimizer step on, when the optimizer allocates. Ranks may decide differently:
-    no token depends on it.
+    """Keeps or frees a rank's captured forwards and K/V cache after every rollout, by the peak of memory in the
+    training so far, from the first optimizer step on, when the optimizer allocates. Ranks may decide differently: no
+    token depends on it.
 
     Args:
-        setting: `keep_graphs`; with True and False :func:`~.speculative_decoding` keeps or
-            frees it.
-        device: of the training.
-        in_place: whether weights have the same addresses in every rollout; else "auto" keeps nothing, since everything
-            would be captured again.
+        setting: `keep_graphs`; :func:`~.speculative_decoding` obeys True and False.
+        in_place: whether weights have the same addresses in every rollout; else "auto" keeps nothing, since all would
+            be captured again.
     """
 
     def __init__(self, setting: bool | Literal["auto"], device: torch.device, in_place: bool) -> None:
@@ -66,7 +63,7 @@ class KeptGraphs:
 
     @contextmanager
     def rollout(self, policy: nn.Module, steps: int) -> Iterator[None]:
-        """Surrounds a rollout of `policy`, which may be wrapped, after so many optimizer steps."""
+        """Surrounds a rollout of `policy` (perhaps wrapped) after so many optimizer `steps`."""
         usage = None if self._first_step is None else peak_memory(self._device)  # peak and total, bytes
         if usage is not None:
             self._peak = max(self._peak, usage[0] - self._held)
@@ -88,7 +85,7 @@ class KeptGraphs:
 
     @contextmanager
     def give_way(self, policy: nn.Module) -> Iterator[None]:
-        """Surrounds the training of `policy`: if memory ends, frees captured forwards and cache, for good."""
+        """Surrounds the training of `policy`; frees captured forwards and cache for good if memory runs out."""
         try:
             yield
         except torch.OutOfMemoryError as error:

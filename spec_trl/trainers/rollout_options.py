@@ -1,4 +1,4 @@
-"""The options that say how rollouts are drafted and verified: a part of the config of each of our trainers."""
+"""Declares the options of rollouts in the configs of our trainers."""
 
 import sys
 import warnings
@@ -36,12 +36,12 @@ _INSTEAD = {
 }
 """Replacements for names of `generate` and of other releases of TRL or of this package."""
 _BOOLS = {"true": True, "false": False}
-"""A command line gives texts."""
+"""Bools as a command line writes them."""
 
 
 @dataclass
 class RolloutOptions(TrainerConfig):
-    """Options of speculative rollouts, which stand before a config of TRL among the base classes of a config.
+    """Options of speculative rollouts; precede a config of TRL among the base classes of a config.
 
     Attributes:
         base_trainer: name of TRL's trainer of this config.
@@ -92,7 +92,7 @@ class RolloutOptions(TrainerConfig):
 
     @classmethod
     def remedy(cls, name: str, known: Iterable[str]) -> str:
-        """What to do about the option `name`, which is none of those `known`."""
+        """The remedy for the option `name`, absent from `known`."""
         place = place_of(name)
         near = f"Give {place}." if place else did_you_mean(name, known).strip()
         return _INSTEAD.get(name) or near or "The installed TRL has none."
@@ -130,7 +130,7 @@ class RolloutOptions(TrainerConfig):
                 raise ValueError(f"generation_kwargs has {setting!r}, which generate does not know; drop it.{hint}")
 
     def asked(self, config: SpeculativeConfig) -> dict[str, Asked]:
-        """The features that these options, and `config` of them, ask for, for :func:`~.refusals.check`."""
+        """The features that these options, and `config`, ask for, for :func:`~.refusals.check`."""
         strategy, words = self.assistant_strategy, f"assistant_strategy={self.assistant_strategy!r}"
         drafter = config.tts.drafter if strategy == "tts" else strategy
         words += f", tts.drafter={drafter!r}" if strategy == "tts" else ""
@@ -159,7 +159,7 @@ class RolloutOptions(TrainerConfig):
 
     @property
     def adaptation(self) -> AdaptationOptions | None:
-        """How a learned drafter is trained along; None: it is not."""
+        """Options of training a learned drafter along; None: it is not trained."""
         given: Any = self.drafter_adaptation
         given = _BOOLS.get(str(given).lower(), given)
         if not isinstance(given, Mapping | AdaptationOptions):
@@ -174,7 +174,7 @@ class RolloutOptions(TrainerConfig):
         return [name for name in members if name in ADAPTABLE]
 
     def rollout_config(self) -> SpeculativeConfig:
-        """The options of rollouts' `generate`: those that were given, with a trainer's own defaults."""
+        """The options of rollouts' `generate`: the given ones, with a trainer's own defaults."""
         given = SpeculativeConfig.coerce(self.speculative_config)
         return replace(
             given,
@@ -184,7 +184,7 @@ class RolloutOptions(TrainerConfig):
         )
 
     def get_process_log_level(self) -> int:
-        """As in transformers. A trainer asks when it is made: one that does not read these options warns, once."""
+        """As in transformers. A trainer calls it when made: a trainer that ignores these options warns here, once."""
         asking = sys._getframe(1).f_locals.get("self")
         if isinstance(asking, Trainer) and not isinstance(self, getattr(asking, "config_class", ())):
             ours, theirs = type(self).__name__, type(asking).__name__
@@ -212,5 +212,4 @@ class RolloutOptions(TrainerConfig):
 
     @property
     def trainer(self) -> str:
-        """Name of our trainer of this config."""
         return f"Spec{self.base_trainer.rpartition('.')[2]}"

@@ -1,7 +1,7 @@
-"""The log of a training run: a JSON object per rollout and step.
+"""Writes and reads the log of a training run: a JSON object per rollout and step.
 
-A resumed run appends a second header to the same file. Its records replace those that the first attempt wrote after
-the checkpoint. Reading a log needs neither torch nor transformers.
+A resumed run appends a second header to the same file. Its records replace those of the first attempt after the
+checkpoint. Reading a log needs neither torch nor transformers.
 """
 
 import json
@@ -36,7 +36,6 @@ class RunHeader:
             its rounds; they are read as their sum.
         started: ISO date and time.
         model: name or path of the policy.
-        strategy: `assistant_strategy`.
         settings: options of the trainer's config that TRL's config lacks.
         profile: path of the roofline profile, if there is one.
         calibration_seconds: spent before the first rollout on a profile and a draft ladder, or else on a probe of the
@@ -67,7 +66,6 @@ class RolloutRecord:
     Args:
         rollout: number of rollouts of its mode before it.
         step: number of optimizer steps before it.
-        strategy: `assistant_strategy`.
         drafter: the strategy that drafted in most rounds; None: none drafted.
         seconds: of the whole rollout, `refresh_seconds` (requantizing the drafter) and `setup_seconds` included.
         setup_seconds: of making drafters and of the calls' setup; most of it comes once.
@@ -83,7 +81,7 @@ class RolloutRecord:
         rank_seconds: seconds of decoding by rank; in a pool, waiting for other ranks is left out.
         moved_rows: number of rows that moved from rank to rank.
         drafter_updates: of a drafter that learns while it drafts; None: none learns.
-        drafter_update_seconds: time in which decoding waited for these updates.
+        drafter_update_seconds: time that decoding waited for these updates.
     """
 
     kind: Literal["rollout"] = "rollout"
@@ -126,7 +124,7 @@ class RolloutRecord:
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding, refresh included and setup left out; NaN: unknown."""
+        """Over plain decoding, refresh included, without setup; NaN: unknown."""
         seconds = self.seconds - self.setup_seconds
         return self.plain_seconds / seconds if self.plain_seconds and seconds else math.nan
 
@@ -155,7 +153,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class PlainCall:
-    """A call of `generate` that speculation does not serve, and so was plain, for a `reason`."""
+    """A call of `generate` that ran plain, with the `reason`."""
 
     kind: Literal["plain_call"] = field(default="plain_call", kw_only=True)
     reason: str
@@ -178,7 +176,6 @@ class Run:
 
     @property
     def header(self) -> RunHeader:
-        """The newest header."""
         return self.headers[-1]
 
     def of(self, mode: str) -> list[RolloutRecord]:
@@ -216,7 +213,7 @@ class RunLog:
 
 
 def read_run(path: Path | str) -> Run:
-    """Reads the log of a run. An unfinished last line is left out with a warning.
+    """Reads the log of a run. An unfinished last line is left out, with a warning.
 
     Args:
         path: the log file, or the output folder that holds it as `rollout_log.jsonl`.

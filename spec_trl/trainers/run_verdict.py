@@ -1,4 +1,4 @@
-"""What a run's log says: the verdict, whether speculation helped, and the alarm at a drafter that got stale."""
+"""Judges from a run's log whether speculation helped, and warns of a stale drafter."""
 
 import math
 import warnings
@@ -14,19 +14,18 @@ MORE = "Drafts pay with larger weights, fewer rows at a time, or texts that repe
 COLLAPSE, COLLAPSE_FROM = 0.5, 0.3
 """Acceptance collapses when it falls below the share COLLAPSE of a rate of COLLAPSE_FROM or more."""
 COLLAPSE_ERRORS = 4.0
-"""Standard errors of the difference, beyond which a fall is no noise: one in 30,000 by chance, and runs have thousands
-of rollouts."""
+"""Standard errors of the difference that noise does not reach: one in 30,000 by chance, and runs have thousands of
+rollouts."""
 LOOKUPS = ("history", "ngram")
-"""Drafters that are not compared: their acceptance depends on the texts, and no weights could go stale."""
+"""Drafters without comparison: their acceptance depends on the texts, and no weights could go stale."""
 
 
 @dataclass
 class Verdict:
     """Sums over a run so far. Its text says in one sentence whether speculation helped the training rollouts.
-    Refreshing and training the drafter are subtracted from the gain; what comes once stands beside it.
+    Refreshing and training the drafter are subtracted from the gain; one-time costs are named beside it.
 
     Args:
-        rollouts: number of training rollouts.
         compared: number of rollouts with known `plain_seconds`.
         seconds: of the compared rollouts, refreshing the drafter included, without setup.
         plain_seconds: predicted seconds of plain decoding for the compared rollouts.
@@ -35,7 +34,7 @@ class Verdict:
         setup_seconds: of training rollouts.
         adaptation_seconds: spent outside of rollouts.
         rounds, drafted_rounds: of all training rollouts.
-        rounds_of: rounds in which a strategy drafted, alone or with another.
+        rounds_of: by strategy: rounds with its drafts.
         plain_rounds: timed rounds without drafts.
         reason: of the newest rollout; None: the log is older than this field.
         refused: number of calls that were plain, by reason.
@@ -57,7 +56,6 @@ class Verdict:
     refused: dict[str, int] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
-        """Counts one more record of the run."""
         if isinstance(record, RunHeader):
             self.calibration_seconds += record.calibration_seconds
             self.is_calibrated |= record.profile is not None
@@ -81,17 +79,16 @@ class Verdict:
 
     @property
     def spent(self) -> float:
-        """Seconds of the compared rollouts and of training the drafter, without what comes once."""
+        """Seconds of the compared rollouts and of training the drafter, without one-time costs."""
         return self.seconds + self.adaptation_seconds
 
     @property
     def saved(self) -> float:
-        """Seconds, without what comes once; less than 0: lost."""
+        """Seconds, without one-time costs; less than 0: lost."""
         return self.plain_seconds - self.spent
 
     @property
     def once(self) -> float:
-        """Seconds that come once in a run."""
         return self.calibration_seconds + self.setup_seconds
 
     def __str__(self) -> str:
@@ -128,15 +125,15 @@ class Verdict:
 
 
 def verdict_of(run: Run) -> tuple[Verdict, list[float]]:
-    """The verdict on a run, and the seconds saved up to each training rollout and the steps that follow it, what comes
-    once subtracted."""
+    """The verdict on a run, and the seconds saved up to each training rollout and the steps after it, less one-time
+    costs."""
     verdict, saved = Verdict(), list[float]()
     others: list[RunHeader | PlainCall] = [*run.headers, *run.plain_calls]
     for other in others:
         verdict.add(other)
     # A rollout's `step` counts the steps before it.
     records: list[RolloutRecord | StepRecord] = [*run.steps, *run.of("train")]
-    for record in sorted(records, key=lambda record: record.step):  # which leaves steps before rollouts
+    for record in sorted(records, key=lambda record: record.step):  # steps stay before rollouts
         verdict.add(record)
         if isinstance(record, RolloutRecord):
             saved.append(verdict.saved - verdict.once)
@@ -152,13 +149,13 @@ def _seconds(seconds: float) -> str:
 class CollapseAlarm:
     """Warns once when a drafter's acceptance collapses between two rollouts: it no longer predicts its policy.
 
-    The difference of the two rates is tested against its own standard error, sqrt(r (1 - r) (1 / n + 1 / m)), with r
-    the rate of both together and n and m their numbers of verified blocks. Blocks are the units, since one wrong token
-    ends a draft: for a share of γ tokens the error is at most this, for first tokens exactly this. Where a fall by
-    half would not show, the rollout with more blocks stays the one to compare with.
+    The difference of the two rates is tested against its standard error, sqrt(r (1 - r) (1 / n + 1 / m)), with r the
+    rate of both together and n and m their numbers of verified blocks. Blocks are the units, since one wrong token
+    ends a draft: for a share of γ tokens the error is at most this, for first tokens exactly this. If a fall by half
+    could not show, the rollout with more blocks remains the reference.
 
     Args:
-        by_first_token: compare the acceptance of first draft tokens alone, which does not depend on γ.
+        by_first_token: compare the acceptance of first draft tokens alone, independent of γ.
     """
 
     def __init__(self, by_first_token: bool) -> None:
@@ -166,7 +163,7 @@ class CollapseAlarm:
         self._previous: RolloutRecord | None = None
 
     def add(self, record: RolloutRecord) -> None:
-        """Compares a training rollout with the one before, and warns if acceptance collapsed."""
+        """Compares a training rollout with the reference, and warns if acceptance collapsed."""
         if not record.per_depth or record.drafter in LOOKUPS:
             return
         previous = self._previous

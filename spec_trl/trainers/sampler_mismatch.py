@@ -1,4 +1,4 @@
-"""Distances between the sampler's log-probabilities and those of the training forward, under TRL's names for vLLM."""
+"""Measures distances between log-probabilities of sampler and training, under TRL's names for vLLM."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,10 +15,9 @@ SAMPLED = "sampling_per_token_logps"
 
 
 class SamplerMismatch:
-    """Compares both in a micro-batch, and removes the sampler's from the inputs of TRL's loss.
+    """Compares log-probabilities of sampler and training in a micro-batch, and hides the sampler's from TRL's loss.
 
     Args:
-        accelerator, args: of the training.
         processors: of rollouts; None: a `rollout_func` generates.
 
     Attributes:
@@ -39,15 +38,15 @@ class SamplerMismatch:
         self.forward: Tensor | None = None
 
     def for_the_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Inputs of the next loss without the sampler's log-probabilities: under `off_policy_mask_threshold` TRL would
-        mask by them, so that the log would change the loss."""
+        """Inputs of the next loss without the sampler's log-probabilities: TRL would mask by them under
+        `off_policy_mask_threshold`, and the log would change the loss."""
         self.forward = None
         return {name: value for name, value in inputs.items() if name != SAMPLED} if self.is_logged else inputs
 
     def metrics(self, inputs: dict[str, Any]) -> dict[str, float]:
-        """Metrics of a micro-batch over all ranks, after its loss; empty where no token counts. All ranks call it.
-        Where `inputs` have `old_per_token_logps` `[B, n]`, since the policy may have changed after it sampled, these
-        are compared instead of the newest forward."""
+        """Metrics of a micro-batch over all ranks, after its loss; empty without counted tokens. All ranks call it.
+        `old_per_token_logps` `[B, n]` in `inputs` replace the newest forward: the policy may have changed since it
+        sampled."""
         policy, sampled = inputs.get("old_per_token_logps", self.forward), inputs.get(SAMPLED)
         if not self.is_logged or policy is None or sampled is None:
             return {}

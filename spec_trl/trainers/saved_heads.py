@@ -1,5 +1,5 @@
-"""MTP heads in saved policies. transformers leaves them out when it loads a model, and so when it saves it; engines
-that read in config.json that there are some then fail, or draft with random weights."""
+"""Saves policies with their MTP heads. transformers leaves them out when it loads a model, and so when it saves it;
+engines that read in config.json that there are some then fail, or draft with random weights."""
 
 import functools
 import json
@@ -31,17 +31,17 @@ _OF_PUSHES = {"commit_message", "create_pr", "max_shard_size", "private", "token
 
 
 def head_of(drafters: Iterable[Drafter]) -> Mapping[str, Tensor]:
-    """Tensors of the head that drafts, with what it has learned; empty: none of `drafters` is one."""
+    """Tensors of the drafting head, with its learning; empty: none of `drafters` has one."""
     return next((drafter.tensors() for drafter in drafters if isinstance(drafter, MtpDrafter)), {})
 
 
 def keep_heads(policy: PreTrainedModel, drafting: Callable[[], Mapping[str, Tensor]]) -> None:
-    """From now on `policy` is saved with its heads, whoever saves it: trainers, loops, merges and pushes all call
-    `save_pretrained`, which therefore is replaced for all models, and as it was for all but such policies.
+    """Saves `policy` with its heads from now on, whoever saves it: trainers, loops, merges and pushes all call
+    `save_pretrained`, replaced for all models, and unchanged for all but such policies.
 
     Args:
-        policy: nothing happens where its config promises no heads.
-        drafting: returns `learned` of :func:`adding_heads`. It must not keep the policy alive.
+        policy: ignored if its config promises no heads.
+        drafting: returns `learned` of :func:`adding_heads`; must not keep the policy alive.
     """
     global _save_pretrained
     if not promises_heads(policy.config):
@@ -75,13 +75,13 @@ def _restore() -> None:
 
 @contextmanager
 def adding_heads(policy: PreTrainedModel, folder: str | Path, learned: Mapping[str, Tensor]) -> Iterator[None]:
-    """Adds all heads of the checkpoint that `policy` was loaded from to `folder`, where the block saves the policy, be
-    it over that very checkpoint. They keep the names and the dtypes that they came with.
+    """Adds all heads of the checkpoint that `policy` was loaded from to `folder`, where the block saves the policy,
+    even over that very checkpoint. Names and dtypes stay.
 
     Args:
-        policy: whose config names the checkpoint.
-        folder: where safetensors of the policy are then; without them nothing is added.
-        learned: tensors that take the place of those of the checkpoint, and stand alone where these are missing.
+        policy: its config names the checkpoint.
+        folder: of the policy's safetensors at the end of the block; without them nothing is added.
+        learned: tensors in place of those of the checkpoint, and alone where these are missing.
     """
     folder, tensors = Path(folder), dict[str, Tensor]()
     if promises_heads(policy.config):
@@ -106,12 +106,12 @@ def adding_heads(policy: PreTrainedModel, folder: str | Path, learned: Mapping[s
 
 
 def heads_of(policy: PreTrainedModel) -> Mapping[str, Tensor]:
-    """All heads of the checkpoint that `policy` was loaded from, on the CPU. They are read once: the checkpoint may be
-    deleted while the policy is trained, as `save_total_limit` does.
+    """All heads of the checkpoint that `policy` was loaded from, on the CPU, read once: the checkpoint may be deleted
+    during training, as by `save_total_limit`.
 
     Raises:
-        ValueError: they cannot be read, or are those of a model of another size. In the second case later
-            calls return none.
+        ValueError: they cannot be read, or are those of a model of another size; in the second case later calls return
+            none.
     """
     name, revision = policy.config.name_or_path, getattr(policy.config, "_commit_hash", None)
     if not name:
@@ -135,7 +135,7 @@ def heads_of(policy: PreTrainedModel) -> Mapping[str, Tensor]:
 
 
 def add_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Adds `tensors` to the safetensors in `folder`, in a shard that the index names. One file becomes a shard too."""
+    """Adds `tensors` to the safetensors in `folder`, in a shard named by the index. A single file becomes a shard."""
     with replacing(folder / _HEADS) as file:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
     if is_whole := (folder / WHOLE).is_file():

@@ -1,5 +1,4 @@
-"""Speculative rollouts for any on-policy trainer, and for a loop of one's own: what `generate` of one model does by
-default from then on."""
+"""Makes `generate` of one model speculate by default: `speculate`, for any trainer or loop."""
 
 import copy
 import inspect
@@ -43,7 +42,7 @@ from .trainer_checks import check_generation
 
 
 _OTHER_ENGINES = "use_vllm", "use_transformers_continuous_batching"
-"""Options of TRL's trainers with which `generate` is never called."""
+"""Options of TRL's trainers that avoid `generate`."""
 
 
 def speculate(
@@ -54,20 +53,20 @@ def speculate(
 
     Calls of the policy's `generate` that name no `assistant_strategy` then draft with `strategy`, and sample the
     tokens of `strategy="none"`; under `return_dict_in_generate` they return a :class:`SpeculativeOutput`. A call that
-    asks for what speculation cannot serve, such as beams, is plain, with one warning. A trainer logs the means of its
-    rollouts' metrics, as :class:`SpecGRPOTrainer` does; ranks do not pool their rows, as its ranks do. A second call
-    for a model stops what the first one returned.
+    cannot be served, such as beam search, runs plain, with one warning. A trainer logs the means of its rollouts'
+    metrics, as :class:`SpecGRPOTrainer` does; unlike there, ranks do not pool their rows. A second call for a model
+    stops the first one's result.
 
     Args:
-        target: a trainer of transformers or TRL, or the model, which may be wrapped.
-        strategy: who drafts, see docs/drafters.md.
+        target: a trainer of transformers or TRL, or the model (perhaps wrapped).
+        strategy: the drafters, see docs/drafters.md.
         assistant_model: of strategies that take one.
-        output_dir: folder of the log, `rollout_log.jsonl`; by default the trainer's. A model alone has none. The first
-            rank writes it, of its rollouts and steps.
+        output_dir: folder of the log, `rollout_log.jsonl`, written by the first rank about its rollouts and steps; by
+            default the trainer's. A model alone has none.
         options: fields of :class:`SpeculativeConfig` but `seed`.
 
     Raises:
-        ValueError: options, model or trainer ask for what cannot be served; names the argument.
+        ValueError: options, model or trainer cannot be served; names the argument.
     """
     trainer = target if isinstance(target, Trainer) else None
     if trainer is None and not isinstance(target, nn.Module):
@@ -132,7 +131,7 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
             trainer.callback_handler.callbacks.insert(0, self._reports)
 
     def stop(self) -> None:
-        """Makes `generate` plain again; a call that is running ends as it began."""
+        """Makes `generate` plain again; a running call ends as it began."""
         for policy in [policy for policy, default in DEFAULTS.items() if default is self]:
             del DEFAULTS[policy]
         trainer = self._trainer()
@@ -143,23 +142,23 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
         self.stop()
 
     def refresh(self) -> None:
-        """Drafts with the policy's present weights. Needed only where a call cannot see that they have changed
+        """Drafts with the policy's present weights. Needed only for changes that a call cannot detect
         (:func:`spec_trl.refresh`)."""
         if (model := self._model()) is not None:
             refresh(model)
 
     def __call__(self, generate: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Generates for `generate(model, *args, **kwargs)`, which would be plain."""
+        """Generates in place of the plain `generate(model, *args, **kwargs)`."""
         names = list(inspect.signature(generate).parameters)[1:]
         kwargs = dict(zip(names, args, strict=False)) | kwargs
-        begun = list[bool]()
+        decoding = list[bool]()
         outer: nn.Module = model if (target := self._model()) is None else target
         try:
             if kwargs.get("past_key_values") is not None:
                 raise ValueError("past_key_values is given, and speculation fills no cache of the caller.")
-            output = self.rollout(model, kwargs, begun)
+            output = self.rollout(model, kwargs, decoding)
         except ValueError as error:
-            if begun or any(isinstance(module, FSDPModule) for module in outer.modules()):
+            if decoding or any(isinstance(module, FSDPModule) for module in outer.modules()):
                 raise  # it is no refusal; or other ranks, whose calls are served, would gather no weights
             if not self._has_warned:
                 warnings.warn(f"a call of generate does not speculate: {error}", stacklevel=3)
@@ -169,9 +168,9 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
         wants_dict = setting("return_dict_in_generate", kwargs.get("return_dict_in_generate"), model, (), kwargs)
         return output if wants_dict else output.sequences
 
-    def rollout(self, model: Any, kwargs: dict[str, Any], begun: list[bool]) -> SpeculativeOutput:
-        """Samples for a call of the `generate` of `model` with `kwargs`, and logs the rollout. `begun` gets an item
-        where decoding begins: an error before that is a refusal."""
+    def rollout(self, model: Any, kwargs: dict[str, Any], decoding: list[bool]) -> SpeculativeOutput:
+        """Samples for a call of the `generate` of `model` with `kwargs`, and logs the rollout. `decoding` gets an item
+        when decoding begins: an earlier error is a refusal."""
         call = kwargs | {"assistant_strategy": self._strategy, "speculative_config": self._config}
         if (config := kwargs.get("generation_config")) is None:
             call["return_dict_in_generate"] = True
@@ -182,10 +181,10 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
         if self._assistant is not None:
             call["assistant_model"] = self._assistant
         if (streamer := kwargs.get("streamer")) is not None:
-            call["streamer"] = _HeldStreamer(streamer, begun)
+            call["streamer"] = _HeldStreamer(streamer, decoding)
 
         def begin(requests: list[Request]) -> RequestQueue:
-            begun.append(True)
+            decoding.append(True)
             return RequestQueue(requests)
 
         outer: nn.Module = model if (target := self._model()) is None else target
@@ -193,7 +192,7 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
         autocast = get_mixed_precision_context_manager(native_amp=True) if is_prepared else nullcontext()
         started, trainer = time.perf_counter(), self._trainer()
         with self._reports.phase("prepare"), self._reports.phase("rollout"), whole_weights(outer), autocast:
-            # Not the model's own `generate`, which may do something before and after it.
+            # Not the model's own `generate`: it may add work before and after.
             output: SpeculativeOutput = GenerationMixin.generate(model, **call, make_queue=begin)
         assert output.statistics is not None and output.lengths is not None
         mode: Mode = "train" if trainer is None or self._reports.in_step else "eval"
@@ -213,7 +212,6 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
             self.log_step(policy_in(model), step, seconds, phases, None)
 
     def _begin_training(self, step: int) -> None:
-        """Begins a part of the log. Counts its rollouts before `step`, at which the run resumes if it is not 0."""
         self.begin_run()
         if self.log is not None and step and self.log.path.exists():
             self.counts = {"train": 0, "eval": 0}
@@ -222,14 +220,14 @@ class Speculation(Speculator, AbstractContextManager["Speculation"]):
 
 
 class _HeldStreamer(BaseStreamer):
-    """Passes to `streamer` nothing before the rollout has `begun`: a call that is refused puts its prompt again."""
+    """Buffers streamer output until decoding starts: a refused call that falls back prints its prompt only once."""
 
-    def __init__(self, streamer: BaseStreamer, begun: list[bool]) -> None:
-        self._streamer, self._begun, self._held = streamer, begun, list[torch.Tensor]()
+    def __init__(self, streamer: BaseStreamer, decoding: list[bool]) -> None:
+        self._streamer, self._decoding, self._held = streamer, decoding, list[torch.Tensor]()
 
     def put(self, value: torch.Tensor) -> None:
         self._held.append(value)
-        while self._begun and self._held:
+        while self._decoding and self._held:
             self._streamer.put(self._held.pop(0))
 
     def end(self) -> None:
@@ -244,7 +242,6 @@ class _Reports(StepClock):
         self._values: dict[Mode, dict[str, list[float]]] = {"train": {}, "eval": {}}
 
     def add(self, mode: Mode, values: dict[str, float]) -> None:
-        """Adds the metrics of a rollout."""
         for name, value in values.items():
             self._values[mode].setdefault(name, []).append(value)
 

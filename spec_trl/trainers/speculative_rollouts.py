@@ -1,4 +1,4 @@
-"""What our trainers override of TRL's on-policy trainers, so that rollouts are speculative."""
+"""Overrides TRL's on-policy trainers so that rollouts are speculative."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -34,11 +34,10 @@ else:
 
 
 class SpeculativeRollouts(TrainerOfTRL):
-    """Stands before a trainer of TRL that samples in `_generate_single_turn` among the base classes of a trainer, and
-    has each of its rollouts sampled by a :class:`TrainerSpeculator`.
+    """Precedes a trainer of TRL that samples in `_generate_single_turn` among the base classes of a trainer, and
+    samples each of its rollouts by a :class:`TrainerSpeculator`.
 
     Args:
-        model: the policy.
         learned_from: second argument of TRL's trainer.
         args: None: the default config.
         rest, kwargs: its other arguments.
@@ -75,7 +74,7 @@ class SpeculativeRollouts(TrainerOfTRL):
         self._speculator = TrainerSpeculator(args, self.accelerator, self._whole_policy, adapts, parks)
         self._drafted_step = -1  # optimizer steps at the newest rollout; -1: weights may have changed without a step
         self._resumed_from: str | None = None
-        self._attempts = 0  # of a `train`, which begins again with a smaller batch under auto_find_batch_size
+        self._attempts = 0  # of a `train`, restarted with a smaller batch under auto_find_batch_size
         in_place = self._dist.zero_stage != 3 and not self._dist.is_fsdp
         self._graphs = KeptGraphs(config.keep_graphs, self.accelerator.device, in_place)
         self._exact: ExactLogprobs | None = None
@@ -104,7 +103,7 @@ class SpeculativeRollouts(TrainerOfTRL):
         return result
 
     def _begin_attempt(self, step: int) -> None:
-        """Called where a training loop begins, from a checkpoint if `step` is not 0."""
+        """Begins a training loop, from a checkpoint if `step` is not 0."""
         self._attempts += 1
         if self._attempts > 1:  # memory ended in the one before
             self._graphs.free(self.model)
@@ -207,7 +206,7 @@ class SpeculativeRollouts(TrainerOfTRL):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         adaptation = self._speculator.adaptation
-        if adaptation is not None and self.args.should_save:  # before super, which may push the folder to the hub
+        if adaptation is not None and self.args.should_save:  # before super may push the folder to the hub
             adaptation.save_drafter(output_dir or self.args.output_dir)
         super().save_model(output_dir, _internal_call)
         if _internal_call and output_dir is not None and not self.args.save_only_model:  # a checkpoint

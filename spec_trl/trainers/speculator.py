@@ -1,7 +1,7 @@
-"""A speculator samples a policy's rollouts and logs them; its two verbs are `refresh` and `rollout`.
+"""Samples a policy's rollouts and logs them; its two verbs are `refresh` and `rollout`.
 
-The trainers' one (:class:`~.TrainerSpeculator`) takes prompts of all ranks, and that of :func:`~.speculate` the calls
-of `generate` that a trainer or loop makes. Here is what both do: noise counters, sums of a rollout, log and verdict.
+:class:`~.TrainerSpeculator` takes prompts of all ranks for our trainers, :func:`~.speculate` the calls of `generate`
+of any trainer or loop. Shared here: noise counters, sums of a rollout, log and verdict.
 """
 
 from abc import abstractmethod
@@ -23,13 +23,11 @@ class Speculator:
     """The rollouts of a run.
 
     Args:
-        strategy: the `assistant_strategy`.
-        config: of `generate`.
         folder: of the log; None: no log is written.
 
     Attributes:
-        counts: number of rollouts by mode. Each mode has its noise: an evaluation does not change the samples of
-            training.
+        counts: number of rollouts by mode. Each mode has its own noise: an evaluation leaves training samples as they
+            are.
         verdict: whether the rollouts of the newest part of the run gained from drafts, in a sentence.
         log: None without a folder.
     """
@@ -42,19 +40,18 @@ class Speculator:
 
     @abstractmethod
     def refresh(self) -> None:
-        """The policy's weights have changed: the next rollout drafts with the new ones."""
+        """Makes the next rollout draft with the policy's new weights."""
 
     @abstractmethod
     def rollout(self, *args: Any, **kwargs: Any) -> Any:
         """Samples completions."""
 
     def begin_run(self) -> None:
-        """Begins a part of the run, which has its own header in the log."""
+        """Begins a part of the run, with its own header in the log."""
         self.verdict, self._is_new = Verdict(), True
         self.log = None if self._folder is None else RunLog(Path(self._folder) / LOG_FILE)
 
     def _begin(self, mode: Mode, step: int) -> None:
-        """Begins a rollout after `step` optimizer steps."""
         self._mode, self._step, self._sums = mode, step, RolloutSums()
 
     def _finish(
@@ -70,11 +67,9 @@ class Speculator:
         self._append(StepRecord(step, seconds, phases, reward), policy)
 
     def log_plain_call(self, policy: Any, reason: str) -> None:
-        """Logs a call that speculation does not serve."""
         self._append(PlainCall(reason), policy)
 
     def _append(self, record: Record, policy: Any) -> None:
-        """Adds a record to verdict and log, after a header if it is the first."""
         records = [self._header(policy), record] if self._is_new else [record]
         self._is_new = False
         for one in records:
@@ -83,7 +78,6 @@ class Speculator:
                 self.log.append(one)
 
     def _header(self, policy: Any, **more: Any) -> RunHeader:
-        """The header of a run of `policy`, which may be wrapped by peft; `more`: its other fields."""
         return RunHeader(
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             model=policy.config._name_or_path or type(policy).__name__,

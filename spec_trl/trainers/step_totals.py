@@ -1,4 +1,4 @@
-"""Totals of a training step: seconds of its phases, and sums over its rollout's calls and ranks."""
+"""Sums up a training step: seconds of phases, calls and ranks."""
 
 import math
 import time
@@ -39,7 +39,6 @@ class StepClock(TrainerCallback):
     """Splits each optimizer step into the phases of ER Fig. 2a, 6. It synchronizes a GPU at the end of a phase.
 
     Args:
-        device: of the training.
         on_step: called with (step, seconds, seconds by phase) at the end of a step. Phases are "rollout", "reward",
             "logprobs", "adaptation" (of a learned drafter), "update" (the rest of forward, backward and optimizer) and
             "other" (advantages, logging).
@@ -57,7 +56,7 @@ class StepClock(TrainerCallback):
     ) -> None:
         self._device, self._on_step, self._on_begin = device, on_step, on_begin
         self._seconds: dict[str, float] = {}
-        self._begun: dict[str, float] = {}
+        self._open: dict[str, float] = {}
         self._started = 0.0
         self.in_step = False
 
@@ -71,13 +70,12 @@ class StepClock(TrainerCallback):
             self.end(name)
 
     def begin(self, name: str) -> None:
-        """Begins a phase, which :meth:`end` ends."""
-        self._begun[name] = self._now()
+        self._open[name] = self._now()
 
     def end(self, name: str) -> None:
-        """Ends a phase, if it has begun."""
-        if name in self._begun:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - self._begun.pop(name)
+        """Ends a phase, if started."""
+        if name in self._open:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - self._open.pop(name)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._on_begin(state.global_step)
@@ -108,9 +106,9 @@ class RolloutSums:
         turns: number of turns of a tool loop.
         summed: counts; in the log sums over ranks.
         longest: seconds and rounds; in the log those of the slowest rank. `seconds` is without setup; `plain_seconds`
-            is infinite if it is unknown for one of the calls.
-        own: in the log those of rank 0. Requests, rounds and seconds of a later call go on from the calls before.
-        idle_seconds: seconds in which this rank waited for other ranks of its pool.
+            is infinite if unknown for one of the calls.
+        own: in the log those of rank 0. Requests, rounds and seconds of a later call continue the calls before.
+        idle_seconds: seconds that this rank waited for other ranks of its pool.
         rank_seconds: seconds of decoding by rank; set by `over_ranks`.
     """
 
@@ -126,12 +124,12 @@ class RolloutSums:
     def add(
         self, statistics: SpeculationStatistics, requests: int, seconds: float, pool: SharedPool | None = None
     ) -> None:
-        """Adds a `generate` call that decoded `requests` rows in `seconds`, setup included; `pool`: of ranks."""
+        """Adds a `generate` call of `requests` rows that took `seconds`, setup included; `pool`: of ranks."""
         seconds -= statistics.setup_seconds
-        begun, rounds, done = self.longest["seconds"], self.own["rounds"], self.summed["requests"]
+        offset, rounds, done = self.longest["seconds"], self.own["rounds"], self.summed["requests"]
         learning, tail = statistics.learning or LearningStatistics(), statistics.tail()
         plain = statistics.plain_seconds
-        rounds_of: dict[str, int] = {}  # by strategy: rounds in which it drafted, alone or with others
+        rounds_of: dict[str, int] = {}  # by strategy: rounds with its drafts
         for point in statistics.points:
             for name in (point.drafter or "").split("+") if point.draft_length else ():
                 rounds_of[name] = rounds_of.get(name, 0) + point.rounds
@@ -151,12 +149,12 @@ class RolloutSums:
         own = {
             "rounds": statistics.rounds, "phase_seconds": statistics.phase_seconds, "points": statistics.points,
             "speculating": [plan._replace(round=rounds + plan.round) for plan in statistics.speculating],
-            "completion_curve": [(begun + second, done + count) for second, count in statistics.completion_curve],
+            "completion_curve": [(offset + second, done + count) for second, count in statistics.completion_curve],
             "timeline": [
                 RequestTimeline(
                     done + each.request,
-                    [(begun + second, rounds + round_, names) for second, round_, names in each.changes],
-                    begun + each.ended,
+                    [(offset + second, rounds + round_, names) for second, round_, names in each.changes],
+                    offset + each.ended,
                 )
                 for each in statistics.timeline
             ],
@@ -167,14 +165,13 @@ class RolloutSums:
         self.idle_seconds += 0.0 if pool is None else pool.idle_seconds
 
     def add_refreshes(self, drafters: Iterable[Drafter]) -> None:
-        """Adds the seconds that copies of the policy among `drafters` took to be made or requantized since the last
-        call."""
+        """Adds the seconds of making and requantizing copies of the policy among `drafters` since the last call."""
         for copied in policy_copies(drafters):
             self.longest["refresh_seconds"] += copied.refresh_seconds
             copied.refresh_seconds = 0.0
 
     def over_ranks(self, strategies: Sequence[str]) -> None:
-        """Makes these the sums of all ranks, with a tally by strategy for `strategies`. All ranks must call it."""
+        """Sums over all ranks, with a tally by strategy for `strategies`. All ranks must call it."""
         ranks = gather_object([(self.summed, self.longest, self.longest["seconds"] - self.idle_seconds)])
         none = {"tallies": {name: Tally() for name in strategies}}
         self.summed = reduce(added, [summed for summed, _, _ in ranks], none)
@@ -192,7 +189,7 @@ class RolloutSums:
         drafted_by = {name: summed.rounds_of.get(name, 0) / (summed.all_rounds or 1) for name in summed.tallies}
         main = max((name for name in drafted_by if drafted_by[name]), key=drafted_by.__getitem__, default=None)
         speculation = sum(summed.tallies.values(), Tally())
-        predicted, reason = next(iter(own.pop("explained")), (None, None))  # of the first call, which has all rows
+        predicted, reason = next(iter(own.pop("explained")), (None, None))  # of the first call, with all rows
         if speculation.predicted_speedup is not None:  # else the prediction was too low, so nothing was drafted
             predicted = speculation.predicted_speedup
         thin(own["speculating"], MOST_PLANS, 0)
@@ -223,7 +220,6 @@ def metrics(record: RolloutRecord, refreshes: bool, several_chains: bool) -> dic
     """Returns TRL's metrics of a rollout, without the prefix `rollout/`.
 
     Args:
-        record: the rollout.
         refreshes: whether a drafter is the policy's quantized copy.
         several_chains: whether rows may have chains of several drafters.
     """

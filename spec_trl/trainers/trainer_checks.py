@@ -1,5 +1,5 @@
-"""Checks of our trainers before any work: that the classes of TRL and transformers are the known ones, and that no
-rollout will fail. A prompt that is drawn later is checked then, and the error shows its text."""
+"""Checks before any work that TRL and transformers are known, and that no rollout will fail. A prompt that is drawn
+later is checked then, and the error shows its text."""
 
 import copy
 import math
@@ -61,7 +61,7 @@ READ = (
 )  # fmt: skip
 """Attributes that the trainer reads."""
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-_LOOKED_AT = 1024  # number of rows, spread over a dataset, whose texts are compared
+_LOOKED_AT = 1024  # rows of a dataset, evenly spread, whose texts are compared
 _TOKENIZED = 16  # number of longest texts among them
 
 
@@ -70,7 +70,7 @@ _TOKENIZED = 16  # number of longest texts among them
 
 def check_methods(ours: type, theirs: type, lacking: Collection[str] = ()) -> None:
     """Raises ImportError unless every method of `ours` that overrides one of `theirs` has the same parameters in the
-    same order. Parameters that our `*args` takes may change; methods named in `lacking` may be missing."""
+    same order. Parameters taken by our `*args` may change; methods named in `lacking` may be missing."""
     for name in (*OVERRIDDEN, *_CALLED):
         if not hasattr(theirs, name) and name not in lacking:
             raise _unknown(ours, f"{theirs.__name__} has no {name}")
@@ -89,7 +89,7 @@ def check_methods(ours: type, theirs: type, lacking: Collection[str] = ()) -> No
 
 
 def check_attributes(trainer: object, theirs: type, lacking: Collection[str] = ()) -> None:
-    """Raises ImportError if the base class `theirs` has not set an attribute that `trainer` reads, but for those named
+    """Raises ImportError if the base class `theirs` has not set an attribute that `trainer` reads, except those named
     in `lacking`."""
     if missing := [name for name in READ if not hasattr(trainer, name) and name not in lacking]:
         raise _unknown(type(trainer), f"a {theirs.__name__} has no {', '.join(missing)}")
@@ -106,7 +106,7 @@ def _unknown(ours: type, difference: str) -> ImportError:
 
 
 def asked(trainer: Any, config: SpeculativeConfig) -> dict[str, Asked]:
-    """The features that `trainer`, one of ours, asks for, for :func:`~.refusals.check`."""
+    """The features that our trainer `trainer` asks for, for :func:`~.refusals.check`."""
     args, device, dist, generates = trainer.args, trainer.accelerator.device, trainer._dist, generates_by_us(trainer)
     policy = policy_in(trainer.model)
     assistant = args.assistant_model if config.specactor.draft_ranks else None
@@ -142,7 +142,7 @@ def generates_by_us(trainer: Any) -> bool:
 
 
 def check_trainer(trainer: Any, config: SpeculativeConfig, features: Features) -> LogitsProcessorList | None:
-    """Raises ValueError if the `features` of `trainer`, one of ours, do not go together, or if a rollout would fail
+    """Raises ValueError if the `features` of our trainer `trainer` exclude each other, or if a rollout would fail
     under `config`. Returns the processors of a rollout; None: a `rollout_func` generates."""
     if features.get(MEDIA):
         check_media(policy_in(trainer.model), trainer.args, bool(features["tools"]))
@@ -205,7 +205,7 @@ def _process_once(
     stopping_criteria: StoppingCriteriaList,
     **_: Any,
 ) -> Tensor:
-    """Decodes nothing: runs the processors, which it adds to `seen`, and the criteria."""
+    """Decodes nothing: adds the processors to `seen`, and runs them and the criteria."""
     if (rows := len(input_ids)) > 1:
         check({"num_return_sequences": f"num_return_sequences={rows}", "num_generations": True})
     scores = torch.zeros(1, model.config.get_text_config(decoder=True).vocab_size, device=input_ids.device)

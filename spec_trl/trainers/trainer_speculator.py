@@ -1,5 +1,5 @@
-"""The speculator of our trainers: prompts of all ranks, drafters that follow the policy and stay from rollout to
-rollout, their control, and their state in checkpoints. One rank measures profiles and ladders for all ranks."""
+"""Samples rollouts on all ranks for our trainers, with drafters that follow the policy. One rank measures profiles and
+ladders for all ranks."""
 
 import copy
 import time
@@ -67,11 +67,9 @@ class TrainerSpeculator(Speculator):
     """Samples the rollouts of a training: `begin`, a `rollout` for each turn, `finish`. All ranks call each.
 
     Args:
-        args: of the run.
-        accelerator: of the run.
         weights: entered for a turn; yields the policy with whole weights, under the autocast of the training.
         adapts: whether a learned drafter is trained along.
-        parks: whether rollouts may have several turns, between which rows keep their K/V.
+        parks: whether rollouts may have several turns, with K/V of rows stored in between.
 
     Attributes:
         drafters: made at the first rollout.
@@ -120,7 +118,6 @@ class TrainerSpeculator(Speculator):
     # ---- a rollout --------------------------------------------------------------------------------------------------
 
     def begin(self, mode: Mode, step: int) -> None:
-        """Begins a rollout after `step` optimizer steps."""
         self._begin(mode, step)
         self._sharing.begin()
 
@@ -147,8 +144,8 @@ class TrainerSpeculator(Speculator):
         return self._take(turn, generation_config, tokenizer, media)
 
     def join_others(self, generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Takes part in further turns until no rank has prompts: a turn needs all ranks, which gather weights and may
-        share rows."""
+        """Takes part in further turns until no rank has prompts: all ranks gather weights in a turn, and may share
+        rows."""
         while self._accelerator.num_processes > 1 and (turn := self._sharing.gather([])).rows:
             self._take(turn, generation_config, tokenizer)
 
@@ -176,7 +173,6 @@ class TrainerSpeculator(Speculator):
         tokenizer: PreTrainedTokenizerBase,
         media: Mapping[str, Any] | None,
     ) -> dict[int, Sampled]:
-        """Returns the completions that this rank decodes, by place in `turn`."""
         # Prompts are padded as on one rank, since some processors see the padding.
         padding, width = tokenizer.pad_token_id, max(map(len, turn.prompts))
         prompts = [turn.prompts[place] for place in turn.decoded]
@@ -277,7 +273,7 @@ class TrainerSpeculator(Speculator):
         rows = min(self._config.max_batch_size or rows, rows)  # most rows in flight, in this or a later rollout
         if self._control is None:
             self._control = self._make_control(policy, rows, width + args.max_completion_length)
-        if not isinstance(self._control, Planner):  # which chooses γ by itself
+        if not isinstance(self._control, Planner):  # a planner chooses γ
             for candidate in self._control.candidates:
                 controller = self._draft_lengths[candidate.name]
                 candidate.draft_length = controller.draft_length
@@ -351,7 +347,7 @@ class TrainerSpeculator(Speculator):
         return ladder
 
     def _on_one_rank(self, measure: Callable[[], T]) -> T:
-        """Returns on all ranks the result of `measure` on one rank: several ranks at once would disturb the times."""
+        """Returns on all ranks the result of `measure` on one rank: several at once would disturb the times."""
         result: list[Any] = [None]
         if self._accelerator.is_main_process:
             try:
@@ -366,7 +362,8 @@ class TrainerSpeculator(Speculator):
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, folder: str, is_shared: bool) -> None:
-        """Writes this rank's state to a checkpoint, and that of all ranks where this rank `is_shared`'s writer."""
+        """Writes this rank's state to a checkpoint, and the state of all ranks if this rank writes it
+        (`is_shared`)."""
         if is_shared:
             now = {name: DraftLengthState(**one.state_dict()) for name, one in self._draft_lengths.items()}
             RolloutState(self.counts, now or self._saved_lengths).save(folder)
@@ -377,7 +374,7 @@ class TrainerSpeculator(Speculator):
         RankState(memories, ledger).save(folder, self._accelerator.process_index)
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint at the next rollout, also if it lacks our state."""
+        """Restores a checkpoint at the next rollout, even without our state."""
         if (state := RolloutState.load(folder)) is None:
             return
         self._saved = RankState.load(folder, self._accelerator.process_index)

@@ -1,4 +1,4 @@
-"""TRL's on-policy trainers with speculative rollouts, and their configs."""
+"""Defines TRL's on-policy trainers with speculative rollouts, and their configs."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -51,7 +51,7 @@ class Plans(Control):
         plan = [
             replace(chain, rows=chain.rows and tuple(row for row in chain.rows if row in in_flight))
             for chain in next(self._next)
-            if chain.which in self.alive
+            if chain.drafter in self.alive
         ]
         self.rounds.append(
             dict(requests=list(requests), length=length, waiting=waiting, plan=plan, accepted={}, drafted={})
@@ -68,11 +68,11 @@ class Plans(Control):
         self.rounds[-1] |= {"width": draft_length, "seconds": seconds, "tokens": tokens, "is_typical": is_typical}
 
     def record_unverified(
-        self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
+        self, drafter: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
     ) -> None:
         for right, tried in zip(accepted, attempted, strict=True):
             assert 0 <= right <= tried <= self.compared_length and tried >= 1
-            self.heard.append((which, right))
+            self.heard.append((drafter, right))
 
     def drop(self, index: int) -> None:
         self.alive.discard(index)
@@ -114,10 +114,10 @@ class Planned(Plans):
         self.planner.record(draft_length, self._chance.uniform(0.5, 2.0), tokens)
 
     def record_unverified(
-        self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
+        self, drafter: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
     ) -> None:
-        super().record_unverified(which, requests, accepted, attempted)
-        self.planner.record_unverified(which, requests, accepted, attempted)
+        super().record_unverified(drafter, requests, accepted, attempted)
+        self.planner.record_unverified(drafter, requests, accepted, attempted)
 
     def drop(self, index: int) -> None:
         super().drop(index)

@@ -139,7 +139,7 @@ def test_what_was_calibrated_predicts_before_any_round(four: list[Drafter]) -> N
         assert planner.plain_seconds(rounds) == pytest.approx(100 * seconds, rel=1e-3)
     planner = controlled(four, ROOFLINE, ladder=ladder)
     planner.begin(2, ["a", "b"])
-    drafting = {chain.which for chain in planner.plan([0, 1], 50.0, 0)}
+    drafting = {chain.drafter for chain in planner.plan([0, 1], 50.0, 0)}
     assert drafting == {1}  # free there, and as likely to be right as the others
 
 

@@ -117,7 +117,7 @@ OF_NETWORK = ("breaks off", "weights of NaN")
 class Fault:
     """What comes of the `nth` call of a drafter's `method`: `trouble`."""
 
-    which: int
+    drafter: int
     method: str
     nth: int
     trouble: str
@@ -339,7 +339,7 @@ def check(
         Knowing(texts, None if name == "right" else seed) if name.endswith("right") else make(name)[0]
         for seed, name in enumerate(scenario.drafters)
     ]
-    happened = scenario.fault.put_into(members[scenario.fault.which]) if scenario.fault else []
+    happened = scenario.fault.put_into(members[scenario.fault.drafter]) if scenario.fault else []
     lookups = [which for which, member in enumerate(members) if not member.has_probabilities]
     control = Plans(len(members), scenario.rounds) if scenario.rounds else Planned(members)
     control.compared_lookups, control.compared_length = lookups if scenario.listened else (), scenario.listened
@@ -373,11 +373,11 @@ def check(
     assert statistics.logprob_sum == pytest.approx(float(result.logprobs.double().sum()), rel=1e-6)
     check_rounds(control, statistics, result.lengths.tolist(), [member.strategy for member in members])
     for which, name in enumerate(scenario.drafters):
-        if name == "right" and trie is None and not (scenario.fault and scenario.fault.which == which):
+        if name == "right" and trie is None and not (scenario.fault and scenario.fault.drafter == which):
             assert all(each["accepted"].get(which) == each["drafted"].get(which) for each in control.rounds)
             assert {accepted for own, accepted in control.heard if own == which} <= {scenario.listened}
     failures = [str(warning.message) for warning in warned if "failed" in str(warning.message)]
-    lost = {scenario.fault.which} if happened and scenario.fault and scenario.fault.is_fatal else set()
+    lost = {scenario.fault.drafter} if happened and scenario.fault and scenario.fault.is_fatal else set()
     assert len(failures) == bool(statistics.drafter_failure) == len(lost), failures
     assert control.alive == set(range(len(members))) - lost
     return control
@@ -405,7 +405,7 @@ def check_rounds(control: Plans, found: SpeculationStatistics, lengths: list[int
             done[request] = min(done[request] + 1 + longest, lengths[request])
             ended[request] = number + 1
             chains = [chain for chain in each["plan"] if chain.rows is None or row in chain.rows]
-            own = list(dict.fromkeys(names[chain.which] for chain in chains if each["width"]))
+            own = list(dict.fromkeys(names[chain.drafter] for chain in chains if each["width"]))
             if not changes[request] or changes[request][-1][1] != own:
                 changes[request].append((number, own))
         assert each["tokens"] == sum(done) - before

@@ -78,7 +78,7 @@ BEAMS, LOOKUP = PlainCall("num_beams=4"), PlainCall("custom_generate is given")
         (f"drafting in 50% of 100 {UNKNOWN}no plain round was measured.", [rollout(0, 10.0, None)]),
         (f"drafting in 50% of 96 {UNKNOWN}the log is older than this comparison.", [OLDER]),
         (
-            "drafting in 2% of 63 rounds; 1 round with drafts is too few to tell a gain (10).",
+            "drafting in 2% of 63 rounds; 1 round with drafts is too few to show a gain (10).",
             [rollout(0, 10.0, 12.6, 1 / 63, rounds=63)],
         ),
         (

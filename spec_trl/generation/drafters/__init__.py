@@ -1,4 +1,4 @@
-"""The drafters of the package. Importing their modules registers them."""
+"""Holds the drafters of the package. Importing their modules registers them."""
 
 from . import history, ngram, self_copy, small_model
 from .dflash import dflash_drafter

@@ -1,4 +1,4 @@
-"""Drafting token by token with a network: base of the self-drafter and of a small model."""
+"""Drafts token by token with a network: base of the self-drafter and of a small model."""
 
 import functools
 from dataclasses import replace
@@ -26,7 +26,7 @@ from .trainable_drafter import Canvas, TrainableDrafter
 
 
 CATCH_UP = 16
-"""Most tokens per row in a forward in which a drafter reads text that was committed without it."""
+"""Most tokens per row in a forward over text that was committed without the drafter."""
 
 
 class NetworkDrafter(TrainableDrafter):
@@ -34,8 +34,8 @@ class NetworkDrafter(TrainableDrafter):
 
     Args:
         network: the drafting network, as :func:`~.make_shadow` makes it.
-        shares_target_cache: whether it reads the target's K/V. The K/V of drafts is written into the target's cache,
-            where verification overwrites it (ER §E.2), or into a tail if it runs ahead (SA §4.1).
+        shares_target_cache: whether it reads the target's K/V. K/V of drafts is then written into the target's cache,
+            and overwritten by verification (ER §E.2), or into a tail if it runs ahead (SA §4.1).
         made_of: networks with an equal tuple share captured forwards; None: only this network.
     """
 
@@ -57,7 +57,7 @@ class NetworkDrafter(TrainableDrafter):
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
         rows = session.rows
-        # In host memory: drafts fed in this round, valid after waiting for the device, `[B, γ - 1]`.
+        # In host memory: drafts read in this round, valid after waiting for the device, `[B, γ - 1]`.
         self._fed: Integers | None = None
         self.cached = None
         tail = session.tail if self._shares_target_cache else None
@@ -103,12 +103,12 @@ class NetworkDrafter(TrainableDrafter):
         if self.cached is not None:
             super().move(source, destination, columns)
 
-    def observe(self, tokens: Integers, kept: Integers) -> None:
+    def observe(self, tokens: Integers, counts: Integers) -> None:
         if self.cached is None:
             return
         rows, cached = self.session.rows, self.cached[: self.session.rows.active]  # [B]
         if self._fed is not None:
-            # Fed drafts count as far as they were committed: they may be rejected, or another drafter's may win.
+            # Read drafts count as far as they were committed: they may be rejected, or another drafter's may win.
             fed, self._fed = self._fed, None
             count = min(fed.shape[1], tokens.shape[1])
             cached += np.logical_and.accumulate(fed[:, :count] == tokens[:, :count], axis=1).sum(1)
@@ -165,21 +165,20 @@ class NetworkDrafter(TrainableDrafter):
         }
 
     def _catch_up(self) -> int:
-        """Feeds the tokens that the cache lacks, except the newest; returns the number of these, at least 1."""
+        """Reads the tokens that the cache lacks, except the newest; returns the number of these, at least 1."""
         if self.cached is None:
             return 1
         rows = self.session.rows
-        # Usually 1, or 2 after a fully accepted block; more after rounds without drafting. Rows that lack fewer feed
-        # some tokens again, which writes the same K/V.
+        # Usually 1, or 2 after a fully accepted block; more after rounds without drafting. Rows that lack fewer read
+        # some tokens again and write the same K/V.
         missing = int((rows.host_lengths - self.cached[: rows.active]).max())
-        while missing > CATCH_UP:  # in pieces, without logits, which would take much memory for a long prompt
+        while missing > CATCH_UP:  # in pieces, and without the large logits of a long prompt
             columns = rows.columns_after(-missing, CATCH_UP).clamp(min=0)  # [B, CATCH_UP]
             self._runner.prefill(rows.tokens[: rows.active].gather(1, columns), columns, rows.longest)
             missing -= CATCH_UP
         return missing
 
     def _step(self, tokens: Tensor, columns: Tensor, step: int) -> Tensor:
-        """Runs the forward of a draft's `step` on separate states; the first one reads committed tokens."""
         if step == 0:
             return self._read_committed()
         return self._drafting.forward(tokens, columns, self.session.rows.longest + step)

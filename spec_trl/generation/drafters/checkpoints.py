@@ -1,4 +1,4 @@
-"""Checkpoints of learned drafters: a folder or hub id with a config.json and tensors, read and written exactly."""
+"""Reads and writes checkpoints of learned drafters: a folder or hub id with config.json and tensors."""
 
 import json
 import pickle
@@ -27,7 +27,7 @@ _SPARE = {
 
 
 class ConfigFile(dict[str, Any]):
-    """The keys of a config.json and its text: where no key has changed, it is written as it was read."""
+    """The keys of a config.json, and its text, which is written again if no key has changed."""
 
     def __init__(self, text: str) -> None:
         super().__init__(json.loads(text))
@@ -35,14 +35,14 @@ class ConfigFile(dict[str, Any]):
 
 
 def read_checkpoint(checkpoint: str | Path) -> tuple[ConfigFile, dict[str, Tensor]]:
-    """Reads the config and the tensors of a checkpoint, which are left as stored, on the CPU.
+    """Reads the config and the tensors of a checkpoint, as stored, on the CPU.
 
     Args:
         checkpoint: a folder, or a hub id, which is downloaded (`HF_HUB_OFFLINE=1`: looked up in the hub's cache), with
             `model.safetensors` or its shards, or else `pytorch_model.bin` or its shards (nothing but tensors).
 
     Raises:
-        ValueError: it is neither, or a file of it is missing or cannot be read.
+        ValueError: it is neither, or one of its files is missing or cannot be read.
     """
     config = read_config(checkpoint)
     # Pickled weights are fetched only where there are no others.
@@ -59,7 +59,7 @@ def read_checkpoint(checkpoint: str | Path) -> tuple[ConfigFile, dict[str, Tenso
 
 
 def read_config(checkpoint: str | Path, argument: str = "assistant_model") -> ConfigFile:
-    """The config.json of a checkpoint, which `argument` named; nothing else is downloaded from the hub.
+    """The config.json of a checkpoint, named by `argument`; nothing else is downloaded from the hub.
 
     Raises:
         ValueError: it is neither folder nor hub id, or its config.json is missing or not a JSON object.
@@ -74,10 +74,8 @@ def read_config(checkpoint: str | Path, argument: str = "assistant_model") -> Co
 
 
 def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Writes `config.json` and `model.safetensors`, each whole or not at all: a folder may be written over itself.
-
-    A config of :func:`read_checkpoint` is written as it was read unless a key has changed.
-    """
+    """Writes `config.json` and `model.safetensors`, each whole or not at all: a folder may be written over itself. An
+    unchanged config of :func:`read_checkpoint` is written as read."""
     text = json.dumps(dict(config), indent=2) + "\n"
     if isinstance(config, ConfigFile) and json.loads(config.text) == config:
         text = config.text
@@ -93,13 +91,13 @@ def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Map
 def load_exactly(
     network: nn.Module, tensors: Mapping[str, Tensor], renames: Mapping[str, str], device: torch.device
 ) -> None:
-    """Loads every parameter and persistent buffer of `network` from the tensor of its name; only spare tensors remain.
+    """Loads every parameter and persistent buffer of `network` from the tensor of its name; none may be left.
 
     Args:
         network: on the meta device, in the dtype it is to run in.
         tensors: of :func:`read_checkpoint`; floating ones are cast to the network's dtype.
         renames: stored prefix -> prefix in the network, e.g. `{"midlayer.": "layers.0."}`.
-        device: to which the network goes.
+        device: of the network.
 
     Raises:
         ValueError: a tensor is missing, left over, of another shape or kind, or not finite.
@@ -140,11 +138,8 @@ def load_exactly(
 def tensors_to_store(
     network: nn.Module, tensors: Mapping[str, Tensor], renames: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """The tensors from which :func:`load_exactly` filled `network` as it has them now, with their names and dtypes.
-
-    One that did not change is returned bit for bit, whatever dtype the network runs in, and so are those without a
-    place in the network.
-    """
+    """Current values of the tensors from which :func:`load_exactly` filled `network`, with their names and dtypes;
+    unchanged tensors and those without a place in the network bit for bit."""
     placed = network.state_dict()
     found = dict(tensors)
     for stored, original in tensors.items():
@@ -166,8 +161,8 @@ def renamed(stored: str, renames: Mapping[str, str]) -> str:
 def folder_of(
     checkpoint: str | Path, files: Sequence[str], argument: str = "assistant_model", **options: Any
 ) -> Path:
-    """The folder of a checkpoint, which `argument` named; of a hub id, the one in the hub's cache, with those of its
-    `files` that it has. `options` are of `snapshot_download`.
+    """The folder of a checkpoint, named by `argument`; of a hub id, the folder in the hub's cache, with those of its
+    `files` that exist. `options` are of `snapshot_download`.
 
     Raises:
         ValueError: it is neither folder nor hub id.
@@ -185,7 +180,7 @@ def folder_of(
 
 
 def state_of(checkpoint: str) -> tuple[object, ...]:
-    """The name of a checkpoint and, of a folder, its files and their modification times: equal while no file of it is
+    """The name of a checkpoint and, of a folder, its files and their modification times: equal until a file is
     written. A hub id stands for one state."""
     folder = Path(checkpoint)
     files = folder.iterdir() if folder.is_dir() else ()

@@ -1,4 +1,4 @@
-"""The base of drafters that were trained on a target's hidden states (its features)."""
+"""Runs drafters that were trained on a target's hidden states (its features)."""
 
 import sys
 from abc import abstractmethod
@@ -40,8 +40,8 @@ from .trainable_drafter import TrainableDrafter
 class FeatureDrafter(TrainableDrafter):
     """Drafts with a checkpoint, from the hidden states that the target's runner reports (`EagerRunner.listen`).
 
-    Where the target's forwards are captured, the intake of a round's hidden states and the drafts are too, and the
-    drafter's cache lies in pages. Prompts, processors that look at the text, and rejection verification run eagerly.
+    Where the target's forwards are captured, the intake of hidden states and the drafts are captured too, and the
+    drafter's cache lies in pages. Prompts, processors that read the text, and rejection verification run eagerly.
 
     Args:
         checkpoint: a folder or hub id.
@@ -90,7 +90,6 @@ class FeatureDrafter(TrainableDrafter):
 
     @classmethod
     def _named(cls, argument: str, assistant: Any) -> Any:
-        """Returns `assistant` if it names a checkpoint, or may be left out; else raises ValueError."""
         if isinstance(assistant, str) or (assistant is None and cls.assistant == "optional"):
             return assistant
         shown = type(assistant).__name__ if isinstance(assistant, nn.Module) else repr(assistant)
@@ -113,7 +112,7 @@ class FeatureDrafter(TrainableDrafter):
             raise ValueError(f"{self.argument}={str(checkpoint)!r}: {error}") from error
         self.feature_layers = config.feature_layers
         self._vocabulary, self.width = text.vocab_size, config.decoder.hidden_size
-        # What a forward reads and multiplies with: a borrowed head counts, embeddings, which are looked up, do not.
+        # Weights that a forward reads and multiplies with: a borrowed head, but no looked-up embeddings.
         weights = [p for name, p in network.named_parameters() if name != "embed_tokens.weight"]
         if network.lm_head is None:
             weights += list(target.get_output_embeddings().parameters())
@@ -122,7 +121,7 @@ class FeatureDrafter(TrainableDrafter):
         self.cost = DraftCost(float(sum(weight.nbytes for weight in weights)), 2.0 * positions * size, drafts)
 
     def read(self, checkpoint: str | Path, target: PreTrainedModel) -> tuple[ConfigFile, Mapping[str, Tensor]]:
-        """The config.json and the tensors of a checkpoint, under the names that they are stored by."""
+        """The config.json and the tensors of a checkpoint, under their stored names."""
         return read_checkpoint(checkpoint)
 
     def build(self, target: PreTrainedModel) -> FeatureNetwork:
@@ -137,8 +136,8 @@ class FeatureDrafter(TrainableDrafter):
         return {renamed(stored, self.renames) for stored in self._stored}
 
     def _check_borrowed(self, target: PreTrainedModel) -> None:
-        """Raises ValueError where the checkpoint lacks the embedding or the head, and the target's has another width:
-        that of its hidden states, or yet another (OPT)."""
+        """Raises ValueError where the checkpoint lacks the embedding or the head, and the target's has another width
+        (such as OPT's)."""
         wide = target.config.get_text_config(decoder=True).hidden_size
         parts = {
             "embed_tokens.weight": ("embedding", target.get_input_embeddings(), "embedding_dim"),
@@ -163,28 +162,28 @@ class FeatureDrafter(TrainableDrafter):
 
     @abstractmethod
     def reach(self, count: int) -> int:
-        """Columns after a row's committed tokens that `count` drafts read or write; less than 0: not even these."""
+        """Last column, after a row's committed tokens, that `count` drafts read or write; it may be negative."""
 
     def catch_up(self, count: int) -> int:
-        """Prepares to draft `count` tokens; returns how many of a row's newest tokens the draft feeds, at least 1."""
+        """Prepares to draft `count` tokens; returns how many of a row's newest tokens the draft reads, at least 1."""
         return 1
 
     @abstractmethod
     def forward_over(self, columns: int, count: int) -> Forward:
-        """The forwards of one draft of `count` tokens, over the first `columns` of the cache. Their logits are over
-        the draft vocabulary."""
+        """The forwards of one draft of `count` tokens, over the first `columns` of the cache, with logits over the
+        draft vocabulary."""
 
     @abstractmethod
     def take_features(self, features: Tensor, positions: Tensor) -> None:
-        """Stores the target's features `[B, q, feature width]`, in the network's dtype, at `positions` `[B, q]`, which
-        the drafter's cache points at."""
+        """Stores the target's features `[B, q, feature width]`, in the network's dtype, at `positions` `[B, q]` of the
+        drafter's cache."""
 
     def save(self, folder: str | Path) -> None:
-        """Writes the checkpoint in the format it came in: what did not change bit for bit, tensors as safetensors."""
+        """Writes the checkpoint in its own format: unchanged parts bit for bit, tensors as safetensors."""
         write_checkpoint(folder, self._settings, self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors that :meth:`save` writes, by name."""
+        """Tensors of :meth:`save`, by name."""
         return tensors_to_store(self.network, self._stored, self.renames)
 
     def check_length(self, columns: int) -> None:
@@ -196,7 +195,7 @@ class FeatureDrafter(TrainableDrafter):
             )
 
     def prepare_assisted_decoding(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ValueError: the loop of transformers does not show the target's hidden states."""
+        """Raises ValueError: transformers' loop does not pass the target's hidden states."""
         raise ValueError(
             f"a {type(self).__name__} needs the target's hidden states, which transformers' assisted loop does not "
             f'hand over. Generate with assistant_strategy="{self.strategy}".'
@@ -216,7 +215,7 @@ class FeatureDrafter(TrainableDrafter):
         # A draft starts at a row's newest token.
         self._runner = session.target.for_features(self.network, len(stored), self.columns_of_replay(0))
         self.cache = self._runner.cache
-        # Now, where a lack of memory is reported; the last layer, which may be the widest, first.
+        # Now, where a lack of memory is reported; first the last layer, possibly the widest.
         for layer, like in reversed([*zip(self.cache.layers, stored, strict=True)]):
             if not layer.is_initialized:
                 layer.lazy_initialization(*like)
@@ -240,7 +239,7 @@ class FeatureDrafter(TrainableDrafter):
         self._admitted = self.session.rows.active
 
     def feed_texts(self, admission: Admission, known: Mapping[int, int]) -> None:
-        """Computes K/V of admitted texts that no intake of features gives, except the `known` first columns by row."""
+        """Computes K/V of admitted texts that no features give, except the `known` first columns by row."""
 
     def save_row(self, row: int) -> dict[str, tuple[int, RowKV]] | None:
         if self.context or self.failure is not None:  # features of the newest columns are not in the cache
@@ -289,7 +288,7 @@ class FeatureDrafter(TrainableDrafter):
 
     @property
     def casts_weights(self) -> bool:
-        """Whether autocast casts weights of a draft: once as long as it lasts, but in every replay of a graph."""
+        """Whether autocast casts weights of a draft: once while it lasts, but in every replay of a graph."""
         if isinstance(self._head, Product) and self._head.copies is not None:
             return False
         weight = next(self._head.parameters(), None)
@@ -303,7 +302,7 @@ class FeatureDrafter(TrainableDrafter):
         return like, like
 
     def stored_states(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of no column, for each layer of the cache."""
+        """Keys and values of no column, by layer of the cache."""
         return [self.no_column()] * self.config.decoder.num_hidden_layers
 
     @property
@@ -324,24 +323,24 @@ class FeatureDrafter(TrainableDrafter):
         return {name: module for name, module in linear if f"{name}.weight" not in self.borrowed}
 
     def point_at(self, columns: Tensor, visible: int, first_row: int = 0) -> int:
-        """Makes the next forward write to `columns` `[B, q]` of the rows from `first_row` on, and read the `visible`
-        first ones, rounded up so that there are few sizes; returns how many it reads."""
+        """Makes the next forward write to `columns` `[B, q]` of the rows from `first_row` on, and read at least the
+        `visible` first ones, so that there are few sizes; returns how many."""
         visible = min(-(-visible // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
         self.cache.point_at(columns, visible, first_row)
         return visible
 
     def own_dtype(self) -> torch.autocast:
-        """A context in which the network runs in the dtype of its weights, without the policy's autocast."""
+        """A context of the network's own dtype, without the policy's autocast."""
         return torch.autocast(self.network.fc.weight.device.type, enabled=False)
 
     def _take_in(self, features: Tensor, positions: Tensor, first_row: int) -> None:
-        # It runs within the target's forward, where an exception would end the generation and not the drafter alone.
+        # An exception within the target's forward would end the generation and not the drafter alone.
         if self.failure is not None:
             return
         try:
             self._keep_recent(features, positions, first_row)
             lengths = self.session.rows.host_lengths[first_row : first_row + len(positions)]
-            if first_row < self._admitted:  # a round; else prompts, which are admitted here later
+            if first_row < self._admitted:  # a round; else prompts, admitted here later
                 self.cache.reserve((lengths + positions.shape[1] - 1).tolist())
                 self._runner.take_in_round(features, positions, self._take)
             else:
@@ -355,8 +354,7 @@ class FeatureDrafter(TrainableDrafter):
             self.take_features(features.to(self.network.dtype), positions)
 
     def _over_target(self, columns: int, count: int) -> Forward:
-        """:meth:`forward_over` with logits `[B, q, V]` over the target's vocabulary, -inf for tokens that the drafter
-        lacks."""
+        """:meth:`forward_over` with logits `[B, q, V]` over the target's vocabulary: -inf for missing tokens."""
         forward = self.forward_over(columns, count)
 
         def over_target(tokens: Tensor, places: Tensor, step: int) -> Tensor:
@@ -368,10 +366,10 @@ class FeatureDrafter(TrainableDrafter):
 
         return over_target
 
-    # ---- the newest features of each row, for replays ------------------------------------------------------------
+    # ---- the newest features by row, for replays ------------------------------------------------------------------
 
     def _keep_recent(self, features: Tensor, positions: Tensor, first_row: int) -> None:
-        """Keeps the target's features `[B, q, F]` of a row's newest columns, in a ring:
+        """Stores the target's features `[B, q, F]` of a row's newest columns, in a ring:
 
         column    n-1-context .. n-2 | n-1 .. n-1+γ       of a row of n tokens: what a replay reads, and
                   context            | verified now       what the next one may read, of these
@@ -387,8 +385,8 @@ class FeatureDrafter(TrainableDrafter):
         self._recent[row, (positions % size).masked_fill(~is_near, size)] = features
 
     def _admit_recent(self, admission: Admission) -> None:
-        """Copies the last features of a prompt to rows that share it, from a separate store: the ring of the first of
-        these rows may no longer hold them."""
+        """Copies the last features of a prompt to rows that share it, from a separate store, because the first row's
+        ring may have lost them."""
         if self._recent is None:
             return
         rows, size = self.session.rows, self._recent.shape[1] - 1

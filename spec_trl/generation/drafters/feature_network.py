@@ -1,5 +1,4 @@
-"""Base of networks that read their target's hidden states (EAGLE-3, DFlash): config.json, features, embedding,
-vocabulary, rotary positions and attention."""
+"""Builds networks that read their target's hidden states: base of EAGLE-3 and DFlash."""
 
 import re
 import warnings
@@ -47,7 +46,7 @@ class FeatureConfig:
         decoder: sizes, activation, RoPE and types of its layers, as a config of transformers.
         feature_layers: the target's hidden states that it reads, in transformers' count (0: embeddings).
         draft_vocabulary: number of tokens that its head scores.
-        target_hidden_size: width of the target's hidden states; None: not said.
+        target_hidden_size: width of the target's hidden states; None: unknown.
     """
 
     decoder: PreTrainedConfig
@@ -57,13 +56,13 @@ class FeatureConfig:
 
     @property
     def position_limit(self) -> int | None:
-        """Number of positions that its scaled RoPE was made for; None: RoPE is not scaled and has no end."""
+        """Number of positions of its scaled RoPE; None: RoPE is not scaled and has no end."""
         is_scaled = self.decoder.rope_parameters["rope_type"] != "default"
         return int(self.decoder.max_position_embeddings) if is_scaled else None
 
     def check_target(self, target: PreTrainedConfig, tensors: Collection[str]) -> None:
         """Raises ValueError where the drafter was made for another target than that of this text config, or where its
-        checkpoint, with these names of `tensors`, lacks a part that it cannot borrow from the target."""
+        checkpoint, with the names `tensors`, lacks a part that the target cannot lend."""
         depth, wide, vocabulary = target.num_hidden_layers, target.hidden_size, target.vocab_size
         if beyond := [index for index in self.feature_layers if not 0 <= index <= depth]:
             raise ValueError(
@@ -93,9 +92,9 @@ class FeatureConfig:
 def check_keys(
     where: str, settings: Mapping[str, Any], served: Collection[str], fixed: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Raises ValueError where `settings` ask for a network that is not built here: by another value than the `fixed`
-    ones, by a key that scales or replaces something and is not `served`, or by their architecture. Other keys are not
-    looked at: whatever they say, a drafter changes no token. `where` names the part of config.json in messages."""
+    """Raises ValueError where `settings` ask for another network: by another value than the `fixed` ones, by an
+    architecture, or by a key that scales or replaces something and is not `served`. Other keys are ignored: a drafter
+    changes no token. `where` names the part of config.json in messages."""
     for key, value in settings.items():
         if key in fixed and value not in fixed[key]:
             raise ValueError(f"{where} has {key}={value!r}; of this, only {fixed[key][0]!r} is served.")
@@ -108,7 +107,7 @@ def check_keys(
 
 
 def read_decoder(settings: Mapping[str, Any], default_type: str, **fixed: Any) -> PreTrainedConfig:
-    """The drafter's layers as a config of transformers, which fills in what is left out.
+    """The drafter's layers as a config of transformers, with its defaults.
 
     Args:
         settings: keys of config.json; others than `DECODER_KEYS` are ignored.
@@ -116,7 +115,7 @@ def read_decoder(settings: Mapping[str, Any], default_type: str, **fixed: Any) -
         fixed: values that replace those of the file.
 
     Raises:
-        ValueError: transformers refuses the settings, or they ask for something that is not served.
+        ValueError: transformers refuses the settings, or they ask for an unserved network.
     """
     options = {key: value for key, value in settings.items() if key in DECODER_KEYS} | fixed
     model_type = options.pop("model_type", default_type)
@@ -164,14 +163,14 @@ def read_decoder(settings: Mapping[str, Any], default_type: str, **fixed: Any) -
 
 
 def integer(name: str, value: Any, least: int) -> int:
-    """Returns `value`; raises ValueError, which calls it `name`, unless it is an integer of at least `least`."""
+    """Returns `value`, named `name` in errors; raises ValueError unless it is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r} in config.json; it must be an integer of at least {least}.")
     return value
 
 
 def layer_list(name: str, ids: Any, least: int = 0) -> tuple[int, ...]:
-    """Returns `ids`; raises ValueError, which calls them `name`, unless they are integers of at least `least`."""
+    """Returns `ids`, named `name` in errors; raises ValueError unless they are integers of at least `least`."""
     if not isinstance(ids, list) or not ids:
         raise ValueError(f"{name}={ids!r} in config.json; it must be a list of the target's layers.")
     return tuple(integer(name, index, least) for index in ids)
@@ -181,10 +180,8 @@ class FeatureNetwork(nn.Module):
     """A network that reads its target's features. Parameters have the names of the checkpoints.
 
     Args:
-        config: what it computes.
         feature_width: of the target's features at one position, all its hidden states side by side.
-        layers: its decoder layers.
-        tensors: names in the checkpoint: embedding, head and vocabulary maps are made where they are among them.
+        tensors: names in the checkpoint; embedding, head and vocabulary maps are made only if named.
     """
 
     d2t: Tensor
@@ -210,7 +207,6 @@ class FeatureNetwork(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its parameters."""
         return self.fc.weight.dtype
 
     @torch.no_grad()
@@ -224,10 +220,10 @@ class FeatureNetwork(nn.Module):
         return rows.to(self.dtype)
 
     def target_ids(self, rows: int) -> Tensor | None:
-        """`[draft vocabulary]` int64: the target's token for each that the drafter scores; None: they are the same.
+        """`[draft vocabulary]` int64: the target's token of each drafted one; None: the same.
 
-        From now on it scores no token beyond the `rows` of the target's vocabulary, which may have less padding than
-        the one that the drafter was trained with.
+        The network then scores no token beyond the `rows` of the target's vocabulary, which may have less padding than
+        in the drafter's training.
 
         Raises:
             ValueError: d2t leads out of the vocabulary or twice to one token, or t2d marks other tokens.
@@ -266,7 +262,7 @@ class FeatureNetwork(nn.Module):
 
 
 class Rotary:
-    """Rotary positions with transformers' frequencies. Not a module: a buffer would stay on the meta device while a
+    """Rotary positions with transformers' frequencies. No module: a buffer would stay on the meta device while a
     checkpoint is loaded, and be cast with the weights."""
 
     def __init__(self, decoder: PreTrainedConfig) -> None:
@@ -286,7 +282,7 @@ class Rotary:
 
 
 class Attention(nn.Module):
-    """Attention with grouped heads and rotary positions, over keys and values that a :data:`Store` keeps by `layer`.
+    """Attention with grouped heads and rotary positions, over keys and values in a :data:`Store` by `layer`.
     Projections read `inputs` numbers; with `has_norms` queries and keys are normed per head."""
 
     def __init__(self, decoder: PreTrainedConfig, inputs: int, layer: int, has_norms: bool) -> None:
@@ -302,12 +298,12 @@ class Attention(nn.Module):
         )
 
     def remember(self, x: Tensor, rotation: Rotation, store: Store) -> tuple[Tensor, Tensor]:
-        """Hands `store` the keys and values of `x` `[B, n, inputs]`; returns what it returns."""
+        """Stores keys and values of `x` `[B, n, inputs]`; returns the result of `store`."""
         keys = _rotated(self.k_norm(self._split(self.k_proj(x))), rotation)  # [B, kv_heads, n, d]
         return store(keys, self._split(self.v_proj(x)).transpose(1, 2), self.layer)
 
     def forward(self, x: Tensor, rotation: Rotation, mask: Tensor, store: Store) -> Tensor:
-        """`[B, n, hidden]` of `x` `[B, n, inputs]`, over what `store` returns; additive mask `[B, 1, n, columns]`."""
+        """`[B, n, hidden]` of `x` `[B, n, inputs]`, over the result of `store`; additive mask `[B, 1, n, columns]`."""
         keys, values = self.remember(x, rotation, store)  # [B, kv_heads, columns, d] each
         queries = _rotated(self.q_norm(self._split(self.q_proj(x))), rotation)  # [B, heads, n, d]
         attended, _ = ragged_attention(self, queries, keys, values, mask)  # [B, n, heads, d]

@@ -32,7 +32,7 @@ _PARTS = {
 
 
 MOST_INDEXED = 1 << 15
-"""Newest tokens of a prompt's earlier texts that a generation indexes, which takes a tenth of a second. All texts of a
+"""Newest tokens of a prompt's earlier texts that a generation indexes, in a tenth of a second. All texts of a
 prompt with a thousand completions would take seconds."""
 
 
@@ -63,7 +63,7 @@ class HistoryDrafter(Drafter):
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
-        self._texts: list[Text] = []  # of each row
+        self._texts: list[Text] = []  # by row
         self._unread: list[tuple[Integers, Integers]] = []  # committed tokens not in the texts yet
         self.history.drop_indexes(())
 
@@ -90,8 +90,8 @@ class HistoryDrafter(Drafter):
         for row, target in zip(source, destination, strict=True):
             self._texts[target] = self._texts[row]
 
-    def observe(self, tokens: Integers, kept: Integers) -> None:
-        self._unread.append((tokens, kept))
+    def observe(self, tokens: Integers, counts: Integers) -> None:
+        self._unread.append((tokens, counts))
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         self._catch_up()
@@ -101,23 +101,22 @@ class HistoryDrafter(Drafter):
         return Proposal(torch.tensor(padded, dtype=torch.int64), lengths)  # [B, γ]
 
     def _catch_up(self) -> None:
-        """Extends the texts by newly committed tokens. Must run before rows move."""
+        """Extends the texts by newly committed tokens; must run before rows move."""
         rounds, self._unread = self._unread, []
         new: list[list[int]] = [[] for _ in self._texts]
-        for tokens, kept in rounds:
-            for own, committed, count in zip(new, tokens.tolist(), kept.tolist(), strict=False):  # rows that ended: no
+        for tokens, counts in rounds:
+            for own, committed, count in zip(new, tokens.tolist(), counts.tolist(), strict=False):
                 own += committed[:count]
         for text, own in zip(self._texts, new, strict=True):
             self.history.extend(text, own)
         self.history.evict()
 
     def remember(self, prompt: Sequence[int], completion: Sequence[int]) -> None:
-        """Stores a completion that another rank has decoded. Must not be called while a generation runs."""
+        """Stores a completion of another rank. Must not be called while a generation runs."""
         self.history.extend(self.history.start(array("q", prompt).tobytes()), completion)
         self.history.evict()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """See :meth:`RolloutHistory.state_dict`."""
         return self.history.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -127,8 +126,8 @@ class HistoryDrafter(Drafter):
 
 @dataclass(eq=False)
 class Text:
-    """One completion: its tokens so far, of which the first `indexed` are in its prompt's index and end at `node`;
-    `prompt` is None after it was evicted."""
+    """One completion: its tokens so far; the first `indexed` are in its prompt's index and end at `node`. `prompt` is
+    None after eviction."""
 
     prompt: "_Prompt | None"
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
@@ -149,7 +148,7 @@ class RolloutHistory:
     """Stores completions by prompt, the newest `max_tokens` tokens.
 
     A stored text takes four bytes per token. Only prompts in flight have a suffix index, of `MOST_INDEXED` tokens and
-    those added since. At the bound the oldest texts are evicted. The row of an evicted text gets no more drafts.
+    later ones. At the bound the oldest texts are evicted; their rows get no more drafts.
 
     Args:
         max_tokens: most stored tokens, of texts and of prompts that have texts.
@@ -184,7 +183,6 @@ class RolloutHistory:
         return text
 
     def extend(self, text: Text, tokens: Sequence[int]) -> None:
-        """Appends tokens to a text."""
         if text.prompt is None or not tokens:
             return
         text.tokens.extend(tokens)
@@ -193,7 +191,6 @@ class RolloutHistory:
             text.prompt.grown.append((text, len(text.tokens)))
 
     def propose(self, text: Text, draft_length: int) -> list[int]:
-        """Proposes up to `draft_length` tokens after the text."""
         if text.prompt is None:
             return []
         prompt, index = text.prompt, text.prompt.index
@@ -224,15 +221,15 @@ class RolloutHistory:
                 self._token_count -= len(prompt.tokens)
 
     def drop_indexes(self, but: Collection[bytes]) -> None:
-        """Drops the indexes of prompts that are not in flight."""
+        """Drops the indexes of all prompts `but` those in flight."""
         for prompt in [prompt for prompt in self._indexed if prompt.key not in but]:
             prompt.index = None
             self._indexed.remove(prompt)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All texts, oldest first, as flat tensors: `prompts` int32 and `prompt_lengths` `[P]` int64 hold the prompts'
-        tokens, one after the other, `texts` int32 and `text_lengths` `[T]` int64 those of the texts, and
-        `text_prompts` `[T]` int64 the prompt of every text."""
+        """All texts, oldest first, as flat tensors: tokens of prompts in `prompts` int32 with `prompt_lengths` `[P]`
+        int64, tokens of texts in `texts` int32 with `text_lengths` `[T]` int64, and `text_prompts` `[T]` int64, the
+        prompt of every text."""
         prompts = list(dict.fromkeys(text.prompt for text in self._texts if text.prompt is not None))
         number = {prompt: place for place, prompt in enumerate(prompts)}
 

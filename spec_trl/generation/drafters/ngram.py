@@ -1,4 +1,4 @@
-"""Prompt lookup: the row's own text proposes what followed the same n-gram before (SA §4.2, n-gram drafting)."""
+"""Drafts by prompt lookup: tokens that followed the same n-gram earlier in the row's text."""
 
 from typing import Any
 
@@ -33,8 +33,8 @@ class NgramDrafter(Drafter):
         text = rows.tokens[: rows.active, : rows.longest]  # [B, columns]
         lengths = rows.lengths  # [B]
         columns = torch.arange(text.shape[1], device=text.device)  # [columns]
-        # Grow the match backwards: after n steps `matches[b, c]` says that the n tokens up to column c equal the
-        # row's last n. A match must end before the last column, so that something follows it.
+        # Grow the match backwards: after n steps `matches[b, c]` means that the n tokens up to column c equal the
+        # row's last n. A match must end before the last column, so that a token follows.
         matches = columns < lengths[:, None] - 1  # [B, columns]
         start = torch.zeros_like(lengths)  # [B], first column of the continuation; 0: nothing found
         for n in range(min(self._ngram_size, text.shape[1])):

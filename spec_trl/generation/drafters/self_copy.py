@@ -1,4 +1,4 @@
-"""The policy's quantized copy as drafter, and its refresh (ER §3.1). It shares the target's K/V cache."""
+"""Drafts with the policy's quantized copy, and refreshes it (ER §3.1). It shares the target's K/V cache."""
 
 import functools
 import time
@@ -25,7 +25,7 @@ from ..registry import register_drafter
 from .autoregressive import NetworkDrafter
 
 
-# Kernels whose layers keep locks or partial sums between thread blocks: drafting and learning would share them.
+# Kernels with locks or partial sums shared between thread blocks: drafting and learning must not run them at once.
 _ONE_STREAM = {"humming", "marlin"}
 
 
@@ -33,8 +33,8 @@ _ONE_STREAM = {"humming", "marlin"}
 class SelfDrafter(NetworkDrafter):
     """A twin of the policy with quantized projections; all other modules share the policy's weights.
 
-    Arguments are those of :func:`~.quantize_projections`; the policy is never changed. With
-    `packs_later` weights are quantized before the first draft; a copy that never drafts costs almost nothing.
+    Arguments are those of :func:`~.quantize_projections`; the policy is never changed. With `packs_later` weights are
+    quantized before the first draft: a copy that never drafts costs almost nothing.
 
     Attributes:
         is_stale: whether it must be packed (again) before it drafts.
@@ -92,7 +92,7 @@ class SelfDrafter(NetworkDrafter):
         """Requantizes the policy's current weights into the same buffers (ER §3.1, Algorithm 1 line 3).
 
         The "awq" schemes choose their scales by `statistics` of the policy's forwards in the step before, over
-        `quantized.activation_aware_layers`, and round to nearest without (ER §C.4).
+        `quantized.activation_aware_layers`, and without them round to nearest (ER §C.4).
         """
         self.quantized.refresh(statistics)
         self.is_stale, self.max_rows = False, self.quantized.max_rows  # the first one may measure the kernels
@@ -124,7 +124,6 @@ class SelfDrafter(NetworkDrafter):
         return []  # all of them are the policy's
 
     def refresh_if_stale(self) -> None:
-        """Packs or refreshes before a draft, if due."""
         policy = self._policy() if self._may_have_changed else None
         if policy is not None and self._weights != (present := WeightState(policy)):
             self.refresh_before_drafting()

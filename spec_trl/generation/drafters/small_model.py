@@ -1,8 +1,8 @@
-"""A smaller causal language model with the target's tokenizer as drafter (SA's 0.5 B and 1.5 B).
+"""Drafts with a smaller causal language model with the target's tokenizer (SA's 0.5 B and 1.5 B).
 
-One tokenizer may come with vocabularies of two sizes, padded for the hardware: Qwen2.5 has 151,936 rows up to 3 B and
-152,064 beyond. The drafter's scores are cut, or padded with -inf, to the target's size, and a token that the drafter
-has no row for is fed as its last one: neither can change an output.
+One tokenizer may have vocabularies of two sizes, padded for the hardware: Qwen2.5 has 151,936 rows up to 3 B and
+152,064 beyond. The drafter's scores are cut, or padded with -inf, to the target's size, and the drafter reads its last
+token in place of one without a row: neither can change an output.
 """
 
 import copy
@@ -115,7 +115,7 @@ def _fit_to(size: int, wanted: int) -> tuple[Any, Any]:
 
 
 def read_assistant_config(name: str) -> PreTrainedConfig:
-    """Reads the config of the causal LM at a path or hub id; for an adapter of PEFT that of its base model."""
+    """Reads the config of the causal LM at a path or hub id; of a PEFT adapter that of its base model."""
     if (adapter := find_adapter_config_file(name)) is not None:
         base = json.loads(Path(adapter).read_text()).get("base_model_name_or_path")
         if not base:
@@ -126,7 +126,7 @@ def read_assistant_config(name: str) -> PreTrainedConfig:
 
 def as_assistant(argument: str, assistant: object) -> PreTrainedModel:
     """Returns the transformers model in `assistant`, without wrappers of torch.compile and PEFT; raises ValueError,
-    naming the `argument`, if there is none."""
+    naming the `argument`, without one."""
     model = policy_in(assistant) if isinstance(assistant, nn.Module) else assistant
     if not isinstance(model, PreTrainedModel):
         shown = type(model).__name__ if isinstance(model, nn.Module) else repr(model)
@@ -135,15 +135,15 @@ def as_assistant(argument: str, assistant: object) -> PreTrainedModel:
 
 
 def states_of(argument: str, assistant: "PreTrainedModel | str") -> str:
-    """Words for the `argument` if the `assistant` keeps states, for :func:`~.refusals.check`; else ""."""
+    """Describes the `argument` for :func:`~.refusals.check` if the `assistant` has states; else ""."""
     is_name = isinstance(assistant, str)
     config = read_assistant_config(assistant) if is_name else as_assistant(argument, assistant).config
     return (words := Family(config).stateful) and f"{argument} {words}"
 
 
 def load_assistant(assistant: "PreTrainedModel | str | None", target: PreTrainedModel) -> PreTrainedModel:
-    """Returns the assistant module itself, or loads it from a path or hub id onto the target's device, in the dtype
-    that the target computes in."""
+    """Returns the assistant module, or loads it from a path or hub id onto the target's device, in the dtype of the
+    target's forwards."""
     if assistant is None:
         raise ValueError('assistant_strategy="model" needs assistant_model: a smaller causal LM, its path or hub id.')
     if not isinstance(assistant, str):

@@ -1,4 +1,4 @@
-"""Longest suffix matches in the texts of one prompt: proposes the tokens that followed the same tokens before."""
+"""Finds longest suffix matches in the texts of one prompt, and proposes the tokens after them."""
 
 from array import array
 from collections import Counter
@@ -15,7 +15,7 @@ CANDIDATES = 64
 
 
 class SuffixIndex:
-    """The texts of one prompt, growing token by token, with a lookup of what continues a suffix.
+    """Texts of one prompt, growing token by token, and the continuations of their suffixes.
 
     Every token is a node with a link to the token before, so all texts share the prompt:
 
@@ -32,7 +32,7 @@ class SuffixIndex:
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self._tokens = array("i")  # of each node
+        self._tokens = array("i")  # by node
         self._previous = array("i")  # node before; -1: none
         self._next = array("i")  # node after it in the same text; -1: none yet, or the prompt's end
         self._newest: tuple[dict[int, int], ...] = tuple({} for _ in ANCHORS)
@@ -63,8 +63,8 @@ class SuffixIndex:
     def propose(self, node: int, draft_length: int) -> list[int]:
         """Proposes up to `draft_length` tokens after the text that ends in `node`.
 
-        The draft follows the longest matches of the text's end. Where matches differ it takes the most frequent token,
-        among equals that of the newest match. Where all matches end (a text in flight) the draft is looked up.
+        The draft follows the longest matches of the text's end: the most frequent token where they differ, among
+        equals that of the newest match. Where all matches end (a text in flight) the draft is looked up again.
         """
         tokens, following = self._tokens, self._next
         context = self._suffix(node, LONGEST_MATCH)
@@ -92,7 +92,7 @@ class SuffixIndex:
             for _ in range(CANDIDATES):
                 if candidate < 0:
                     break
-                # A 64-bit hash collision of two runs of LONGEST_MATCH tokens would only cost a bad draft.
+                # A 64-bit hash collision of two runs of LONGEST_MATCH tokens only costs a bad draft.
                 length, node = k if k == LONGEST_MATCH else 0, previous[candidate]
                 for token in backwards[length:]:
                     if node < 0 or tokens[node] != token:
@@ -108,7 +108,6 @@ class SuffixIndex:
         return []
 
     def _suffix(self, node: int, count: int) -> list[int]:
-        """The last `count` tokens of the text that ends in `node`, or all there are."""
         suffix: list[int] = []
         while node >= 0 and len(suffix) < count:
             suffix.append(self._tokens[node])

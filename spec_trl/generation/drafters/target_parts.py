@@ -1,5 +1,4 @@
-"""Parts of the target that learned drafters use: embedding and head, under any wrapper (adapters and trained copies of
-peft, quantization, torch.compile), operations on logits, and vocabulary."""
+"""Finds the target's embedding, head and vocabulary for learned drafters, under any wrapper."""
 
 import re
 
@@ -10,7 +9,7 @@ from transformers import PreTrainedModel
 from ..engine.network.shadow import share_weights
 
 
-# What families do to their logits after the head, by the config's key.
+# Keys of configs for operations on logits after the head.
 _FACTORS = {"logit_scale", "lm_head_multiplier"}  # Cohere, Falcon-H1
 _DIVISORS = {"logits_scaling"}  # Granite
 _SOFTCAPS = {"final_logit_softcapping"}  # Gemma 2 and later
@@ -18,7 +17,7 @@ _SOFTCAPS = {"final_logit_softcapping"}  # Gemma 2 and later
 _ELSEWHERE = re.compile(r"att(n|ention)_|router|num_logits_to_keep|output_auxiliary_logits|mlp_|_init_value")
 _LOGITS = re.compile(r"logit|softcap|soft_cap|lm_head_multiplier")
 _PADDED_TO = (64, 128, 256, 512)
-"""Multiples to which vocabularies are padded. Not 1024, by which Mistral's 32,768 would pass for Llama's 32,000."""
+"""Multiples of padded vocabularies. Not 1024: with it Mistral's 32,768 would pass for Llama's 32,000."""
 
 
 def plain_embedding(target: PreTrainedModel) -> nn.Module:
@@ -34,7 +33,7 @@ def plain_embedding(target: PreTrainedModel) -> nn.Module:
 
 
 def in_dtype_of(head: nn.Module, states: Tensor) -> Tensor:
-    """Casts `states` to the dtype of the weight of `head`, unless that is quantized."""
+    """Casts `states` to the dtype of the weight of `head`, unless quantized."""
     weight = next(head.parameters(), states)
     return states.to(weight.dtype) if weight.is_floating_point() else states
 
@@ -43,7 +42,7 @@ def logit_changes(target: PreTrainedModel) -> tuple[float, float | None]:
     """The factor and the softcap, if any, that `target` applies to the scores of its head.
 
     Raises:
-        ValueError: its config has a key about its logits that is not known here.
+        ValueError: its config has an unknown key about logits.
     """
     factor, softcap = 1.0, None
     for name, value in target.config.get_text_config(decoder=True).to_dict().items():
@@ -70,8 +69,8 @@ def changed(scores: Tensor, factor: float, softcap: float | None) -> Tensor:
 
 
 def is_padded(size: int, other: int) -> bool:
-    """Whether two sizes are equal, or one is the other one padded for the hardware: Qwen2.5 has 151,936 rows up to 3 B
-    and 152,064 beyond."""
+    """Whether two sizes are equal, or one pads the other for the hardware: Qwen2.5 has 151,936 rows up to 3 B and
+    152,064 beyond."""
     low, high = sorted((size, other))
     return low == high or any(-(-low // multiple) * multiple == high for multiple in _PADDED_TO)
 

@@ -1,6 +1,6 @@
-"""Drafters that can be trained on the rounds they drafted, and the canvas, which replays a round with gradient.
+"""Trains drafters on the rounds that they drafted, replayed with gradients on a canvas.
 
-Inference kernels carry no gradient (TTS App. C.3), and caches are written in place. So drafting runs without gradient,
+Inference kernels carry no gradient (TTS App. C.3), and caches are written in place: drafting runs without gradient,
 and an update replays the round from a :class:`Canvas` on plain modules.
 """
 
@@ -31,8 +31,8 @@ class Canvas:
                          context            | x_t | drafts
 
         features: `[B, context, F]` of the target at the context's columns; None: the drafter reads none.
-        columns: number of columns of the K/V, which must hold the drafts as well.
-        keys_values: K and V `[B, kv_heads, columns, d]` by layer; from a row's column n - 1 on they hold scratch.
+        columns: number of columns of the K/V, with room for the drafts.
+        keys_values: K and V `[B, kv_heads, columns, d]` by layer; scratch from a row's column n - 1 on.
     """
 
     lengths: Tensor
@@ -43,7 +43,7 @@ class Canvas:
 
     @property
     def context(self) -> int:
-        """Number of columns before the newest committed token that come with features."""
+        """Number of columns with features before the newest committed token."""
         return 0 if self.features is None else self.features.shape[1]
 
     @property
@@ -52,7 +52,7 @@ class Canvas:
         return self.tokens.shape[1] - self.context - 1
 
     def columns_after(self, offset: int, count: int) -> Tensor:
-        """`[B, count]` int64: columns n + offset .. of the rows; the last column, which no replay reads, replaces
+        """`[B, count]` int64: columns n + offset .. of the rows; the last column, unread by replays, replaces
         columns before a row's start."""
         columns = self.lengths[:, None] + torch.arange(offset, offset + count, device=self.lengths.device)
         return columns.where(columns >= 0, self.columns - 1)
@@ -63,18 +63,17 @@ class Canvas:
         return self.tokens[:, first : first + count]
 
     def cache(self) -> ReplayCache:
-        """A cache on its K/V, for a replay to write to."""
+        """A cache on the canvas's K/V, for a replay to write to."""
         return ReplayCache(self.keys_values, self.columns)
 
     @property
     def bytes(self) -> int:
-        """Bytes of its tensors."""
         held = [self.tokens, *(part for pair in self.keys_values for part in pair)]
         return sum(tensor.nbytes for tensor in held) + (0 if self.features is None else self.features.nbytes)
 
 
 class TrainableDrafter(Drafter):
-    """A drafter with a network whose rounds can be replayed."""
+    """A drafter with a network and replayable rounds."""
 
     network: nn.Module
     cached: Integers | None = None
@@ -97,11 +96,11 @@ class TrainableDrafter(Drafter):
 
     @classmethod
     def make_student(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "TrainableDrafter":
-        """Makes a drafter whose weights no other module uses, for `"tts"`; arguments and errors as of `make`."""
+        """Makes a drafter for `"tts"` with weights of its own; arguments and errors as of `make`."""
         return cls.make(model, assistant, config)
 
     def computed(self, row: int) -> int:
-        """Number of first columns of `row` whose K/V it has computed from committed text; 0 where it counts none."""
+        """Number of first columns of `row` with K/V computed from committed text; 0 where it counts none."""
         return 0 if self.cached is None else min(int(self.cached[row]), int(self.session.rows.host_lengths[row]) - 1)
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
@@ -111,15 +110,15 @@ class TrainableDrafter(Drafter):
     @abstractmethod
     def replay(self, network: Any, canvas: Canvas) -> Tensor:
         """Computes raw logits `[B, C, draft vocabulary]` of a round's first C <= γ draft tokens again, with gradient,
-        by this drafter's network or a copy of it."""
+        by this drafter's `network` or a copy."""
 
     @abstractmethod
     def trained(self, network: Any) -> list[nn.Parameter]:
-        """The parameters of `network`, this drafter's or a copy of it, that learning may change."""
+        """The parameters of `network`, this drafter's or a copy, that learning may change."""
 
     @abstractmethod
     def projections(self, network: Any) -> dict[str, nn.Module]:
-        """The layers of `network` that low-rank adapters can correct, by name."""
+        """The layers of `network`, by name, that low-rank adapters can correct."""
 
     def columns_of_replay(self, draft_length: int) -> int:
         """Number of columns from a row's newest token on that a replay writes to."""
@@ -130,8 +129,7 @@ class TrainableDrafter(Drafter):
         return [0.8**k for k in range(count)]
 
     def canvas(self, draft_length: int, snapshot: bool) -> Canvas:
-        """Returns the canvas of the round that was just drafted and verified, before it is committed; a `snapshot`
-        copies its K/V."""
+        """Returns the canvas of the round just drafted and verified, not yet committed; a `snapshot` copies K/V."""
         rows = self.session.rows
         columns = rows.longest + self.columns_of_replay(draft_length)
         features = self.context_features()

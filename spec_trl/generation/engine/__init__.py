@@ -1,1 +1,1 @@
-"""The decoding loop of rows of different lengths, and the objects that it drives."""
+"""Decodes rows of different lengths in one loop."""

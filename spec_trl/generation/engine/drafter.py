@@ -1,4 +1,4 @@
-"""The base class of drafters, whose proposals can never change an output, and the token-by-token draft loop."""
+"""Defines the base class of drafters and the token-by-token draft loop."""
 
 import sys
 from abc import abstractmethod
@@ -27,19 +27,18 @@ from .statistics import LearningStatistics
 
 @dataclass(frozen=True)
 class DraftSession:
-    """The generation as a drafter sees it.
+    """One generation, from a drafter's view.
 
     Args:
-        rows: the rows in flight.
-        pipeline: the target's processors: a drafter that samples applies them too (ER: the drafter uses the target's
-            temperature, top-k and top-p).
+        pipeline: the target's processors, which a drafter that samples applies too (ER: the target's temperature,
+            top-k and top-p).
         do_sample: False: greedy.
         target: the :class:`~.EagerRunner` of the target; None inside transformers' loop, where it has another cache.
         keep_logits: whether proposals must carry their logits (rejection verification).
         most_drafted: largest γ of a round.
-        spend: takes seconds from the control's exploration budget, for learning; False: it holds less.
-        tail: of a drafter that runs ahead, without `target`: the cache in which a copy of the target reads the
-            target's K/V and writes that of drafts; None: it computes both.
+        spend: takes seconds of learning from the control's exploration budget; False: the budget holds less.
+        tail: of a drafter that runs ahead, without `target`: a cache in which a copy of the target reads the target's
+            K/V and writes that of drafts. None: the drafter computes both.
     """
 
     rows: Rows
@@ -58,13 +57,13 @@ class DraftSession:
 
     @property
     def drawn_by(self) -> Filters | None:
-        """Filters, if :meth:`draw` depends on nothing else besides logits, noise and what it is told to be seen; None:
-        also on the rows, or it keeps logits."""
+        """Filters, if :meth:`draw` depends on nothing but logits, noise, seen text and these; None: it also depends on
+        the rows, or returns logits."""
         return None if self.keep_logits else self.pipeline.only_filters
 
     @property
     def text(self) -> Tensor | None:
-        """`[B, W]` int64: the text that :meth:`draw` must be told to be seen, if `drawn_by` has a penalty."""
+        """`[B, W]` int64: the seen text for :meth:`draw`, if `drawn_by` has a penalty."""
         penalised = self.pipeline.penalised
         return None if penalised is None or self.keep_logits else penalised.of_rows()
 
@@ -77,11 +76,11 @@ class DraftSession:
         seen: Seen | None = None,
     ) -> tuple[Draw, Tensor | None]:
         """Draws the draft tokens at `step` as the target would from the same logits `[B, 1, V]`; returns the draw and,
-        if proposals must carry them, the processed logits `[B, 1, V]`. `seen`: text and drafts, if `drawn_by` has a
+        the processed logits `[B, 1, V]` if proposals must carry them. `seen`: text and drafts, if `drawn_by` has a
         penalty.
 
-        A row for which processors allow no token, or whose prefix they refuse, gets a score of -inf: its draft ends
-        there, and processors do not see it again (`previous` is the draw at the step before).
+        A row whose processors allow no token, or refuse its prefix, gets a score of -inf: its draft ends there, and
+        processors do not see it again (`previous` is the draw at the step before).
         """
         if not self.pipeline.may_refuse:
             if not self.keep_logits:
@@ -97,8 +96,8 @@ class DraftSession:
 
 @dataclass(frozen=True)
 class DraftCost:
-    """Cost of a forward of a drafting network, for predictions: bytes of the weights that it reads, the target's head
-    included, and FLOP per row. It yields at most `tokens` draft tokens per row."""
+    """Cost of a forward of a drafting network, for predictions: bytes of read weights, the target's head included, and
+    FLOP per row; at most `tokens` draft tokens per row."""
 
     weight_bytes: float
     dense_flops: float
@@ -109,25 +108,25 @@ class Drafter(CandidateGenerator):
     """Proposes draft tokens for a ragged batch, and for batch 1 in transformers' assisted loop.
 
     The engine calls `begin` once per generation, then in every round `admit` for rows that enter, `move` for rows that
-    fill a gap, and `propose`. Rows enter without their first tokens, which `observe` passes. After any exception the
-    drafter is dropped for the rest of the generation.
+    fill a gap, and `propose`. `observe` passes committed tokens, the first one included. A drafter is dropped for the
+    rest of the generation after any exception.
     """
 
     strategy: str = "custom"
-    """Its `assistant_strategy`, if registered; its name in statistics."""
+    """The `assistant_strategy`, if registered; the name in statistics."""
     assistant: Literal["none", "optional", "required"] = "none"
     """Whether it drafts with the `assistant_model`."""
     has_probabilities: bool
-    """Whether proposals can carry draft logits, which rejection verification needs."""
+    """Whether proposals can carry draft logits, for rejection verification."""
     uses_pool: bool = False
     """Whether its K/V is in pages if the target's is, instead of whole rows."""
     max_rows: int = sys.maxsize
-    """With more rows in flight a draft costs as much as the target; such rounds decode autoregressively."""
+    """Most rows in flight that it drafts for; beyond, a draft costs as much as the target."""
     cost: DraftCost | None = None
-    """Cost of a network other than the policy's packed copy, whose cost is in a profile."""
+    """Cost of this drafter's network. None: no network, or the policy's packed copy, whose cost is measured."""
     drafts_ahead: bool = True
-    """Whether it can continue after its drafts, and go back when rows become shorter. False if it reads hidden states
-    of the target, or stores committed tokens."""
+    """Whether it can continue after its drafts, and go back when rows become shorter. False if it reads the target's
+    hidden states, or stores committed tokens."""
     looks_up: bool = False
     """Whether it looks drafts up in texts, without a forward."""
     reads_prompts: bool = True
@@ -147,16 +146,14 @@ class Drafter(CandidateGenerator):
     made_for: tuple[object, ...] | None = None
     """Result of :meth:`kept_for` when it was made."""
     hangs_in: Thread | None = None
-    """The thread of an earlier generation that hangs in this drafter."""
+    """A background thread of an earlier call that still uses this drafter."""
 
     @classmethod
     def make(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> "Drafter":
         """Makes the drafter of a call for `model` that names the strategy.
 
         Args:
-            model: the target.
             assistant: the `assistant_model`: a model, a path, a hub id, or None.
-            config: options of the call.
 
         Raises:
             ValueError: the assistant cannot draft.
@@ -165,20 +162,19 @@ class Drafter(CandidateGenerator):
 
     @classmethod
     def kept_for(cls, model: PreTrainedModel, assistant: Any, config: SpeculativeConfig) -> tuple[object, ...] | None:
-        """Returns what `make` reads of these arguments. A later call with an equal tuple gets the same drafter, if
-        `model` keeps its structure or the drafter `outlives_changes`; None: every call makes a new one."""
+        """Returns the inputs of `make` among these arguments. A later call with an equal tuple reuses the drafter, if
+        `model` keeps its structure or the drafter `outlives_changes`; None: never."""
         return None
 
     @classmethod
     def check_assistant(
         cls, argument: str, assistant: Any, target: PreTrainedModel, config: SpeculativeConfig
     ) -> None:
-        """Raises ValueError, naming the `argument`, if `assistant` cannot draft for `target` according to its
-        config."""
+        """Raises ValueError, naming the `argument`, if `assistant` cannot draft for `target` by its config."""
 
     @property
     def waited(self) -> float:
-        """Seconds of this generation in which decoding waited for its learning or packing."""
+        """Seconds of this generation that decoding waited for the drafter's learning or packing."""
         return self.learning.waited if self.learns else 0.0
 
     @contextmanager
@@ -198,37 +194,37 @@ class Drafter(CandidateGenerator):
     _claim: object
 
     def check_length(self, columns: int) -> None:
-        """Raises ValueError if it cannot draft for rows of `columns` tokens, drafts included."""
+        """Raises ValueError if the drafter cannot serve rows of `columns` tokens, drafts included."""
 
     def begin(self, session: DraftSession) -> None:
         """Starts a generation.
 
         Raises:
-            RuntimeError: a thread of an earlier generation is still in it, and would write into this generation's
-                cache.
+            RuntimeError: a background thread of an earlier call still uses the drafter, and would write into this
+                call's cache.
         """
         if self.hangs_in is not None and self.hangs_in.is_alive():
-            raise RuntimeError("a thread of an earlier generation hangs in it")
+            raise RuntimeError("this drafter is still used by a background thread of an earlier call; make a new one")
         self.session = session
 
     def admit(self, admission: Admission) -> None:
         """Rows have entered."""
 
     def save_row(self, row: int) -> dict[str, tuple[int, RowKV]] | None:
-        """Saves `row`, which has ended, for the next turn of the conversation. Returns, by strategy, the number of
-        first columns that the drafter then need not compute, and K/V of its cache; nothing if it has no cache, or
-        computes all again; None if it reads the target's hidden states of the whole text, which cannot be saved."""
+        """Saves the ended `row` for the next turn of the conversation. Returns, by strategy, the number of
+        first columns that the drafter need not compute again, and K/V of its cache; {}: it computes all, or has no
+        cache. None: it cannot be saved, because the drafter reads the target's hidden states of the whole text."""
         return {}
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
-        """Rows have ended, and rows `source` are now rows `destination`, so that active rows come first: moves state
-        per row, and the first `columns[i]` columns of a cache. All are empty if the last rows ended."""
+        """Moves the state of rows `source`, now rows `destination`, and the first `columns[i]` columns of a cache:
+        active rows come first after others have ended. All are empty if the last rows ended."""
 
     @abstractmethod
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        """Drafts up to `draft_length` (γ) tokens for every active row of the session; they may remain unused.
+        """Drafts up to `draft_length` (γ) tokens for every active row; they may remain unused.
 
-        `noise`: the noise with which the target samples in this round; None: greedy.
+        `noise`: the target's in this round; None: greedy.
         """
 
     def learn(self, logits: Tensor, verified: Tensor) -> None:
@@ -239,13 +235,12 @@ class Drafter(CandidateGenerator):
             verified: `[B]` bool, the rows whose proposal was verified; logits of other rows are undefined.
         """
 
-    def observe(self, tokens: Integers, kept: Integers) -> None:
-        """A round has committed the first `kept` `[B]` of `tokens` `[B, n]`, on the host; `session.rows` has the
-        committed text. Also called if the drafter did not draft, or its drafts were not used, and after `admit` with
-        first tokens: then `kept` is 0 for rows without one."""
+    def observe(self, tokens: Integers, counts: Integers) -> None:
+        """Reads the first `counts` `[B]` of `tokens` `[B, n]`, on the host, that a round committed; `session.rows` has
+        the committed text. Called after every round, also without drafts of this drafter, and after `admit` with
+        first tokens: then `counts` is 0 for rows without one."""
 
     def end(self) -> None:
-        """Drops the session: the generation is over."""
         del self.session
 
     def state_dict(self) -> dict[str, Any]:
@@ -267,7 +262,7 @@ class Drafter(CandidateGenerator):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the states of a row that it keeps beside K/V, known before `begin`."""
+        """Bytes of a row's states beside K/V, known before `begin`."""
         return 0
 
     # ---- transformers' assisted loop, batch 1 ---------------------------------------------------------------------
@@ -281,10 +276,10 @@ class Drafter(CandidateGenerator):
         seed: int = 0,
         eos_token_ids: Collection[int] = (),
     ) -> "Drafter":
-        """Makes the drafter ready for `GenerationMixin._assisted_decoding`, which calls `get_candidates`.
+        """Prepares the drafter for `GenerationMixin._assisted_decoding`, which calls `get_candidates`.
 
         `max_length` is the largest total length, as in the generation config, and `seed` that of the drafter's noise.
-        Drafts end at one of the target's `eos_token_ids`: the loop continues after it in transformers 5.17.
+        Drafts end at one of the target's `eos_token_ids`, after which the loop of transformers 5.17 would continue.
         """
         self._solo_arguments = (draft_length, max_length, do_sample, processors, seed, eos_token_ids)
         self._solo_prompt_length = 0
@@ -336,16 +331,15 @@ Forward = Callable[[Tensor, Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class NetworkDraft:
-    """One round's draft loop of a network, which reads every drawn token.
+    """One round's draft loop of a network that reads every drawn token.
 
     Args:
-        tokens: `[B, known + γ]` int64, the newest committed tokens, which are fed first, and places for the drafts.
-        columns: `[B, known + γ - 1]` int64, columns of these tokens in the cache; the last draft is not fed.
+        tokens: `[B, known + γ]` int64: the newest committed tokens, read first, and places for the drafts.
+        columns: `[B, known + γ - 1]` int64, columns of these tokens in the cache, without the last draft.
         known: number of committed tokens among them, at least 1.
         noise: of the round; None: greedy.
-        draw: of the session.
         show: called with the step and its tokens `[B, 1]`, for processors that read the text.
-        drawn_by: of the session: such loops can be captured. None: otherwise.
+        drawn_by: of the session, if the loop can be captured; else None.
         text: `[B, W]` int64, of :class:`~.Seen`, if a draw needs it.
     """
 
@@ -364,7 +358,7 @@ class NetworkDraft:
         return self.tokens.shape[1] - self.known
 
     def run(self, forward: Forward) -> Proposal:
-        """Drafts: draws one token of every row from each forward, and writes it before the next one reads it."""
+        """Draws one token of every row from each forward, and writes it before the next forward reads it."""
         tokens, scores, processed, drawn = [], [], [], None
         seen = None if self.text is None else Seen(self.text, self.tokens[:, self.known :])
         for step in range(self.draft_length):

@@ -1,5 +1,6 @@
-"""The drafters of a rollout. A failing drafter is dropped, and changes no output. Lookup drafters that do not draft
-are evaluated: their guesses are compared with the committed text, without a forward."""
+"""Drops failing drafters, without a change of the output, and evaluates idle lookup drafters. A failing drafter is
+dropped, and changes no output. Lookup drafters that do not draft are evaluated: their guesses are compared with the
+committed text, without a forward."""
 
 import time
 import warnings
@@ -27,7 +28,6 @@ class GuardedDrafters:
     """Runs actions on drafters, by index, and drops those that raise.
 
     Args:
-        drafters: of the rollout.
         dropped: called with the index of a drafter that fails.
 
     Attributes:
@@ -44,17 +44,16 @@ class GuardedDrafters:
 
     @property
     def waited(self) -> float:
-        """Seconds in which decoding waited for learning or packing of drafters, failed ones included."""
+        """Seconds that decoding waited for learning or packing, of failed drafters too."""
         return sum(map(attrgetter("waited"), self._all))
 
     def ask_all(self, action: Callable[[Drafter], None]) -> None:
-        """Runs `action` on all drafters."""
-        for which in list(self.in_use):
-            self.ask(which, action)
+        for index in list(self.in_use):
+            self.ask(index, action)
 
-    def ask(self, which: int, action: Callable[[Drafter], T]) -> T | None:
+    def ask(self, index: int, action: Callable[[Drafter], T]) -> T | None:
         """Returns the result of `action` for a drafter; None if it failed, now or before."""
-        drafter = self.in_use.get(which)
+        drafter = self.in_use.get(index)
         if drafter is None:
             return None
         try:
@@ -66,8 +65,8 @@ class GuardedDrafters:
                 f"which goes on without it and with the same tokens. {self.failure}",
                 stacklevel=2,
             )
-            del self.in_use[which]
-            self._dropped(which)
+            del self.in_use[index]
+            self._dropped(index)
             with suppress(Exception):
                 drafter.end()
             return None
@@ -83,8 +82,6 @@ _END = -1  # no token: the draft ends before it
 
 @dataclass
 class _Lookup:
-    """A lookup drafter that is being evaluated."""
-
     pending: dict[int, tuple[Integers, int]] = field(default_factory=dict)  # by request: draft, number of right tokens
     rounds: int = 0  # left until it is evaluated again
     since: float = 0.0  # when it was last evaluated
@@ -92,26 +89,26 @@ class _Lookup:
 
 
 class LookupEvaluation:
-    """Estimates the acceptance of lookup drafters that do not draft. Sometimes those named by the control draft beside
-    a round, and the control learns how far the committed text agrees. No forward runs, and no token depends on it. A
-    lookup pauses so that it takes at most :data:`~.SHARE` of the time."""
+    """Estimates the acceptance of lookup drafters that do not draft: those named by the control sometimes draft beside
+    a round, and the control records how far the committed text agrees. No forward runs, and no token depends on it. A
+    lookup takes at most :data:`~.SHARE` of the time, and then pauses."""
 
     def __init__(self, control: Control, drafters: GuardedDrafters, vocabulary: int) -> None:
         self._control, self._drafters, self._vocabulary = control, drafters, vocabulary
-        self._lookups = {which: _Lookup() for which in control.compared_lookups}
+        self._lookups = {index: _Lookup() for index in control.compared_lookups}
 
     def before_round(self, drafting: Mapping[int, object], requests: Sequence[int]) -> None:
-        """Makes lookups draft for `requests`, the one in each row (-1: it has ended), that are not `drafting`, if no
-        earlier drafts of them are left to compare."""
-        for which, lookup in self._lookups.items():
-            if which in drafting:
+        """Makes idle lookups draft for `requests`, the request in each row (-1: ended), if all their earlier drafts
+        are compared; `drafting`: drafters of the round."""
+        for index, lookup in self._lookups.items():
+            if index in drafting:
                 lookup.pending.clear()  # the round shows its acceptance
                 continue
             lookup.rounds -= 1
             started = time.perf_counter()
             rests = lookup.rounds >= 0 or started - lookup.since < lookup.seconds / SHARE
             if not rests and lookup.pending.keys().isdisjoint(requests):
-                lookup.pending = self._drafters.ask(which, partial(self._drafts, requests)) or {}
+                lookup.pending = self._drafters.ask(index, partial(self._drafts, requests)) or {}
                 lookup.rounds, lookup.since = self._control.compared_length, started
                 lookup.seconds = time.perf_counter() - started
 
@@ -124,16 +121,16 @@ class LookupEvaluation:
         return {request: (draft, 0) for request, draft in zip(requests, on_host, strict=True) if request >= 0}
 
     def after_round(self, requests: Sequence[int], tokens: Integers, counts: Integers) -> None:
-        """Compares drafts with the first `counts` `[B]` of `tokens` `[B, γ + 1]`, which the round has committed."""
-        for which, lookup in self._lookups.items():
+        """Compares drafts with the first `counts` `[B]` of `tokens` `[B, γ + 1]`, the committed ones."""
+        for index, lookup in self._lookups.items():
             if lookup.pending:
                 started = time.perf_counter()
-                self._compare(which, lookup.pending, requests, tokens, counts)
+                self._compare(index, lookup.pending, requests, tokens, counts)
                 lookup.seconds += time.perf_counter() - started
 
     def _compare(
         self,
-        which: int,
+        index: int,
         pending: dict[int, tuple[Integers, int]],
         requests: Sequence[int],
         tokens: Integers,
@@ -153,15 +150,15 @@ class LookupEvaluation:
             else:
                 pending[request] = draft, right
         if ended:
-            self._control.record_unverified(which, *zip(*ended, strict=True))
+            self._control.record_unverified(index, *zip(*ended, strict=True))
 
 
 def broken_logits(
     target: EagerRunner, rows: Rows, sound: Integers, counts: Integers, draft_length: int, rounds: int
 ) -> FloatingPointError:
-    """Makes the error for target logits that leave a row no token to draw: fewer of its tokens are `sound` (`[B]`)
-    than the `counts` (`[B]`) to commit. Repeats the forward of `draft_length` draft tokens, to name the module in
-    which NaN or infinity begins."""
+    """Makes the error for rows without a token to draw: fewer of their tokens are `sound` (`[B]`) than the `counts`
+    (`[B]`) to commit. Repeats the forward of `draft_length` draft tokens, to name the first module with NaN or
+    infinity."""
     row, count = int((sound < counts).argmax()), draft_length + 1
     # The verified tokens are the row's drafts up to the position.
     tokens, columns = rows.window(-1, count), rows.columns_after(-1, count)  # [B, γ + 1] each

@@ -1,8 +1,8 @@
-"""Rollouts in step, for processors and criteria that may read the whole batch or keep state between calls.
+"""Decodes in step, for processors and criteria that may read the whole batch or have state.
 
-They are shown what `generate` shows them, in its order and once: at every step the whole batch up to there. Drafts are
-made without them, and verified by one forward for all rows. Then the round walks along the drafts, step by step, as
-far as every row draws its own:
+`generate`'s calls are repeated in order and once: every step sees the whole batch up to there. Drafts are made without
+these processors, and verified by one forward for all rows. Then the round walks along the drafts, step by step, as far
+as every row draws its own:
 
     row 1 drafts   a b c d     the target draws   a b c .
     row 2 drafts   e f g h                        e f x .     both rows commit three tokens, and the round ends
@@ -25,10 +25,10 @@ from .sampling.noise import Draw, RoundNoise
 
 
 class RolloutInStep(Rollout):
-    """A rollout with all requests at once, in which all rows have generated equally many tokens, as in `generate`.
+    """A rollout with all requests at once and equally many generated tokens in all rows, as in `generate`.
 
     Ended rows stay until the last row ends, so that processors and criteria get all rows at every step: with
-    `padding`, or if it is None with tokens of the model, as in `generate` without EOS. The options are those of
+    `padding`, or if None with tokens of the model, as in `generate` without EOS. The options are those of
     :class:`Rollout`, with rows for all requests.
     """
 
@@ -60,13 +60,13 @@ class RolloutInStep(Rollout):
 
     def _first_tokens(self, admission: Admission, logits: Tensor) -> Outcome:
         rows = self.rows
-        logits = logits[[*admission.first_token_rows.values()]]  # [B, 1, V], of each row's leader
+        logits = logits[[*admission.first_token_rows.values()]]  # [B, 1, V], of the rows' leaders
         noise = RoundNoise(rows.noise_keys(1), logits.shape[-1]) if self._do_sample else None
         return self._judge(super()._arrange({}, {}), logits, noise)
 
     def _judge(self, drafts: Drafts, logits: Tensor, noise: RoundNoise | None) -> Outcome:
-        """The walk. Each step is one of `generate`: processors, token, criteria, streamer. The next step follows if
-        every row has drafted the token that it drew, and none has ended with it."""
+        """Walks along the drafts. A step is one of `generate`: processors, token, criteria, streamer. The next step
+        follows if every row has drafted its drawn token, and no row has ended."""
         rows, proposal = self.rows, drafts.proposal
         padded, ended = self._padded(), sent(torch.from_numpy(self._ended), logits.device)  # [B] each
         lengths = proposal.drafted().masked_fill(padded, drafts.width)  # [B]
@@ -88,8 +88,8 @@ class RolloutInStep(Rollout):
         return self._outcome(drafts, draws, agrees, ends)
 
     def _outcome(self, drafts: Drafts, draws: list[Draw], agrees: list[Tensor], ends: Tensor) -> Outcome:
-        """The outcome of a walk: the draw of each step, which rows (`[B]` bool) had drafted its token, and which end
-        with the last one. A row's drafts count as far as they were looked at."""
+        """The outcome of a walk: draws by step, rows (`[B]` bool) that had drafted the drawn token, and rows that end
+        with the last one. Only drafts that the walk has reached count."""
         proposal, steps, batch = drafts.proposal, len(draws), len(ends)
         logprobs = [drawn.logprobs for drawn in draws if drawn.logprobs is not None]
         drawn = Draw(

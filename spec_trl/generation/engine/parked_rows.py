@@ -1,4 +1,4 @@
-"""K/V and states of rows that ended, parked while tools answer: the next turn of a conversation reads what is new."""
+"""Parks K/V and states of ended rows while tools answer, for the next turn of a conversation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,18 +13,17 @@ from .saved_row import SavedKV, SavedRow
 
 
 class ParkedRows:
-    """Rows of a conversation's earlier turn, by a number that stays the same in all turns.
+    """Rows of a conversation's earlier turn, by a number that is the same in all turns.
 
-    K/V that was parked and K/V that is computed again are the same: requests of later turns know which columns were
-    generated, and these are computed again like steps (:meth:`Request.pieces`). Parked K/V takes at most half of free
-    memory; the oldest rows leave first, also when rows in flight need their memory, and are read again.
+    Parked K/V equals K/V that is computed again: requests of later turns know the generated columns, to be
+    computed like steps (:meth:`Request.pieces`). Parked K/V takes at most half of free memory; the oldest rows leave
+    first, also for rows in flight, and are read again.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all conversations."""
         self._rows: dict[int, SavedRow] = {}  # the oldest first
         self._spans: dict[int, Spans] = {}
         self._numbers: list[int] = []  # by index of request
@@ -42,7 +41,7 @@ class ParkedRows:
         ]
 
     def end_turn(self, lengths: Mapping[int, tuple[int, int]]) -> None:
-        """Tokens of prompt and completion in this turn, by number. Their text begins the prompt of the next turn."""
+        """Adds each number's tokens of prompt and completion in this turn; they begin the prompt of the next turn."""
         for number, (prompt, completion) in lengths.items():
             self._spans[number] = (*self._spans.get(number, ()), (prompt, prompt + completion - 1))
 
@@ -84,7 +83,7 @@ class ParkedRows:
         return found
 
     def drop_oldest(self) -> int:
-        """Drops the row that was parked first; returns its bytes, 0 if there is none."""
+        """Drops the row parked first; returns its bytes, 0 without a row."""
         oldest = self._pop(next(iter(self._rows), -1))
         return 0 if oldest is None else oldest.bytes
 

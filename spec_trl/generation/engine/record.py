@@ -1,4 +1,4 @@
-"""The record of a rollout: a :class:`Round` per decoding round, from which statistics are computed at the end."""
+"""Records a rollout by :class:`Round`, and computes statistics from them at the end."""
 
 import time
 from collections import deque
@@ -31,9 +31,9 @@ from .statistics import (
 
 
 LENGTH_BIN = 128
-"""Width of bins: rounds with mean lengths in the same bin are one :class:`RoundPoint`."""
+"""Tokens: rounds with mean lengths in the same bin are one :class:`RoundPoint`."""
 ROUNDS_AT_ONCE = 128
-"""Number of rounds whose drafts are counted together: a bound on memory."""
+"""Rounds counted together: a bound on memory."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ class DraftedChains:
         depths: int32, generated tokens by row before the round. All others are int16.
         owners: the drafter of the row's chain, -1: no chain.
         drafted, accepted: tokens of the chain, up to the row's end.
-        committed: committed tokens.
     """
 
     depths: NDArray[np.int32]
@@ -75,7 +74,6 @@ class Round:
         began: seconds since the rollout began.
         requests: the requests of the B rows.
         length: mean cached tokens per row.
-        plan: the chains to draft.
         draft_length: most draft tokens verified in any row, over all its chains.
         seconds: of the round, without learning.
         tokens: committed, over all rows.
@@ -93,7 +91,7 @@ class Round:
 
 
 def on_host(completions: Sequence[Completion]) -> list[Completion]:
-    """Copies `completions` to the host, all in one copy of their tokens and one of their logprobs."""
+    """Copies `completions` to the host in two copies: tokens, and logprobs."""
     counts = [len(done.tokens) for done in completions]
     logprobs = [done.logprobs for done in completions if done.logprobs is not None]
     if not completions:
@@ -128,7 +126,7 @@ class PhaseTimer:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase so far."""
+        """Seconds by phase so far."""
         if self._events:
             torch.cuda.synchronize()
         while self._events:
@@ -141,8 +139,8 @@ class PhaseTimer:
 
 
 class Record:
-    """The record of a rollout of `requests` under `strategy`, whose drafters have these `names`. Its clock starts when
-    it is made.
+    """The record of a rollout of `requests` under `strategy`, with drafters of these `names`. Its clock starts at
+    construction.
 
     Attributes:
         rounds: decoding rounds; the last one may be unfinished.
@@ -160,7 +158,7 @@ class Record:
         timer = PhaseTimer(where)
         self.phase, self.phase_seconds = timer.phase, timer.seconds
         self._strategy, self._requests, self._names = strategy, requests, names
-        self._ends: dict[int, tuple[float, int]] = {}  # by request: seconds, rounds that had begun
+        self._ends: dict[int, tuple[float, int]] = {}  # by request: seconds, rounds that had started
         self._started = time.perf_counter()
 
     def begin_round(self, plan: Sequence[Chain], requests: list[int], length: float) -> Round:
@@ -173,7 +171,7 @@ class Record:
         return self.rounds[-1]
 
     def end(self, requests: Sequence[int], completions: Mapping[int, Completion]) -> None:
-        """Records that `requests` have left: those in `completions` have ended here; others end on another rank."""
+        """Records that `requests` have left: those in `completions` ended here, others end on another rank."""
         self._ends.update(dict.fromkeys(requests, (time.perf_counter() - self._started, len(self.rounds))))
         for index, completion in completions.items():
             self.completions[index] = completion
@@ -181,7 +179,6 @@ class Record:
     def statistics(
         self, target: EagerRunner, rows: Rows, drafters: Sequence[Drafter], control: Control
     ) -> SpeculationStatistics:
-        """The statistics of the whole rollout."""
         completed = {index: done for index, done in enumerate(self.completions) if done is not None}
         completed = dict(zip(completed, on_host([*completed.values()]), strict=True))
         for index, done in completed.items():
@@ -226,7 +223,7 @@ class Record:
         self, statistics: SpeculationStatistics, completed: Mapping[int, Completion], capacity: int, control: Control
     ) -> float | None:
         """Estimates plain decoding: the same prefill, the rounds before the first draft, and the remaining rounds,
-        within what the rounds that drafted can have saved."""
+        within the possible savings of drafted rounds."""
         prefill = statistics.phase_seconds.get("prefill", 0.0)  # this rank may decode nothing
         plain, seconds = 0, prefill
         while plain < len(self.rounds) and not self.rounds[plain].draft_length:
@@ -234,12 +231,12 @@ class Record:
             plain += 1
         if plain == len(self.rounds):
             return statistics.seconds
-        begun, counts = [], []
+        lengths, counts = [], []
         for request in self._requests:
             if request.index in completed:
-                begun.append((len(request.prompt) + 1, self.prompt_keys[request.index]))
+                lengths.append((len(request.prompt) + 1, self.prompt_keys[request.index]))
                 counts.append(len(completed[request.index].tokens) - 1)
-        rest = control.plain_seconds(plain_rounds(begun, counts, capacity, plain))
+        rest = control.plain_seconds(plain_rounds(lengths, counts, capacity, plain))
         drafted = [point for point in statistics.points if point.draft_length]
         least = control.plain_seconds([PlainRounds(each.rounds, each.batch, each.length) for each in drafted])
         all_kept = [PlainRounds(each.tokens / each.batch, each.batch, each.length) for each in drafted]
@@ -263,7 +260,7 @@ def points_and_plans(rounds: Sequence[Round], names: Sequence[str]) -> tuple[lis
         batch, drafters = len(round_.requests), dict[str, None]()
         for chain in round_.plan:
             if chain.rows != ():
-                drafters[names[chain.which]] = None
+                drafters[names[chain.drafter]] = None
         drafter = "+".join(drafters) if round_.draft_length else None
         if not plans or plans[-1][1:] != (round_.draft_length, batch, drafter):
             plans.append((number, round_.draft_length, batch, drafter))
@@ -280,34 +277,33 @@ def points_and_plans(rounds: Sequence[Round], names: Sequence[str]) -> tuple[lis
 def timelines(
     rounds: Sequence[Round], names: Sequence[str], ends: Mapping[int, tuple[float, int]], completed: Container[int]
 ) -> list[RequestTimeline]:
-    """Timelines: who drafted for a request in which round, by request.
+    """Finds, by request, the drafters by round.
 
     Args:
-        rounds: of the rollout.
-        names: of the drafters.
-        ends: by request: seconds, and rounds that had begun.
-        completed: the requests that ended here. A request without rounds ended with its first token.
+        rounds, names: of the rollout, and of the drafters.
+        ends: by request: seconds, and rounds before its end.
+        completed: requests that ended here. One without rounds ended with its first token.
     """
     by_request: dict[int, RequestTimeline] = {}
     before: Any = None
     for number, round_ in enumerate(rounds):
-        chains = [(chain.which, chain.rows) for chain in round_.plan]
+        chains = [(chain.drafter, chain.rows) for chain in round_.plan]
         if (chains, round_.requests) == before:  # most rounds cost no more than this
             continue
         before = chains, round_.requests
         drafters: list[list[str]] = [[] for _ in round_.requests]
-        for which, rows in chains:
+        for drafter, rows in chains:
             for row in range(len(drafters)) if rows is None else rows:
-                if names[which] not in drafters[row]:
-                    drafters[row].append(names[which])
+                if names[drafter] not in drafters[row]:
+                    drafters[row].append(names[drafter])
         for request, drafting in zip(round_.requests, drafters, strict=True):
             changes = by_request.setdefault(request, RequestTimeline(request)).changes
             if not changes or changes[-1][2] != drafting:
                 changes.append((round_.began, number, drafting))
                 thin(changes, MOST_CHANGES, 1)
-    for request, (seconds, begun) in ends.items():
+    for request, (seconds, started) in ends.items():
         if request in completed:
-            by_request.setdefault(request, RequestTimeline(request, [(seconds, begun, [])]))
+            by_request.setdefault(request, RequestTimeline(request, [(seconds, started, [])]))
         if request in by_request:
             by_request[request].ended = seconds
     return [by_request[request] for request in sorted(by_request)]
@@ -316,8 +312,8 @@ def timelines(
 def count_drafts(
     statistics: SpeculationStatistics, rounds: Sequence[Round], requests: int, names: Sequence[str]
 ) -> None:
-    """Fills in `total`, `per_request`, `per_depth` and `per_drafter`, for a batch of `requests` requests, and counts
-    further chains. Drafters with the same name are counted together."""
+    """Fills in `total`, `per_request`, `per_depth` and `per_drafter` for a batch of `requests` requests, and counts
+    further chains. Drafters of one name are counted together."""
     labels = list(dict.fromkeys(names))
     label_of = np.array([labels.index(name) for name in names], np.int64)
     # Columns in the order of DraftCounts.
@@ -358,8 +354,8 @@ def counts_of(drafted: NDArray[Any], accepted: NDArray[Any], committed: NDArray[
 
 
 def thin(changes: list[Any], most: int, when: int) -> None:
-    """Merges the two shortest neighbouring spans until `most` of `changes` remain. The open span is never merged. The
-    field `when` of a change is its round; the fields after it are what changed."""
+    """Merges the two shortest neighbouring spans until `most` of `changes` remain, but never the open span. The field
+    `when` of a change is its round; later fields are the changed ones."""
     while len(changes) > most:
         at = min(range(1, len(changes) - 1), key=lambda at: changes[at + 1][when] - changes[at - 1][when])
         one, other, ended = changes[at - 1 : at + 2]

@@ -1,4 +1,4 @@
-"""Checks before any work: refuses by name what the engine cannot serve."""
+"""Refuses by name, before any work, the models and settings that the engine cannot serve."""
 
 import sys
 import warnings
@@ -109,9 +109,9 @@ def _check_model(model: PreTrainedModel) -> None:
     _check_adapters(model)
     if (name := unfollowed_patch(model)) is not None:
         raise ValueError(
-            f"the forward of {f'{name!r}' if name else 'the model'} was replaced on the instance by one that reaches "
-            "the model in a roundabout way (a global variable, a container, an object), and the engine runs a second "
-            "module tree. Use register_forward_hook, or let the new forward hold the old one in its closure."
+            f"the forward of {f'{name!r}' if name else 'the model'} was replaced by a function that reaches the model "
+            "by a global variable, a container or an object, so the engine cannot redirect it. Use "
+            "register_forward_hook, or let the new forward hold the old one in its closure."
         )
     check_foreign_layers(model)
     if is_fsdp_managed_module(model):
@@ -125,7 +125,7 @@ def _check_model(model: PreTrainedModel) -> None:
 
 
 def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
-    """Returns the reason why `model`, with the text config `config`, is not served, to follow its name, or None."""
+    """Returns why `model`, with the text config `config`, is not served, without the model's name; or None."""
     settings, decoder = vars(config), model.get_decoder()
     scripted = (name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule))
     if name := next(scripted, None):
@@ -164,7 +164,7 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
 
 
 def _renamed() -> str:
-    """Explains why an argument of every model's forward may seem missing; empty under tested versions."""
+    """Explains an argument that every model's forward seems to lack; empty under tested versions."""
     if transformers.__version__ in SpecifierSet(TRANSFORMERS):
         return ""
     return (
@@ -233,7 +233,7 @@ def with_wrappers(model: nn.Module) -> Iterator[Any]:
 
 
 def refusal(name: str, value: Any) -> ValueError:
-    """Of a setting of `generate` that cannot be served."""
+    """The error for a setting of `generate` that cannot be served."""
     way_out = _WAYS_OUT.get(name)
     if name.startswith("output_"):
         way_out = "the output's .logprobs holds those of the sampled tokens"
@@ -244,9 +244,9 @@ def refusal(name: str, value: Any) -> ValueError:
 
 
 def check_not_diverted(heals: bool | None, keywords: Mapping[str, Any]) -> None:
-    """Raises ValueError for what `generate`, with `keywords` and with `token_healing` where it `heals`, does before it
-    comes to a decoding method: it rewrites the prompts with a tokenizer, or keeps the tokenizer of an assistant from a
-    custom method."""
+    """Raises ValueError for steps of `generate`, with `keywords` and with `token_healing` if it `heals`, before a
+    decoding method runs: it rewrites the prompts with a tokenizer, or withholds an assistant's tokenizer from a custom
+    method."""
     if heals:
         raise refusal("token_healing", True)
     if keywords.get("assistant_tokenizer") is not None:
@@ -254,8 +254,8 @@ def check_not_diverted(heals: bool | None, keywords: Mapping[str, Any]) -> None:
 
 
 def check_generation_config(config: GenerationConfig) -> None:
-    """Raises ValueError for modes of generate that are not sampling or greedy search. `config` is the one that
-    `generate` has completed."""
+    """Raises ValueError for modes of generate other than sampling and greedy search; `config` as completed by
+    `generate`."""
     for name, values in _SERVED.items():
         value = vars(config).get(name)
         if value is not None and value not in values:
@@ -325,13 +325,12 @@ def read_prompts(
     """B prompts `[prompt length]` int64 without their left padding, on the host.
 
     Args:
-        model: the target.
         input_ids: `[B, width]` int64.
         attention_mask: `[B, width]` of 0 and 1, or None for no padding.
         position_ids: `[B, width]` int64, or with axes before them, or None.
 
     Raises:
-        ValueError: a prompt is empty, right-padded or has holes, holds ids that the model's embedding does not, or its
+        ValueError: a prompt is empty, right-padded or has holes, has ids outside of the model's embedding, or its
             positions do not count from its first token.
     """
     _check_not_empty(input_ids)
@@ -384,9 +383,8 @@ def check_lengths(
     new_tokens: int,
     name: Callable[[int], str] = "prompt {}".format,
 ) -> None:
-    """Raises ValueError where a prompt, of `lengths` tokens, reaches with `new_tokens` beyond `limit`, the
-    :func:`position_limit` of `model`; warns where it reaches beyond the model's context. `name` names a row in the
-    error."""
+    """Raises ValueError where a prompt of `lengths` tokens and `new_tokens` reach beyond `limit`, the
+    :func:`position_limit` of `model`; warns beyond the model's context. `name` names a row in the error."""
     config = model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)  # a network without attention has none
     longest = max(lengths)
@@ -438,7 +436,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def _rope_scopes(config: Any) -> list[dict[str, Any]]:
-    """RoPE parameters, one dict or one for each layer type."""
+    """RoPE parameters, one dict or one by layer type."""
     parameters, scopes = vars(config).get("rope_parameters") or {}, []
     for scope in (parameters, *parameters.values()):
         if isinstance(scope, dict) and "rope_type" in scope:

@@ -1,4 +1,4 @@
-"""The decoding loop: admit, plan, draft, verify, accept, commit, retire, for rows of different lengths."""
+"""Runs the decoding loop: admit, plan, draft, verify, accept, commit, retire."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -71,13 +71,12 @@ class Rollout:
 
     The candidates of `control` are the `drafters` in their order; the capacity of `rows` bounds the batch. `rejection`
     verifies by rejection sampling if it samples. A streamer's `on_tokens` is called with `[n]` new tokens per round,
-    at batch 1 only. If `memory` ends, rows leave and wait; None: there is enough.
+    at batch 1 only. `memory` watches free memory and preempts rows when it runs out; None disables this.
 
     Attributes:
         in_step: whether all rows commit equally many tokens in a round.
-        queue, target, rows, want_logprobs: the arguments.
         drafters: failing ones are dropped.
-        control: decides which drafters draft.
+        control: decides when drafters draft.
         record: rounds, phases and completions so far.
     """
 
@@ -112,8 +111,8 @@ class Rollout:
         self._delay = AdmissionDelay(rows.capacity)
 
     def run(self) -> tuple[list[Completion | None], SpeculationStatistics]:
-        """Generates until the queue and the rows are empty. Completions are in the order of their indices; None:
-        another rank decoded the request."""
+        """Generates until the queue and the rows are empty. Completions are by index of request; None: another rank
+        decoded it."""
         self.begin()
         while self.admit():
             self._preempt()
@@ -126,7 +125,6 @@ class Rollout:
         return self.record.completions, statistics
 
     def begin(self) -> None:
-        """Prepares drafters and control."""
         control = self.control
         with self.record.phase("control"):
             control.in_step = self.in_step
@@ -138,7 +136,7 @@ class Rollout:
         self._lookups = LookupEvaluation(control, self.drafters, self._vocabulary)
 
     def end(self) -> None:
-        """Makes drafters drop rows and caches, which would otherwise outlive the generation."""
+        """Makes drafters drop rows and caches: nothing of the generation stays."""
         self.drafters.ask_all(methodcaller("end"))
 
     # ---- rows that enter --------------------------------------------------------------------------------------------
@@ -163,7 +161,6 @@ class Rollout:
         return rows.active > 0
 
     def _take(self) -> list[Request]:
-        """Returns the requests that get rows now, as the admission delay and memory allow."""
         queue, rows, memory, keys = self.queue, self.rows, self._memory, self.record.prompt_keys
         free = 0 if memory is not None and memory.is_full else rows.capacity - rows.active
         next_key = None if (upcoming := queue.upcoming) is None else keys[upcoming.index]
@@ -177,8 +174,8 @@ class Rollout:
         return taken if queue.parked is None else queue.parked.saved_of(taken, self.target, self.drafters)
 
     def _first_tokens(self, admission: Admission, logits: Tensor) -> Outcome:
-        """Draws the first token of every row that needs one, with the noise of its position; all copies of a prompt
-        draw from one row of `logits` (`[n, 1, V]`, of n leaders). Other rows take no token."""
+        """Draws the first token of every row without one, with the noise of its position; all copies of a prompt draw
+        from the same row of `logits` (`[n, 1, V]`, n leaders). Other rows take no token."""
         rows, leader_of = self.rows, admission.first_token_rows
         place = {leader: place for place, leader in enumerate(dict.fromkeys(leader_of.values()))}
         places = [[*leader_of], [place[leader] for leader in leader_of.values()]]
@@ -193,21 +190,19 @@ class Rollout:
     # ---- a round ----------------------------------------------------------------------------------------------------
 
     def _requests(self) -> list[int]:
-        """The request in each row; -1: it has ended, and its row stays."""
         return list(self.rows.indices)
 
     def _plan(self) -> list[Chain]:
-        """Returns the chains that the control plans, cut to the tokens that a row has left at most."""
         rows = self.rows
         most = int(rows.remaining.max()) - 1
         with self.record.phase("control"):
             plan = self.control.plan(self._requests(), rows.mean_length, self.queue.waiting)
-        plan = [chain for chain in plan if chain.draft_length > 0 and chain.which in self.drafters.in_use]
+        plan = [chain for chain in plan if chain.draft_length > 0 and chain.drafter in self.drafters.in_use]
         return [replace(chain, draft_length=min(chain.draft_length, most)) for chain in plan] if most > 0 else []
 
     def decode_round(self, plan: Sequence[Chain]) -> None:
-        """One round: drafters draft the chains of `plan`, one target forward verifies them, and every row commits the
-        accepted tokens and one of the target; without drafts the target decodes."""
+        """Runs one round: drafters draft the chains of `plan`, one target forward verifies them, and every row commits
+        the accepted tokens and one of the target; without drafts the target decodes."""
         rows, target, phase = self.rows, self.target, self.record.phase
         lengths = draft_lengths(plan, rows.active)
         self._lookups.before_round(lengths, self._requests())  # its time is not part of the round
@@ -239,7 +234,7 @@ class Rollout:
             self.control.record(drafts.width, seconds, tokens, target.preparations == prepared)
 
     def _propose(self, index: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        """Returns the proposal of drafter `index`; an empty one if it fails."""
+        """Returns the proposal of drafter `index`; an empty one if the drafter fails."""
         rows, shape = self.rows, (self.rows.active, draft_length, self._vocabulary)
         drafter = self.drafters.in_use.get(index)
         before = None if drafter is None else drafter.max_rows
@@ -249,16 +244,15 @@ class Rollout:
         if proposal is None:
             # K/V of its drafts may be broken: verifying as many tokens overwrites it.
             return Proposal(rows.window(-1, 1).expand(-1, draft_length), torch.zeros_like(rows.lengths))
-        # Rejection and processors must know on the device how many drafts there are; the bonus token counts too.
+        # Rejection and processors need the number of drafts on the device; the bonus token counts too.
         drafts_left = rows.limits - rows.lengths - 1 if self._rejection or self._pipeline.may_refuse else None  # [B]
         return proposal.to(rows.tokens.device).within(self._vocabulary, drafts_left)
 
     def _arrange(self, lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> Drafts:
-        """Gives every row its drafts: `lengths` are planned, by drafter and row."""
         return Drafts.of(self.rows, lengths, drafted)
 
     def _forward(self, drafts: Drafts) -> Tensor:
-        """The verification forward: feeds the last committed token and drafts of rows; returns logits `[B, W, V]`."""
+        """Verifies by a forward over the last committed token and drafts of rows; returns logits `[B, W, V]`."""
         rows, width = self.rows, drafts.width
         columns = rows.columns_after(-1, width + 1)  # [B, γ + 1]
         tokens = rows.tokens[: rows.active].gather(1, columns[:, :1])  # [B, 1]
@@ -267,12 +261,10 @@ class Rollout:
         return self.target.forward(tokens, columns, rows.longest + width, is_step=width == 0)
 
     def _judge(self, drafts: Drafts, logits: Tensor, noise: RoundNoise | None) -> Outcome:
-        """Verifies drafts with the target's logits `[B, γ + 1, V]`."""
         drawn = self._draw(drafts.proposal, logits, noise)
         return self._until_stop(Outcome.of(drafts, drawn, self.rows.remaining))
 
     def _draw(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Draw:
-        """Draws the target's tokens at the drafts of a proposal, and after them, from logits `[B, γ + 1, V]`."""
         if not self._rejection or proposal.logits is None:
             return self._pipeline.draw_verified(logits, noise, proposal, self.want_logprobs)
         rows, lengths = self.rows, proposal.drafted()  # lengths: [B]
@@ -286,7 +278,6 @@ class Rollout:
         return replace(drawn, most=could if drawn.most is None else drawn.most.minimum(could))
 
     def _until_stop(self, outcome: Outcome) -> Outcome:
-        """The outcome without tokens after a row's end."""
         self.rows.write(0, outcome.drawn.tokens)  # where criteria read them
         counts, ends = self._stopping.first_stop(outcome.tokens, outcome.counts, self.rows.remaining)  # [B] each
         drafted = np.where(ends, np.minimum(outcome.drafted, counts), outcome.drafted)  # [B]
@@ -294,27 +285,27 @@ class Rollout:
         return replace(outcome, counts=counts, ends=ends, drafted=drafted, accepted=accepted)
 
     def _commit(self, outcome: Outcome) -> tuple[list[int], int]:
-        """Commits the tokens that rows take; returns the rows that end, and the number of tokens."""
+        """Commits the tokens of rows; returns the ended rows and the number of tokens."""
         rows, drawn, counts, requests = self.rows, outcome.drawn, outcome.counts, self._requests()
         if (outcome.sound < counts).any():
             done = sum(past.tokens > 0 for past in self.record.rounds)
             raise broken_logits(self.target, rows, outcome.sound, counts, outcome.width, done)
         if self._on_tokens is not None:
             self._on_tokens(drawn.tokens[0, : counts[0]])
-        kept = counts * (np.array(requests) >= 0)  # [B], without tokens after a row's end
+        committed = counts * (np.array(requests) >= 0)  # [B], without tokens after a row's end
         if outcome.width:
-            chains = outcome.owners, outcome.drafted, outcome.accepted, kept
+            chains = outcome.owners, outcome.drafted, outcome.accepted, committed
             self.record.rounds[-1].chains = DraftedChains.of(rows.host_generated, *chains)
         rows.commit(rows.host_lengths + counts, drawn.logprobs)
         self.target.cache.commit(counts.tolist())
         if outcome.width:
             by_drafter = outcome.of_each_drafter(outcome.accepted), outcome.of_each_drafter(outcome.drafted)
             self.control.record_rows(requests, *by_drafter)
-        self._lookups.after_round(requests, outcome.tokens, kept)
+        self._lookups.after_round(requests, outcome.tokens, committed)
         for drafter in outcome.broken:
             self.drafters.ask(drafter, report_broken)
-        self.drafters.ask_all(methodcaller("observe", outcome.tokens, kept))
-        return outcome.ends.nonzero()[0].tolist(), int(kept.sum())
+        self.drafters.ask_all(methodcaller("observe", outcome.tokens, committed))
+        return outcome.ends.nonzero()[0].tolist(), int(committed.sum())
 
     # ---- rows that leave --------------------------------------------------------------------------------------------
 
@@ -341,12 +332,12 @@ class Rollout:
         self.drafters.ask_all(methodcaller("move", source, destination, columns))
 
     def drop(self, leaving: Sequence[int]) -> None:
-        """Removes the rows `leaving`, which another rank continues, or has ended first."""
+        """Removes the rows `leaving`: another rank continues or has ended them."""
         self.record.end([self.rows.indices[row] for row in leaving], {})
         self._free(list(leaving))
 
     def _preempt(self) -> None:
-        """If memory ends, puts rows back into the queue (preemption); their K/V is computed again when they return."""
+        """Preempts rows if memory runs out: they return to the queue, and their K/V is computed again later."""
         leaving = [] if self._memory is None else self._memory.leaving(int(self.rows.host_lengths.sum()))
         if leaving:
             requests = self.save(leaving, head_share=1.0)
@@ -355,10 +346,10 @@ class Rollout:
             self.record.preemptions += len(leaving)
 
     def save(self, leaving: Sequence[int], head_share: float) -> list[Request]:
-        """Returns the requests of the rows `leaving` with what a row needs to go on with them; the rows stay.
+        """Returns the requests of the rows `leaving` with all that a row needs to continue them; the rows stay.
 
-        The K/V of the first `head_share` of their columns is left out, to be computed again. All K/V is left out if
-        memory for a copy lacks, or if drafters read hidden states or layers keep states, which only a forward gives.
+        Leaves out K/V of the first `head_share` of the columns, to be computed again. Leaves out all K/V without
+        memory for a copy, or if drafters read hidden states or layers have states: only a forward produces these.
         """
         rows, cache = self.rows, self.target.cache
         needed = sum(int(rows.host_lengths[row]) for row in leaving) * cache.column_bytes

@@ -20,8 +20,8 @@ from .saved_row import TARGET, SavedRow
 
 Integers = NDArray[np.int64]
 SHORT_PROMPT = 16
-"""Prompts of so few tokens are read like generated tokens on a CPU, where a decoder layer of few tokens is one call
-(`cpu_layers.py`). Only the prompt's length decides, so that its sums do not depend on other rows."""
+"""Tokens: up to this length a CPU reads a prompt through the single-call layers of generated tokens (`cpu_layers.py`),
+longer ones through prefill. The choice looks at one row only, so a row's bits never depend on its neighbours."""
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 Text: TypeAlias = tuple[bytes, Spans, MediaPrompt | None]
@@ -29,7 +29,7 @@ Text: TypeAlias = tuple[bytes, Spans, MediaPrompt | None]
 
 
 class Piece(NamedTuple):
-    """Columns `first..end` of a text, generated ones or those of a prompt, which is `short` or not."""
+    """Columns `first..end` of a text, `generated`, or of a prompt, `short` or not."""
 
     first: int
     end: int
@@ -69,17 +69,16 @@ class Request:
 
     @property
     def generated(self) -> Tensor | None:
-        """`[n]` int64, generated tokens; None: there are none."""
+        """`[n]` int64 generated tokens, or None."""
         return None if self.saved is None else self.saved.tokens
 
     @property
     def length(self) -> int:
-        """Number of tokens, of the prompt and generated ones."""
         return len(self.prompt) + (0 if self.generated is None else len(self.generated))
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Columns `start..stop` in the pieces in which a conversation computes them, so that K/V is the same if it is
-        computed again."""
+        """Columns `start..stop` in the pieces in which a conversation computes them, so that recomputed K/V is the
+        same."""
         pieces, column, short = [], 0, SHORT_PROMPT if (self.device or self.prompt.device).type == "cpu" else 0
         for first, end in (*self.spans, (len(self.prompt), self.length)):
             for begin, finish, generated in ((column, first, False), (first, end, True)):
@@ -116,9 +115,8 @@ class Admission:
 
     @functools.cached_property
     def first_token_rows(self) -> dict[int, int]:
-        """Rows that need their first token, in order, each mapped to the row whose logits it uses: its leader, or
-        itself for a copy of a row that was in flight before. Rows with generated tokens are absent: their first round
-        feeds the last one."""
+        """Rows that still need their first token, in order, mapped to the rows whose logits they use: themselves, or
+        leaders with the same prompt. Rows with generated tokens are absent: their first round reads the last one."""
         leaders, saved = range(self.first, self.first + self.leaders), self.saved
         read = {row: row for row in leaders if row not in saved or saved[row].tokens is None}
         copies = zip(self.followers, self.sources, strict=True)
@@ -126,18 +124,17 @@ class Admission:
 
     @property
     def cached(self) -> list[int]:
-        """Columns of K/V by row after the prompts have been read."""
+        """Columns of K/V by row after the prefill."""
         return [length - (row not in self.first_token_rows) for row, length in enumerate(self.lengths, self.first)]
 
     def ends_short(self, row: int) -> bool:
-        """Whether the prompt of `row` ends with a short piece."""
         request = self.requests[row - self.first]
         return request.pieces(0, len(request.prompt))[-1].short
 
     def restore(self, owner: str, cache: KVCache) -> dict[int, int]:
         """Writes the saved K/V of `owner` into its `cache`; returns, by row, the number of first columns that `owner`
-        need not compute. Where columns before the saved ones are missing, :meth:`read_prompts` of the target computes
-        them first."""
+        need not compute. If columns before the saved ones are missing, the target's :meth:`read_prompts` computes them
+        first."""
         return {row: saved.restore(row, owner, cache) for row, saved in self.saved.items() if not saved.first}
 
 
@@ -153,14 +150,13 @@ class Rows:
     The last committed token is not in the K/V cache yet: the next forward feeds it, and the drafts after it.
 
     Attributes:
-        active: rows in flight.
         lengths, prompt_lengths, limits: `[active]` int64 tokens: committed, of the prompt, and allowed.
-        requests: `[active]` int64, index of the request in each row; `indices`: the same on the host.
+        requests: `[active]` int64, index of the request by row; `indices`: the same on the host.
         streams: `[active]` int64 noise keys.
         host_lengths, host_prompt_lengths, host_limits: `[active]`, the same three on the host.
-        texts: `[active]`, of the request in each row.
-        most: `host_lengths` when their sum was largest, over the times at which rows left.
-        commits: calls of :meth:`commit`; as long as it and `indices` stay, texts stay.
+        texts: `[active]`, of the request, by row.
+        most: snapshot of `host_lengths` at the peak of total tokens, taken when rows leave.
+        commits: calls of :meth:`commit`; texts stay while this and `indices` do.
     """
 
     lengths: Tensor
@@ -178,7 +174,7 @@ class Rows:
         check_memory(f"the tokens of {capacity} rows x {columns} columns", 20 * capacity * columns, device)
         self.tokens = torch.zeros(capacity, columns, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(capacity, columns, dtype=torch.float32, device=device)
-        self._keys = torch.zeros(capacity, columns, dtype=torch.int64, device=device)  # of the noise at each column
+        self._keys = torch.zeros(capacity, columns, dtype=torch.int64, device=device)  # of the noise, by column
         self._state = torch.zeros(5, capacity, dtype=torch.int64, device=device)
         self._host = np.zeros((3, capacity), np.int64)
         self.set_active(0)
@@ -189,7 +185,6 @@ class Rows:
         self.indices: list[int] = []
 
     def set_active(self, count: int) -> None:
-        """The first `count` rows are in flight."""
         self.active = count
         state = self._state[:, :count]  # [5, active]
         self.lengths, self.prompt_lengths, self.limits, self.requests, self.streams = state
@@ -197,12 +192,10 @@ class Rows:
 
     @property
     def longest(self) -> int:
-        """Longest committed length among the active rows."""
         return int(self.host_lengths.max(initial=0))
 
     @property
     def mean_length(self) -> float:
-        """Mean committed length of the active rows."""
         return float(self.host_lengths.mean())
 
     @property
@@ -212,7 +205,7 @@ class Rows:
 
     @property
     def host_generated(self) -> Integers:
-        """`[active]`: `generated`, on the host."""
+        """`[active]`: `generated` on the host."""
         return self.host_lengths - self.host_prompt_lengths
 
     @property
@@ -221,7 +214,6 @@ class Rows:
         return self.lengths - self.prompt_lengths
 
     def admit(self, requests: list[Request]) -> Admission:
-        """Puts `requests` into the free rows after the active ones."""
         first = self.active
         row_of_prompt = dict(zip(self.texts, range(first), strict=True)) if self._shares else {}
         leaders: list[tuple[Text, Request]] = []
@@ -272,7 +264,6 @@ class Rows:
         return Admission(first, len(leaders), follower_rows, sources, lengths, admitted, media, saved)
 
     def generated_span(self, row: int) -> slice:
-        """Columns of the generated tokens of `row`."""
         return slice(int(self.host_prompt_lengths[row]), int(self.host_lengths[row]))
 
     def output(self, row: int, want_logprobs: bool) -> tuple[Tensor, Tensor | None]:
@@ -307,8 +298,7 @@ class Rows:
         return self._keys[: self.active].gather(1, self.columns_after(0, count))
 
     def commit(self, lengths: Integers, logprobs: Tensor | None) -> None:
-        """Commits scratch tokens, up to `lengths` `[active]` tokens by row, with `logprobs` `[active, n]` of the next
-        n."""
+        """Commits scratch tokens up to `lengths` `[active]`, with `logprobs` `[active, n]` of the next n."""
         if logprobs is not None:
             columns = self.columns_after(0, logprobs.shape[1])  # [active, n]
             self.logprobs[: self.active].scatter_(1, columns, logprobs.float())
@@ -367,8 +357,7 @@ class NoiseAhead:
 
 
 class PrefixView:
-    """Rows as `generate` would show them: the caller's padded prompts `input_ids` `[requests, width]`, then the
-    output."""
+    """Rows as `generate` shows them: the caller's padded prompts `input_ids` `[requests, width]`, then the output."""
 
     def __init__(self, rows: Rows, input_ids: Tensor) -> None:
         self.rows = rows
@@ -377,7 +366,7 @@ class PrefixView:
         self.places = torch.arange(-self.padded, rows.columns, device=rows.tokens.device)  # 0: the first new token
 
     def over(self, rows: Rows) -> "PrefixView":
-        """A view of other `rows` of the same requests."""
+        """The same for other `rows` of the same requests."""
         return PrefixView(rows, self._input_ids)
 
     def widths(self, row: Sequence[int], step: Sequence[int]) -> list[int]:
@@ -402,7 +391,7 @@ class PrefixView:
 
     @property
     def order(self) -> Tensor:
-        """`[B]` int64: which row holds each request."""
+        """`[B]` int64: row by request."""
         return self.rows.requests.argsort()
 
     def prefixes(self, row: Tensor | None, width: int) -> Tensor:
@@ -418,5 +407,5 @@ class PrefixView:
 
 @functools.lru_cache(maxsize=256)
 def _steps(offset: int, count: int, device: torch.device) -> Tensor:
-    """`[count]` int64: `offset`, `offset + 1`, …. Cached: on a GPU making one is a launch."""
+    """`[count]` int64 from `offset` on. Cached: making one on a GPU is a launch."""
     return torch.arange(offset, offset + count, device=device)

@@ -1,5 +1,4 @@
-"""A row's tokens and K/V, saved where the row leaves and restored where it goes on: in a later round (preemption), on
-another rank, or in the next turn of a conversation."""
+"""Saves a row's tokens and K/V, and restores them in a later round, rank or turn."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +18,13 @@ that returns the K/V, and waits if another rank still sends it."""
 
 @dataclass(frozen=True)
 class SavedRow:
-    """What a row has, besides its request.
+    """Tokens and K/V of a row.
 
     Args:
-        tokens: `[n]` int64, generated; None: no token was generated, or all are in the request's prompt.
+        tokens: `[n]` int64, generated; None: none, or all are in the request's prompt.
         logprobs: `[n]` float32 of `tokens`; None: not wanted.
         first: first column with saved K/V; earlier columns are computed again.
-        kv: an owner that is missing computes all columns.
+        kv: by owner; a missing owner computes all columns.
     """
 
     tokens: Tensor | None

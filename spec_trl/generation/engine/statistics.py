@@ -1,4 +1,5 @@
-"""Statistics of one `generate` call: plain data, read without torch and transformers. `record.py` computes them."""
+"""Defines the statistics of a `generate` call as plain data, without torch and transformers. `record.py` computes
+them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,12 +12,12 @@ from ..planner.control import Tally
 DEPTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Lower edges of the output-depth bins in tokens; from 512 on those of ER Tab. 7."""
 MOST_CHANGES = 32
-"""Changes in the timeline of one request; more are merged."""
+"""Most changes in the timeline of one request; more are merged."""
 MOST_PLANS = 128
-"""Changes of the plan of a rollout: about as many as a figure can show."""
+"""Most changes of the plan of a rollout: about as many as a figure can show."""
 FEWEST_DRAFTED = 10
-"""Rounds that drafted, below which no gain is told: the seconds of one round vary by a third (the standard deviation
-that the ledger finds), so those of ten by a tenth."""
+"""Drafted rounds below which no gain is reported: the seconds of one round vary by a third (standard deviation), those
+of ten by a tenth."""
 
 
 def added(one: Any, other: Any) -> Any:
@@ -72,7 +73,7 @@ class LearningStatistics:
     Args:
         updates: updates that began.
         seconds: of these updates.
-        waited: seconds in which decoding waited for them.
+        waited: seconds that decoding waited for them.
         bytes: peak memory of learning in addition to the drafter.
     """
 
@@ -84,7 +85,7 @@ class LearningStatistics:
 
 @dataclass
 class BestOfNStatistics:
-    """Rows that had several chains in a round, of which the longest accepted one won.
+    """Rows with several chains in a round; the longest accepted one won.
 
     Args:
         rounds: rounds with such rows.
@@ -120,7 +121,6 @@ class RoundPoint:
         length: mean cached tokens per row.
         draft_length: γ, 0 for autoregressive decoding; else the most draft tokens verified in any row.
         drafter: its strategy, several joined by "+". None: none drafted, or the log is older than this field.
-        rounds: number of rounds.
         seconds: sum over these rounds, without a drafter's learning.
         tokens: committed by these rounds.
     """
@@ -166,32 +166,31 @@ def plain_seconds_within(estimate: float, common: float, least: float, most: flo
 
         common + Σ p_r  <=  plain seconds  <=  common + Σ p_r t_r / B_r          over rounds r that drafted
 
-    A drafted round of B_r rows commits t_r tokens, at least one per row. So it stands for at least one plain round of
-    p_r seconds, and did the work of t_r / B_r. All other rounds are in both ways of decoding: what an estimate says of
-    them is noise. Hence a call of s seconds never gains more than Σ (p_r t_r / B_r - s_r).
+    A drafted round of B_r rows commits t_r tokens, at least one per row: it replaces at least one plain round of p_r
+    seconds, and did the work of t_r / B_r. All other rounds are in both ways of decoding, and their estimate is noise:
+    a call of s seconds never gains more than Σ (p_r t_r / B_r - s_r).
 
     Args:
         estimate: seconds.
-        common: seconds that plain decoding has too: of prompts, and of rounds that did not draft.
+        common: seconds of prompts and of rounds without drafts, the same in plain decoding.
         least, most: the two sums, seconds. Where they contradict each other, `most` holds.
     """
     return common + min(max(estimate - common, least), most)
 
 
 def gain(plain_seconds: float | None, seconds: float, drafted_rounds: float) -> float | None:
-    """Speedup over plain decoding. None: `plain_seconds` are unknown, or too few rounds drafted to tell."""
+    """Speedup over plain decoding. None: `plain_seconds` is unknown, or too few rounds drafted."""
     return plain_seconds / seconds if plain_seconds and seconds and drafted_rounds >= FEWEST_DRAFTED else None
 
 
 def too_few(drafted_rounds: float) -> str:
-    """Says that no gain is told after so many rounds that drafted."""
     count = round(drafted_rounds)
     many = "1 round with drafts is" if count == 1 else f"{count} rounds with drafts are"
-    return f"{many} too few to tell a gain ({FEWEST_DRAFTED})"
+    return f"{many} too few to show a gain ({FEWEST_DRAFTED})"
 
 
 def slowest(timelines: Sequence[RequestTimeline], count: int) -> list[RequestTimeline]:
-    """The `count` requests that ended last, in the order of their ends."""
+    """The `count` requests that ended last, in order."""
     return sorted(timelines, key=lambda timeline: timeline.ended)[-count:]
 
 
@@ -203,7 +202,7 @@ class SpeculationStatistics:
         strategy: the `assistant_strategy` asked for.
         exact: True: drafts and other rows change no bit of a log-probability. A list: names of parts that are not
             exact. None: not tested.
-        total, per_request: draft counts over all rows, and of each row; of several chains of a row only the winner.
+        total, per_request: draft counts over all rows, and by row; of several chains of a row only the winner.
         per_depth: the same by output depth at the start of a block; keys are lower edges of `DEPTH_EDGES`.
         per_drafter: draft counts by drafter over all its chains. A chain counts as a block whether it won or not;
             `committed` is what it alone would have added to the output.
@@ -213,8 +212,8 @@ class SpeculationStatistics:
             requested.
         target_forwards, draft_forwards: network forwards, prefill included.
         rounds: decoding rounds, of one target forward each. The first token of most rows comes from the prefill.
-        ended_in: by row, the round, counted from 1, in which it ended; a row that ended with its first token has the
-            number of rounds before.
+        ended_in: by row, its last round, counted from 1; the number of earlier rounds if it ended with its first
+        token.
         timeline: who drafted for a row, and when. Like `ended_in` it lacks rows that other ranks decoded.
         speculating: changes of the plan, at most `MOST_PLANS`.
         points: measured rounds by batch, bin of length, γ and drafter.
@@ -225,7 +224,7 @@ class SpeculationStatistics:
         reason: why the rounds drafted or did not, in a sentence.
         plain_seconds: estimate for plain decoding of the same tokens, from measured rounds or a profile that they
             correct, within what drafts can have saved (:func:`plain_seconds_within`). None: unknown.
-        completion_curve: (seconds since the start, finished requests) at each time at which requests finished.
+        completion_curve: (seconds since the start, finished requests) whenever requests finished.
         phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control", and "learn" where a
             drafter learns.
         seconds: from the first prompt to the last token.
@@ -233,13 +232,13 @@ class SpeculationStatistics:
             exactness; later calls take milliseconds.
         cache_bytes: peak of the K/V caches, drafters' included: on a CPU under Linux of written pages, in a pool of
             pages that rows had, else of the whole caches.
-        preemptions: how often a row left for want of memory. Its K/V is computed again when it comes back.
-        tokens_read: tokens of prompts, and of rows that came back, whose K/V the target computed.
+        preemptions: how often a row left for want of memory. Its K/V is computed again when it returns.
+        tokens_read: tokens of prompts and of returned rows with K/V computed by the target.
         graphs, graph_bytes: captured forwards of target and drafters, and device memory that they take in addition to
             weights and caches.
         copied_bytes: of 16-bit copies of the target's wider weights, under autocast.
         learning: None: no drafter learns while it drafts.
-        tallies: rounds of each drafter, with their seconds and predictions, by strategy.
+        tallies: rounds by strategy, with their seconds and predictions.
         drafter_failure: why the drafter was dropped, or None.
     """
 
@@ -284,26 +283,21 @@ class SpeculationStatistics:
 
     @property
     def acceptance_rate(self) -> float:
-        """Over all rows."""
         return self.total.acceptance_rate
 
     @property
     def first_token_acceptance(self) -> float:
-        """Over all rows."""
         return self.total.first_token_acceptance
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over `seconds`."""
         return self.tokens / self.seconds if self.seconds else math.nan
 
     @property
     def drafted_rounds(self) -> int:
-        """Rounds that drafted."""
         return sum(point.rounds for point in self.points if point.draft_length)
 
     def __str__(self) -> str:
-        """A short summary."""
         share = self.drafted_rounds / self.rounds if self.rounds else 0.0
         drafted, speedups = self.drafted_rounds, {"predicted": self.predicted_speedup}
         if drafted >= FEWEST_DRAFTED:
@@ -326,7 +320,7 @@ class SpeculationStatistics:
         return "\n".join(lines)
 
     def tail(self, share: float = 0.5) -> Tail:
-        """Decoding from when at least `share` of the requests had ended until the last one had (SA §4.2).
+        """Decoding from the end of at least `share` of the requests to the end of the last one (SA §4.2).
 
         Raises:
             ValueError: `share` is not in 0 to 1.
@@ -335,5 +329,5 @@ class SpeculationStatistics:
             raise ValueError(f"share={share} is out of range; it must be 0 to 1.")
         count = math.ceil(share * len(self.ended_in) - 1e-9)  # 0.07 * 100 is a little more than 7
         rounds, seconds = [0, *sorted(self.ended_in)], [(0.0, 0), *self.completion_curve]
-        begun = next(second for second, finished in seconds if finished >= count)
-        return Tail(seconds[-1][0] - begun, rounds[-1] - rounds[count])
+        started = next(second for second, finished in seconds if finished >= count)
+        return Tail(seconds[-1][0] - started, rounds[-1] - rounds[count])

@@ -1,1 +1,1 @@
-"""When to draft, with which drafter, and how far: plain Python without torch."""
+"""Decides when to draft, with which drafter and how far, in plain Python without torch."""

@@ -1,7 +1,7 @@
-"""Acceptance as two rates, one of a draft's first token and one of its further tokens; and their estimates (`Drafts`).
+"""Estimates acceptance as two rates: of a draft's first token and of its further tokens (`Drafts`).
 
-One rate p for all positions, as in SA's ladder, fits networks and overrates lookups, which find the right passage or a
-wrong one: 10 of 10 accepted in one round and none in the next are 6 tokens per round, but 10 of 11 judged positions
+One rate p for all positions, as in SA's ladder, fits networks and overrates lookups, whose passage is right or
+wrong: 10 of 10 accepted in one round and none in the next are 6 tokens per round, but 10 of 11 judged positions
 would say 7.1 at γ = 10. Two rates, 1/2 for the first token and 1 for the others, give τ = 6.
 """
 
@@ -43,8 +43,7 @@ def acceptance_of(block_efficiency: float, draft_length: int) -> float:
 
 
 class Acceptance(NamedTuple):
-    """Probabilities, 0 to 1, that a chain's `first` draft token is accepted, and that a `further` token is accepted
-    after accepted ones."""
+    """Probabilities, 0 to 1, of accepting a chain's `first` token, and a `further` token after accepted ones."""
 
     first: float
     further: float
@@ -105,7 +104,7 @@ class Drafts:
         self._of_rows[requests, method] = FADE ** later[0][:, None] * self._of_rows[requests, method] + faded
 
     def end_rollout(self) -> None:
-        """Decays the counts of older rollouts: of a method at every rollout, of a prompt at every rollout with it."""
+        """Decays counts: those of a method at every rollout, those of a prompt at every rollout with the prompt."""
         for key, counts in zip(self._keys, self._of_prompts, strict=True):
             self._prompts.pop(key, None)
             self._prompts[key] = counts  # at the end: the newest
@@ -132,12 +131,11 @@ class Drafts:
         tau = 1 + (first[..., None] * further[..., None] ** np.arange(most)).cumsum(-1)  # [3, M, most]
         return ((tau[1:] / tau[0] - 1) ** 2).sum(0)
 
-    def _rates(self) -> Floats:
-        """`[M, 2]`: a method's rates of first and of further tokens."""
+    def _rates(self) -> Floats:  # [M, 2]
         return _drawn(self._counts, np.full((len(self.methods), 2), FIRST_GUESS[0]), FIRST_GUESS[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint keeps; JSON."""
+        """State of a checkpoint; JSON."""
         return {
             "methods": {name: counts.tolist() for name, counts in zip(self.methods, self._counts, strict=True)},
             "prompts": [
@@ -146,8 +144,7 @@ class Drafts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`, with those of its methods that draft here. Earlier releases wrote one more
-        number before a prompt's four counts."""
+        """Continues from a `state_dict` of methods that draft here. Earlier releases wrote 5 counts a prompt."""
 
         def counts_of(state: Mapping[str, Sequence[float]]) -> Floats:
             return np.array([state.get(name, [0.0] * 4)[-4:] for name in self.methods], dtype=float).reshape(-1, 4)

@@ -1,4 +1,4 @@
-"""The clock: seconds of decoding rounds, predicted by timed forwards or a calibration, corrected by every round.
+"""Predicts the seconds of decoding rounds, and corrects the prediction after every round.
 
 Plain numpy: it runs in every plan, and in simulations.
 """
@@ -22,22 +22,22 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 RoundSeconds: TypeAlias = Callable[[Mapping[str, int], int, int, float], float]
-"""Predicted seconds of a round: by γ of each drafter, most draft tokens of a row, rows, and their mean length."""
+"""Predicts a round's seconds from γ by drafter, most draft tokens of a row, rows, and their mean length."""
 
-# Standard deviations (sd) and terms are in log seconds. README.md says what breaks when each is doubled.
-DRIFT = 0.02  # sd by which the speed of the machine moves in a round, and of autoregressive rounds of one size
+# Standard deviations (sd) and terms are in log seconds. README.md says what breaks when one is doubled.
+DRIFT = 0.02  # sd of the machine's speed from round to round, and of autoregressive rounds of one size
 CELL_ERROR = 0.1  # sd of a plan at one size beyond its drafters' terms, and of a calibrated drafter
 PROBE_ERROR = 0.3  # sd of a probed drafter: a probe leaves out long texts, and work between forwards
-NOISE = 0.02, 0.05  # least and first sd of a round: no formula is truer than 2 %
+NOISE = 0.02, 0.05  # least and first sd of a round: no prediction is better than 2 %
 OUTLIER = 3.0  # sds; a longer round is an outlier or a jump of the machine: of usual noise, one round in 400
-OUTLIER_ROUNDS = 20  # rounds of a plan and size among which one may be ignored as an outlier
+OUTLIER_ROUNDS = 20  # rounds of a plan and size; one of them may be ignored as an outlier
 UNTRIED = math.log(6)  # sd of a drafter before its first round: a probe may be wrong by a factor of six
 LEAST_SHARE = 0.3  # of a drafted round, that its drafters' terms scale at least: predictions leave out Python
 MOST_OFF = math.log(36)  # largest term of a drafter: corrections are limited to a factor of 36 either way
 STEPS = 5  # iterations of a fit of a drafter's term; a term that is off by e² is then fitted within 1 %
 FADE = 0.95  # decay of the noise's estimate per round, and of certainty per rollout
-FEWEST_ROUNDS = 100  # rounds of which a file is worth its writing
-VERSION = 3  # of the saved state, which holds differences from one kind of predictions
+FEWEST_ROUNDS = 100  # fewest rounds in a file
+VERSION = 3  # of the saved state: differences from one kind of predictions
 FILE_VERSION = 2  # of a file of predictions and state
 
 
@@ -67,7 +67,7 @@ class Clock:
         predict: seconds of a round.
         error: sd of a drafter's term before it was measured. The first measurement of a drafter that was only probed
             (`error` above `CELL_ERROR`) may differ by far more (`UNTRIED`).
-        path: of a file to :meth:`keep` it in.
+        path: of a file for :meth:`keep`.
     """
 
     def __init__(self, predict: RoundSeconds, error: float = CELL_ERROR, path: Path | None = None) -> None:
@@ -78,7 +78,7 @@ class Clock:
         self._mean, self._covariance = np.zeros(1), np.ones((1, 1))  # [terms], [terms, terms]
         self._noise = NOISE[1] ** 2
         self._last: tuple[Plan, int] | None = None
-        self._next_outlier: dict[tuple[Plan, int], int] = {}  # the round from which on an outlier may be ignored again
+        self._next_outlier: dict[tuple[Plan, int], int] = {}  # first round that may be an ignored outlier again
         self.tried: set[str] = set()  # drafters with a counted round
         self.rounds = 0
         self.begin(1)
@@ -106,7 +106,6 @@ class Clock:
         return self._predicted[plan]
 
     def compare(self, plans: Sequence[Plan], rows: int) -> Rounds:
-        """What is predicted of `plans` for `rows` rows."""
         key = (*plans,), rows, len(self.tried)
         if key not in self._compared:
             seconds = np.array([self.predicted(plan)[:rows] for plan in plans])
@@ -119,7 +118,6 @@ class Clock:
         return self._compared[key]
 
     def _shares(self, plan: Plan, rows: int) -> list[float]:
-        """Predicted share of a round that each drafter adds to an autoregressive round."""
         plain, added = self.predicted(PLAIN)[rows - 1], []
         for name, length in plan.by_drafter.items():
             alone = float(self.predicted(Plan((name,), (length,)))[rows - 1])
@@ -130,7 +128,7 @@ class Clock:
     # ---- corrected --------------------------------------------------------------------------------------------------
 
     def seconds(self, plan: Plan, rows: int, length: float | None = None) -> float:
-        """Expected seconds of a round now, of rows of mean length `length`; None: of that which is followed."""
+        """Expected seconds of a round now, of rows of mean length `length`; None: that of :meth:`follow`."""
         if length is None:
             predicted = float(self.predicted(plan)[rows - 1])
         else:
@@ -156,8 +154,8 @@ class Clock:
         """Records the seconds of consecutive rounds.
 
         Returns:
-            `[rounds]`: which of them count. One much longer round of a plan and size in `OUTLIER_ROUNDS` is ignored:
-            it compiled, or touched memory for the first time, and the next rounds will not.
+            `[rounds]`: whether each counts. One much longer round of a plan and size in `OUTLIER_ROUNDS` is ignored:
+            a round that compiled, or touched memory for the first time, says nothing about the next ones.
         """
         kind, counts = (plan, rows.bit_length()), np.ones(len(measured), dtype=bool)
         ratios = np.log(np.array(measured) / self.predicted(plan)[rows - 1])
@@ -194,8 +192,7 @@ class Clock:
         scatter = max(min(scatter, OUTLIER**2 * self._noise), NOISE[0] ** 2)
         self._noise += (scatter - self._noise) * weight / (FADE / (1 - FADE) + weight)
         if surprise > OUTLIER**2:
-            # The machine has jumped, or the prediction of the drafts is wrong: an autoregressive round will show
-            # which.
+            # Either the machine has jumped, or the draft's prediction is wrong: an autoregressive round will show it.
             covariance[0, 0] += error * error
             if plan.drafters and kind != self._last:
                 covariance[places, places] += np.minimum((error / slopes[places]) ** 2, MOST_OFF**2) / len(places)
@@ -204,8 +201,8 @@ class Clock:
         return counts
 
     def _fit(self, terms: tuple[Floats, Integers, Floats], ratio: float, noise: float, steps: int) -> None:
-        """Moves the terms towards a measured log `ratio` of variance `noise`: an iterated Kalman update, in which the
-        mean is where the line that is fitted touches the curve."""
+        """Moves the terms towards a measured log `ratio` of variance `noise` by an iterated Kalman update: the mean is
+        the point at which the fitted line touches the curve."""
         before, methods, covariance = self._mean.copy(), [self._places[name] for name in self.tried], self._covariance
         for _ in range(steps):
             (expected,), (slopes,) = self._linear(*terms)
@@ -216,7 +213,7 @@ class Clock:
         self._covariance = covariance - np.outer(cross, cross / variance)
 
     def end_rollout(self) -> None:
-        """Makes well-known terms less certain: anything may have changed a little between rollouts."""
+        """Makes well-known terms less certain, since anything may have changed a little between rollouts."""
         place = np.arange(1, len(self._mean))
         variance = self._covariance[place, place]
         self._covariance[place, place] = np.where(variance < CELL_ERROR**2, variance / FADE, variance)
@@ -240,7 +237,7 @@ class Clock:
         return weights, drafters, shares
 
     def _linear(self, weights: Floats, drafters: Integers, shares: Floats) -> tuple[Floats, Floats]:
-        """Expected logarithms `[A]`, and their slopes by the terms `[A, terms]`."""
+        """Expected logarithms `[A]`, and slopes by the terms `[A, terms]`."""
         parts = shares * np.exp(self._mean[drafters])  # [A, M]
         whole = 1 - shares.sum(1) + parts.sum(1)  # [A]
         slopes = weights.copy()
@@ -262,7 +259,7 @@ class Clock:
             places.append(self._places[name])
         return places
 
-    # ---- kept -------------------------------------------------------------------------------------------------------
+    # ---- stored -----------------------------------------------------------------------------------------------------
 
     def keep(self) -> None:
         """Writes the file if at least twice as many rounds are known as the file holds. A file that cannot be written
@@ -286,7 +283,7 @@ class Clock:
         return clock
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint keeps; JSON."""
+        """State of a checkpoint; JSON."""
         terms = []
         for name in self._places:
             plan, size = name if isinstance(name, tuple) else (name, 0)
@@ -302,8 +299,8 @@ class Clock:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`. The machine may be a different one: its level is reset. A state of releases
-        before `VERSION` is ignored: their predictions differ, and in some a compiling round could exclude drafts.
+        """Continues from a `state_dict`, with a new level: the machine may be another one. A state of releases before
+        `VERSION` is ignored: their predictions differ, and in some a compiling round could exclude drafts.
 
         Raises:
             ValueError: the numbers do not fit the terms, or are not finite.
@@ -342,14 +339,13 @@ class ForwardSeconds:
     seconds: Sequence[float]
 
     def __call__(self, tokens: int) -> float:
-        """Seconds of a forward over `tokens` tokens, all rows together."""
         if tokens <= self.tokens[-1]:
             return float(np.interp(tokens, self.tokens, self.seconds))
         (before, last), (start, end) = self.tokens[-2:], self.seconds[-2:]
         return end + max(end - start, 0.0) / (last - before) * (tokens - last)
 
     def scaled(self, share: float = 1.0, plus: float = 0.0) -> "ForwardSeconds":
-        """The same multiplied by `share`, for another network, and with `plus` seconds added to every forward."""
+        """The same times `share`, for another network, `plus` seconds per forward."""
         return ForwardSeconds(self.tokens, [share * own + plus for own in self.seconds])
 
 
@@ -361,7 +357,6 @@ class ProbedRounds:
     drafters: Mapping[str, ForwardSeconds]  # those of networks, per draft token; lookups take no time
 
     def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
-        """As :data:`RoundSeconds`."""
         drafts = sum(count * self.drafters[name](batch) for name, count in lengths.items() if name in self.drafters)
         return self.target(batch * (1 + width)) + drafts
 
@@ -385,12 +380,11 @@ class AffineSeconds:
             raise ValueError("per_request=0 and fixed=0 would take no time at all; one of them must be positive.")
 
     def __call__(self, batch: int) -> float:
-        """Seconds of a forward over `batch` requests."""
         return batch * self.per_request + self.fixed
 
 
 def fit_affine(times: Sequence[tuple[int, float, float]]) -> AffineSeconds:
-    """The line through `times`, of (batch, seconds, weight), by least squares; its parts are never negative.
+    """The line through `times` of (batch, seconds, weight), by least squares, without negative parts.
 
     Raises:
         ValueError: there is no time.
@@ -411,8 +405,6 @@ def fit_affine(times: Sequence[tuple[int, float, float]]) -> AffineSeconds:
 
 @dataclass(frozen=True)
 class _File:
-    """A clock as it is written."""
-
     version: int
     target: ForwardSeconds
     drafters: dict[str, ForwardSeconds]

@@ -29,16 +29,14 @@ class PlainRounds(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """A control's prediction for a rollout, and why its rows drafted or did not."""
+    """A control's prediction for a rollout, and the reason why its rows drafted or did not, in one sentence."""
 
-    # Over plain decoding: the mean over the rounds that drafted or, where none did, the largest prediction. None:
-    # nothing is predicted.
+    # Over plain decoding: mean over drafted rounds, or without any the largest prediction. None: nothing is predicted.
     predicted_speedup: float | None
-    reason: str  # one sentence
+    reason: str
 
     @classmethod
     def too_many_rows(cls, batch: int, max_rows: int) -> "Explanation":
-        """Says why nothing drafts for `batch` rows."""
         return cls(None, f"more rows ({batch}) than the drafter's kernels serve ({max_rows})")
 
 
@@ -51,7 +49,6 @@ def promise(name: str, speedup: float, batch: int, length: float, by: str = "pre
 
 
 def decision(speedup: float, margin: float) -> str:
-    """Says what follows from a predicted speedup."""
     if speedup >= 1 + margin:
         return "speculating"
     asked = f", since efficient_rollout.margin asks for {1 + margin:.2f}×" if speedup >= 1 else ""
@@ -64,8 +61,8 @@ class Candidate:
 
     name: str  # its strategy
     draft_length: int  # γ
-    block_efficiency: float  # τ_prev, of its last rollout; at first the expected τ
-    max_rows: int  # most rows that its kernels serve
+    block_efficiency: float  # τ_prev, of the drafter's last rollout; at first the expected τ
+    max_rows: int  # most rows that the drafter's kernels serve
     is_network: bool = True  # False: drafts are looked up, and cost no forward
 
 
@@ -73,7 +70,7 @@ class Candidate:
 class Tally:
     """Counts of one candidate in one rollout."""
 
-    rounds: int = 0  # in which it drafted
+    rounds: int = 0  # with its drafts
     blocks: int = 0  # rows verified, summed over the rounds
     tokens: int = 0  # committed
     seconds: float = 0.0  # of the rounds
@@ -82,7 +79,6 @@ class Tally:
     predicted_rounds: int = 0  # rounds that had one
 
     def add_round(self, rows: int, tokens: int, seconds: float) -> None:
-        """Counts a round of `rows` rows."""
         self.rounds += 1
         self.blocks += rows
         self.tokens += tokens
@@ -98,12 +94,11 @@ class Tally:
 
     @property
     def predicted_speedup(self) -> float | None:
-        """Mean prediction over the rounds that had one."""
         return self.predicted_sum / self.predicted_rounds if self.predicted_rounds else None
 
     @property
     def measured_speedup(self) -> float | None:
-        """Speedup over the autoregressive time; None if that is unknown, or without rounds."""
+        """Speedup over the autoregressive time; None: unknown, or no rounds."""
         return self.baseline_seconds / self.seconds if self.baseline_seconds and self.seconds else None
 
 
@@ -111,13 +106,13 @@ class Tally:
 class Chain:
     """A chain of draft tokens for each of some rows."""
 
-    which: int  # index of the candidate that drafts it
+    drafter: int  # index among the candidates
     draft_length: int  # γ
     rows: tuple[int, ...] | None = None  # of the batch; None: all
 
 
 class Control(ABC):
-    """Decides in every round which candidates draft for which rows, and how far.
+    """Decides in every round the candidates that draft, their rows, and how far.
 
     A rollout calls `begin`; in every round `plan`, `record_rows` (if it drafted) and `record`; and in the end
     `finish`, unless an error ends it.
@@ -150,12 +145,12 @@ class Control(ABC):
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
         """Returns the chains of a round; empty: decode autoregressively.
 
-        Of several chains of a row the first counts; under `several_chains` the one with most accepted tokens, among
-        equals the first in the plan. Of several chains of one candidate the longest counts. A row without a chain
+        The first of several chains of a row counts; under `several_chains` the one with most accepted tokens, among
+        equals the first in the plan. The longest of several chains of one candidate counts. A row without a chain
         decodes autoregressively in the same round.
 
         Args:
-            requests: index, in the caller's batch, of the request in each row; -1: it has ended, and its row stays.
+            requests: index, in the caller's batch, of the request in each row; -1: an ended request, whose row stays.
             length: mean length of the rows.
             waiting: number of requests without a row.
         """
@@ -167,7 +162,7 @@ class Control(ABC):
 
         Args:
             requests: as passed to `plan`.
-            accepted: by candidate, per row: accepted draft tokens, whether or not the row took them; -1: no chain.
+            accepted: by candidate, per row: accepted draft tokens, even if the row did not take them; -1: no chain.
             drafted: likewise drafted tokens, up to the row's end; may be fewer than γ.
         """
         return
@@ -177,40 +172,37 @@ class Control(ABC):
 
         Args:
             draft_length: most draft tokens verified in any row; less than planned where no row had more tokens left.
-            seconds: of the round.
-            tokens: committed, all rows together.
+            seconds: duration.
+            tokens: committed by all rows.
             is_typical: False if forwards were captured in the round, or ran eagerly before a capture: its seconds say
                 nothing about later rounds.
         """
         return
 
     def record_unverified(
-        self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
+        self, drafter: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
     ) -> None:
-        """Records unverified drafts of candidate `which`, judged against the text of `requests`: `accepted` of
+        """Records unverified drafts of candidate `drafter`, judged against the text of `requests`: `accepted` of
         `attempted` tokens were right."""
         return
 
     def spend(self, seconds: float) -> bool:
-        """Takes `seconds` from the exploration budget; False if the budget holds less. Without a budget always
-        True."""
+        """Takes `seconds` from the exploration budget; False: the budget holds less. True without a budget."""
         return True
 
     @abstractmethod
     def drop(self, index: int) -> None:
-        """Excludes candidate `index`, which failed, for the rest of this rollout."""
+        """Excludes the failed candidate `index` for the rest of this rollout."""
 
     def limit(self, index: int, max_rows: int) -> None:
-        """The kernels of candidate `index` serve at most `max_rows` rows, as its first draft has measured."""
+        """Lowers the most rows of candidate `index` to `max_rows`, as its kernels' first draft has measured."""
         for candidate in self.candidates[index : index + 1]:
             candidate.max_rows = min(candidate.max_rows, max_rows)
 
     def finish(self) -> None:
-        """Ends the rollout."""
         return
 
     def explain(self) -> Explanation:
-        """Explains the newest rollout."""
         return Explanation(sum(self.tallies, Tally()).predicted_speedup, f"decided by {type(self).__name__}")
 
     def forecast(self, batch: int, length: float) -> Explanation:

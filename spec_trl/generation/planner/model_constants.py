@@ -1,4 +1,4 @@
-"""Constants of a model that its times depend on (ER App. E.3), and the key under which measured times are stored."""
+"""Defines a model's constants for predicted times (ER App. E.3), and the key of measured times."""
 
 from dataclasses import astuple, dataclass, fields
 
@@ -34,15 +34,14 @@ class ModelConstants:
                 raise ValueError(f"{part}={vars(self)[part]} exceeds {whole}={vars(self)[whole]}; it is a part of it.")
 
     def target_weight_traffic(self, tokens: int) -> float:
-        """Bytes of the target's weights that a forward over `tokens` tokens reads."""
+        """Bytes of target weights that a forward over `tokens` tokens reads."""
         return self.weight_bytes - self.expert_bytes * self._untouched(tokens)
 
     def draft_weight_traffic(self, tokens: int) -> float:
-        """Bytes of the drafter's weights that a forward over `tokens` tokens reads."""
         return self.draft_weight_bytes - self.draft_expert_bytes * self._untouched(tokens)
 
     def _untouched(self, tokens: int) -> float:
-        """Share of the routed experts that none of `tokens` tokens uses, if routing is uniform."""
+        """Share of routed experts that none of `tokens` tokens uses, under uniform routing."""
         return (1.0 - self.experts_per_token / self.experts) ** tokens if self.experts else 0.0
 
 
@@ -59,6 +58,5 @@ class ProfileKey:
 
     @property
     def file_name(self) -> str:
-        """A readable file name, unique to this key."""
         text = "_".join(astuple(self))
         return file_name(text, text)

@@ -1,4 +1,4 @@
-"""What a round does: its plan, and the plan of the current rounds with what they have measured."""
+"""Defines a plan of a round, and holds the current plan with its measured rounds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ class Plan(NamedTuple):
     """A way to decode a round, for all its rows. Without drafters: autoregressively."""
 
     drafters: tuple[str, ...] = ()  # strategies; of two, rows get the better one for them, or race
-    draft_lengths: tuple[int, ...] = ()  # γ of each
+    draft_lengths: tuple[int, ...] = ()  # γ by drafter
     on_all_rows: bool = False  # whether all rows get a chain of each drafter
 
     @property
@@ -21,7 +21,6 @@ class Plan(NamedTuple):
 
     @property
     def by_drafter(self) -> dict[str, int]:
-        """γ of each drafter."""
         return dict(zip(self.drafters, self.draft_lengths, strict=True))
 
 
@@ -39,11 +38,11 @@ class CurrentPlan:
     gain: float = 0.0  # expected, of the tokens per second
     width: int = 0  # most draft tokens of a row
     chains: tuple[Chain, ...] = ()
-    lasts: float = 0.0  # seconds of rounds after which a new plan is made
+    lasts: float = 0.0  # seconds until the next plan is made
     passed: float = 0.0  # seconds of its rounds
-    failed: bool = False  # whether a drafter did: the round's seconds and verdicts then say nothing
-    measured: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens of each round
-    # Of each round that drafted: accepted and drafted tokens, by candidate, of each row.
+    failed: bool = False  # whether a drafter failed: seconds and verdicts of the round are then invalid
+    measured: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens by round
+    # By drafted round: accepted and drafted tokens by candidate and row.
     verdicts: list[tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]] = field(default_factory=list)
 
     @property

@@ -1,4 +1,4 @@
-"""The planner decides when to draft, with which drafter and how far: the plan of least expected time to the last row.
+"""Plans when, with which drafter and how far to draft: the least expected time to the last row.
 
 It chooses among no draft, every drafter at every γ, rows divided between two drafters, and races of two. Uncertain
 plans are tried, and paid for from an exploration budget, so a rollout is never much slower than one without drafts.
@@ -18,13 +18,13 @@ from .control import FAILED, NO_METHOD, Candidate, Chain, Control, Explanation, 
 from .plan import PLAIN, CurrentPlan, Plan
 
 
-# README.md says what breaks when each is doubled.
-ROUND_BUDGET = 0.015  # autoregressive rounds that a round adds to the exploration budget: trials may cost 1.5 %
+# README.md says what breaks when one is doubled.
+ROUND_BUDGET = 0.015  # autoregressive rounds added to the exploration budget per round: trials may cost 1.5 %
 MAX_BUDGET = 8.0  # autoregressive rounds; bound of the budget either way: old gains and losses do not count
-CARRIED_BUDGET = 1.0  # autoregressive rounds of it that the next rollout inherits at most: it may be short
+CARRIED_BUDGET = 1.0  # autoregressive rounds: most budget that the next, maybe short, rollout inherits
 SHARE = 0.005  # largest share of the time for planning, and for evaluating a lookup drafter
 CERTAIN = 0.05  # variance of log(drafted / autoregressive seconds); above it measured gains are discounted
-YARDSTICK = 5  # tokens; γ at which requests are compared
+YARDSTICK = 5  # tokens; γ for comparisons of requests
 CAUTION = 1.5  # sds between the expected and the worst case of a plan
 
 
@@ -45,10 +45,10 @@ class Planner(Control):
     * **Expected**: a plan's τ by row (`Drafts`) and its seconds (`Clock`) give the time until the last row ends; while
       requests wait for a row, tokens per second count instead.
     * **Rule**: the plan of largest log gain over autoregressive decoding plus its standard deviation, among those
-      whose worst case the budget covers. So plans that might be better are tried, and plans known to be worse are not.
-    * **First trial**: an unmeasured prediction may be off by a factor of six, either way. A drafter that would then
-      pay is tried once, at the shortest γ, when the budget holds the predicted cost, or `MAX_BUDGET`: at most
-      `MAX_BUDGET` / `ROUND_BUDGET` rounds after the first round.
+      whose worst case the budget covers: plans that might be better are tried, plans known to be worse are not.
+    * **First trial**: an unmeasured prediction may be off by a factor of six, either way. A drafter that would pay
+      with such an error is tried once, at the shortest γ, when the budget holds the predicted cost, or `MAX_BUDGET`:
+      at most `MAX_BUDGET` / `ROUND_BUDGET` rounds after the first round.
     * **Budget**, in autoregressive rounds: `ROUND_BUDGET` per round, plus measured gains and losses of speculation.
     * **Planning takes time**: a plan lasts until planning is at most `SHARE` of the time, if its rows stay and it does
       not lose. The clock gets its rounds when the next plan is made.
@@ -115,7 +115,7 @@ class Planner(Control):
     def further_method(
         self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
     ) -> tuple[str, list[int]] | None:
-        """Runs SA Algorithm 3 for the `requests` of this rank: returns a method with which a free rank may draft for
+        """Runs SA Algorithm 3 for the `requests` of this rank: returns a method by which a free rank may draft for
         rows of this one, and their requests; None: none pays. Methods are ordered by their gain for one row.
         `helpers`: ranks that do so already, by request and method."""
         may = {name: self._may_race and self._batch <= self._max_rows[index] for name, index in self._index.items()}
@@ -143,7 +143,7 @@ class Planner(Control):
     def forecast(self, batch: int, length: float) -> Explanation:
         if batch > (most := max(candidate.max_rows for candidate in self.candidates)):
             return Explanation.too_many_rows(batch, most)
-        return Explanation(None, f"rounds will tell when to draft; trials may take {ROUND_BUDGET:.1%} of the time")
+        return Explanation(None, f"rounds will show when to draft; trials may take {ROUND_BUDGET:.1%} of the time")
 
     def finish(self) -> None:
         self._settle()
@@ -181,12 +181,12 @@ class Planner(Control):
         return current.chains
 
     def _choose(self, choice: Choice, gains: Floats) -> int | None:
-        """The plan of largest optimistic gain that the budget covers, None: no drafts; `gains` `[A]` are predicted."""
+        """The plan of largest optimistic gain that the budget covers, by predicted `gains` `[A]`; None: no drafts."""
         rounds, untried = choice.rounds, choice.rounds.untried
         offsets, variances = self.clock.offsets(rounds)
         unsure = self.drafts.variances(self.compared_length).ravel()[choice.places].max(1)  # [A]
         gains = np.minimum(gains - offsets, choice.most)  # no draft makes a round shorter
-        # A round commits at least a token per row, so it costs at most this many autoregressive rounds.
+        # A round commits at least a token per row: an upper bound of its cost in autoregressive rounds.
         ratios = rounds.seconds[:, -1] / rounds.plain * np.exp(offsets)
         # A first trial, one round of the shortest γ, is covered by its predicted cost: the real cost is unknown.
         caution = np.where(untried, 0.0, CAUTION)
@@ -216,14 +216,13 @@ class Planner(Control):
         return None
 
     def _explain_plan(self, plan: Plan, gain: float, then: str) -> None:
-        """Explains: `plan` has the predicted `gain`, and `then` follows."""
         named = " and ".join(f'"{name}" (γ = {length})' for name, length in plan.by_drafter.items())
         promised = promise(named, gain, self._batch, self.clock.length, by="promises")
         self._explanation = Explanation(gain, f"{promised}: {then}")
 
     def _explain_no_draft(self, choice: Choice, gains: Floats, worst: Floats, trial: int | None) -> None:
-        """Explains why the plan of largest gain does not draft, or when the first trial, of plan `trial`, will run.
-        `gains` of impossible plans are -inf."""
+        """Explains why the plan of largest gain does not draft, or when trial plan `trial` will run; `gains` of
+        impossible plans are -inf."""
         best = int(gains.argmax()) if trial is None else trial
         gain, cost = math.exp(gains[best]), float(worst[best])
         if (most := int(self._max_rows.max())) < self._batch:
@@ -242,7 +241,6 @@ class Planner(Control):
         self._explain_plan(choice.plans[best], gain, then)
 
     def _pairs(self, gains: Floats, taus: Floats, survivals: Floats, waiting: int) -> dict[Plan, Floats]:
-        """τ by row of a network and a lookup together, both at their best γ alone."""
         pairs: dict[Plan, Floats] = {}
         best = gains.reshape(len(self.candidates), -1).argmax(1) + np.arange(len(self.candidates)) * len(self._lengths)
         for network, lookup in self._couples:
@@ -284,7 +282,7 @@ class Planner(Control):
         return known
 
     def _chains(self, plan: Plan, efficiencies: Floats) -> tuple[Chain, ...]:
-        """Returns the chains of a plan; if two drafters share the rows, a row gets the one of larger τ."""
+        """Returns the chains of a plan; of two drafters a row gets the one of larger τ."""
         drafts = [(self._index[name], length) for name, length in plan.by_drafter.items()]
         if len(drafts) < 2 or plan.on_all_rows:
             return tuple(Chain(*draft) for draft in drafts)
@@ -309,12 +307,11 @@ class Planner(Control):
         current.measured.append((seconds, tokens))
 
     def record_unverified(
-        self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
+        self, drafter: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
     ) -> None:
-        self.drafts.record(which, np.array(requests), np.array([accepted]), np.array([attempted]))
+        self.drafts.record(drafter, np.array(requests), np.array([accepted]), np.array([attempted]))
 
     def _settle(self) -> None:
-        """Adds the rounds of the current plan to clock, budget, tallies and acceptance."""
         current, batch, plan = self._current, len(self._current.requests), self._current.plan
         if rounds := len(current.measured):
             measured = np.array(current.measured)  # [rounds, 2], seconds and tokens
@@ -362,7 +359,6 @@ class Planner(Control):
         return sum(count * self.clock.seconds(PLAIN, batch, length) for count, batch, length in rounds)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; JSON."""
         return {"times": self.clock.state_dict(), **self.drafts.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

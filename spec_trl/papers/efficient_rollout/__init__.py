@@ -1,1 +1,1 @@
-"""EfficientRollout's control: see README.md."""
+"""Decides by EfficientRollout's roofline whether to draft: see README.md."""

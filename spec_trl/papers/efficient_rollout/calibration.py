@@ -1,4 +1,4 @@
-"""Calibration: times this machine's rounds with the engine, and fits the roofline to them (ER App. E.3)."""
+"""Times this machine's rounds with the engine, and fits the roofline to them (ER App. E.3)."""
 
 import gc
 import itertools
@@ -49,7 +49,7 @@ from .sweep import Mode, Sample
 DRAFT_LENGTHS = (3, 7, 11)
 BATCHES = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
-GEMM_ROWS = (256, 512, 1024)  # there GEMMs are bound by compute: F_eff is taken from them
+GEMM_ROWS = (256, 512, 1024)  # of GEMMs for F_eff: there compute bounds them
 MEMORY_SHARE = 0.3  # share of the free memory for the sweep's K/V cache
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 15  # timed rounds of one visit to a cell; there are two visits
 
@@ -58,12 +58,10 @@ class RoundBench:
     """An engine whose requests never end, so that its rounds can be timed one by one.
 
     Args:
-        model: the target.
-        drafters: a round's chains name them by index.
+        drafters: named by index in a round's chains.
         prompts: `[B, n]`, int64, one per row. Rows begin with one more token.
         columns: of the cache, per row.
         config: names the runner.
-        rollout: the kind of rollout.
         processors: of logits.
     """
 
@@ -108,19 +106,18 @@ class RoundBench:
         return seconds
 
     def close(self) -> None:
-        """Frees the cache."""
         self._rollout.end()
         if self._captures:
             gc.collect()  # a runner and its captured forwards reference each other
 
 
 def warm_up_rounds(model: PreTrainedModel, config: SpeculativeConfig) -> int:
-    """Number of untimed rounds per shape: they prepare kernels and captured forwards."""
+    """Number of untimed rounds per shape, to prepare kernels and captured forwards."""
     return CAPTURE_AFTER if captures(config, model.device) else 1
 
 
 def bar_text(what: str, model: PreTrainedModel, kept_in: Path | None) -> str:
-    """The text of a progress bar; with `kept_in` it says that the work happens once."""
+    """The text of a progress bar; `kept_in` adds that the work happens once."""
     return f"{what} {type(model).__name__}" + ("" if kept_in is None else f" (once; kept in {kept_in})")
 
 
@@ -139,16 +136,16 @@ def calibrate(
     acceptance and bookkeeping. The K/V cache holds zeros, since its content does not change the time.
 
     Args:
-        model: the target, on the device it will decode on.
+        model: the target, on its decoding device.
         config: names the drafter's quantization, kernel and head.
-        max_batch_size: most rows in flight that will occur.
-        max_length: longest total length that will occur.
+        max_batch_size: most rows in flight.
+        max_length: longest total length.
         budget_seconds: for the sweep; a large model on a slow machine may exceed it, with four times of every cell.
         progress: show a progress bar.
-        kept_in: folder in which the caller saves the profile; the progress bar names it.
+        kept_in: folder of the caller's profile, for the progress bar.
 
     Raises:
-        ValueError: no kernel can hold the drafter's layers, so there is nothing to calibrate.
+        ValueError: no kernel can hold the drafter's layers: there is nothing to calibrate.
     """
     config = config or SpeculativeConfig()
     key = profile_key(model, config, measures=True)
@@ -179,14 +176,12 @@ def calibrate(
 
 
 def _projections(model: PreTrainedModel) -> Iterator[SourceSpec]:
-    """The decoder's layers that a drafter can pack."""
     for module in model.get_decoder().modules():
         if is_projection(module) and not isinstance(source := inspect_projection(module), str):
             yield source
 
 
 def _time_gemms(model: PreTrainedModel) -> list[GemmMeasurement]:
-    """Times y = x Wᵀ for the decoder's four heaviest matrix shapes."""
     elements: Counter[tuple[int, int]] = Counter()  # by shape, all layers together
     for each in _projections(model):
         elements[each.out_features, each.in_features] += each.out_features * each.in_features
@@ -208,7 +203,6 @@ def _copy_bandwidth(size: float, device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device, rounds: int = 7) -> float:
-    """Median seconds of `work()`, after two calls as warm-up."""
     synchronize: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     times = []
     for _ in range(rounds + 2):
@@ -230,8 +224,8 @@ def sweep(
     config: SpeculativeConfig,
 ) -> list[Sample]:
     """Times target, draft and verify over a grid that fits the machine, of at most `max_batch` rows of `max_length`
-    tokens, a round's drafts included: in two passes through shuffled cells, within about `budget` seconds. `bar` is
-    the text of a progress bar; None: no bar. RuntimeError: the drafter failed."""
+    tokens, a round's drafts included: in two passes through shuffled cells, within about `budget` seconds. `bar`: text
+    of a progress bar, if any. RuntimeError: the drafter failed."""
     limit = position_limit(model)
     margin = max(DRAFT_LENGTHS) + 1  # tokens that a round may write
     longest = max((max_length if limit is None else min(max_length, limit)) - margin, 1)
@@ -260,7 +254,7 @@ def sweep(
 
 
 class _NoDrafter(Drafter):
-    """Proposes arbitrary tokens: for timing verification with more rows than kernels serve."""
+    """Proposes arbitrary tokens, to time verification with more rows than kernels serve."""
 
     has_probabilities = False
 
@@ -270,7 +264,7 @@ class _NoDrafter(Drafter):
 
 
 class _Bench(RoundBench):
-    """An engine whose rows can be set to any number and length without reading texts."""
+    """An engine with rows of any number and length, without reading texts."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The draft-length controller: γ follows the block efficiency over training (ER §3.3, Algorithm 1 lines 14-20)."""
+"""Controls γ by the block efficiency over training (ER §3.3, Algorithm 1 lines 14-20)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from ...generation.planner.acceptance import acceptance_of, expected_block_effic
 
 
 def convert_block_efficiency(block_efficiency: float, old_draft_length: int, new_draft_length: int) -> float:
-    """Converts τ measured at one γ into the expected τ at another, by which the toggle judges a new γ."""
+    """Converts τ measured at one γ into the expected τ at another, so that the toggle can judge a new γ."""
     return expected_block_efficiency(acceptance_of(block_efficiency, old_draft_length), new_draft_length)
 
 
@@ -21,9 +21,8 @@ class DraftLengthController:
         min τ ≥ 1 + γ α_up    → next γ of Γ
         max τ ≤ 1 + γ α_down  → previous γ of Γ
 
-    The window restarts after a move: τ of the old γ says nothing about the thresholds of the new γ.
-
-    `RolloutOptions` checks the values.
+    The window restarts after a move: τ of the old γ says nothing about the thresholds of the new γ. `RolloutOptions`
+    checks the values.
     """
 
     draft_lengths: Sequence[int] = (5, 7, 9, 11)  # Γ, ascending
@@ -41,7 +40,7 @@ class DraftLengthController:
         self._window: list[float] = []
 
     def observe(self, block_efficiency: float | None) -> None:
-        """Updates γ by τ of a training rollout over all ranks; None: it never speculated, and nothing changes."""
+        """Updates γ by τ of a training rollout over all ranks; None: without speculation nothing changes."""
         if block_efficiency is None:
             return
         self._window = [*self._window, block_efficiency][-self.patience :]
@@ -60,12 +59,12 @@ class DraftLengthController:
         self._window = []
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint; JSON."""
+        """State of a checkpoint; JSON."""
         state = {"draft_length": self.draft_length, "block_efficiency": self.block_efficiency}
         return state | {"window": list(self._window)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a checkpoint. If its γ is no longer in Γ, the controller starts at γ₀."""
+        """Restores a checkpoint, at γ₀ if its γ is no longer in Γ."""
         if state["draft_length"] in self._lengths:
             self.draft_length = state["draft_length"]
             self.block_efficiency = state["block_efficiency"]

@@ -1,7 +1,7 @@
-"""Fitting a roofline to a sweep, and judging the fit (ER App. E.3, E.4).
+"""Fits a roofline to a sweep, and judges the fit (ER App. E.3, E.4).
 
 ER's three stages: F_eff from GEMMs; BW_eff, ρ_κ and c_T from the target's times; the rest from those of draft and
-verification. The improved form shares more parameters between target and verification, so its last two are one.
+verification. The improved form shares more parameters between target and verification, and so joins its last two.
 """
 
 import math
@@ -27,7 +27,7 @@ Values = Mapping[str, Any]  # of coefficients: [P, 1] each, or a number where it
 SATURATED_ROWS = 256
 BANDWIDTH_SHARE = (0.4, 1.05)  # bounds of BW_eff as shares of the peak bandwidth (ER's calibration)
 FLOPS_SHARE = (0.7, 1.5)  # GEMMs of a model against the benchmarked ones
-THRESHOLDS = (1.0, 1.05)  # speedups at which the toggle's sign is judged: break-even, and ER's margin (App. E.4)
+THRESHOLDS = (1.0, 1.05)  # speedups for judging the toggle's sign: break-even, and ER's margin (App. E.4)
 GENERATIONS = 100
 # No rounding; matrix units that take 16 rows; tensor-core kernels. Kernels for packed weights serve small batches:
 # their tiles are the smallest there are.
@@ -36,8 +36,6 @@ TILES = ({"tile": 1, "draft_tile": 1}, {"tile": 16, "draft_tile": 16}, {"tile": 
 
 @dataclass(frozen=True)
 class GemmMeasurement:
-    """One timed dense matrix product."""
-
     layer: str  # name of the shape
     rows: int  # M, of the activation
     weights: int  # elements of the weight matrix
@@ -69,7 +67,7 @@ class SignAccuracy:
     """How often prediction and measurement agree on whether speculation pays."""
 
     threshold: float  # of the speedup, on both sides
-    accuracy: float  # share of the grid on which they agree
+    accuracy: float  # share of the grid with agreement
     majority: float  # agreement of always guessing the more frequent answer
 
 
@@ -87,8 +85,8 @@ class Diagnostics:
 
     @property
     def guessing(self) -> SignAccuracy | None:
-        """Returns the signs at a threshold where always guessing the more frequent answer does as well, and errors
-        remain; None: there is no such threshold."""
+        """Returns the signs at a threshold where always guessing the more frequent answer does as well, with errors
+        left; None: no such threshold."""
         return next((sign for sign in self.signs if sign.accuracy < 1 and sign.accuracy <= sign.majority), None)
 
 
@@ -124,7 +122,7 @@ def fit(
 
     Args:
         samples: of target, draft and verify forwards.
-        constants: of the model that was swept.
+        constants: of the swept model.
         flops_per_second: F_eff, FLOP/s; see `effective_flops`.
         bandwidth_bounds: lowest and highest BW_eff to consider, B/s; ER takes 0.4 and 1.05 of the peak.
         form: `"paper"` is ER §3.2 as printed, fitted as in App. E.3.
@@ -151,8 +149,8 @@ def fit(
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A coefficient that is searched for between `low` and `high`; small values of a `square` one are resolved
-    more finely, and a `log` one by ratio."""
+    """A coefficient to search for between `low` and `high`; small values of a `square` one are resolved more finely,
+    and a `log` one by ratio."""
 
     name: str
     low: float
@@ -160,13 +158,11 @@ class _Parameter:
     scale: Literal["linear", "square", "log"] = "linear"
 
     def value(self, unit: Array) -> Array:
-        """The coefficient at `unit`, 0 to 1."""
         if self.scale == "log":
             return self.low * (self.high / self.low) ** unit
         return self.low + (self.high - self.low) * (unit**2 if self.scale == "square" else unit)
 
     def unit(self, value: float) -> float:
-        """The inverse of `value`."""
         if self.scale == "log":
             return math.log(value / self.low) / math.log(self.high / self.low)
         share = (value - self.low) / (self.high - self.low)
@@ -174,20 +170,18 @@ class _Parameter:
 
 
 class _Search:
-    """Returns the coefficients of least `loss`; all but `parameters` are as in `start`."""
-
     def __init__(self, parameters: Sequence[_Parameter], start: Coefficients, loss: Callable[[Values], Array]) -> None:
         self._parameters, self._start, self._loss = parameters, start, loss
         self._bounds = [(0.0, 1.0)] * len(parameters)
 
     def descend(self, start: Coefficients) -> tuple[float, Coefficients]:
-        """By L-BFGS-B from near `start`; the loss reached and the coefficients."""
+        """By L-BFGS-B from near `start`: the loss and the coefficients."""
         # A little inside the bounds: at 0 a squared scale has no slope.
         return self._descend(np.clip(self._units(start), 0.1, 0.9))
 
     def best(self, start: Coefficients) -> tuple[float, Coefficients]:
-        """The better of `descend` and of L-BFGS-B after differential evolution with a fixed seed, whose first
-        population has `start`."""
+        """The better of `descend` and of L-BFGS-B after differential evolution with a fixed seed, from a population
+        with `start`."""
         result = optimize.differential_evolution(
             lambda units: self._losses(units if units.ndim == 2 else units[:, None]), self._bounds,
             popsize=10, maxiter=GENERATIONS, tol=1e-6, rng=0, polish=False, vectorized=True, updating="deferred",
@@ -204,7 +198,6 @@ class _Search:
         return float(result.fun), replace(self._start, **values)
 
     def _losses(self, units: Array) -> Array:
-        """Loss of each column of `units` `[n, P]`: `[P]`."""
         pairs = zip(self._parameters, units, strict=True)
         return self._loss(vars(self._start) | {p.name: p.value(unit)[:, None] for p, unit in pairs})
 
@@ -216,7 +209,7 @@ class _Search:
 
 
 class _Points:
-    """Where forwards were timed: `batch`, `length`, `draft_length` and `seconds`, each `[N]`."""
+    """Points of timed forwards: `batch`, `length`, `draft_length` and `seconds`, each `[N]`."""
 
     def __init__(self, entries: Iterable[tuple[int, float, int, float]]) -> None:
         columns = np.array(list(entries), dtype=np.float64).reshape(-1, 4).T  # [4, N]
@@ -239,14 +232,14 @@ class Rooflines(Roofline):
         return high * (1.0 + (low / high) ** (1.0 / loss)) ** loss
 
 
-TARGET_WEIGHT = 2.0  # of T_T, which every decision divides by
+TARGET_WEIGHT = 2.0  # of T_T, the divisor of every decision
 SIGN_WEIGHT = 0.1
 SIGN_WIDTH = 0.005  # of the step that counts a sign, as a share of the speedup
 OUTLIER = 0.03  # relative errors beyond this count linearly: sweeps hold times of rows that ended early
 
 
 class _Sweep:
-    """A sweep as arrays, and how far coefficients (`[P, 1]` each) are from it."""
+    """A sweep as arrays, and the distance of coefficients (`[P, 1]` each) from it."""
 
     def __init__(self, samples: Sequence[Sample], constants: ModelConstants) -> None:
         self._constants, found = constants, points(samples)
@@ -262,7 +255,7 @@ class _Sweep:
         return np.asarray(np.log(self._seconds(values, mode, self.of_mode[mode]) / self.of_mode[mode].seconds))
 
     def loss(self, values: Values, mean: Callable[[Array], Array], signs: float = 0.0) -> Array:
-        """Half on the draft and verify times, half on the round and on the ratio that decides: `[P]`."""
+        """Half on the draft and verify times, half on the round and on the deciding ratio: `[P]`."""
         gamma = self._rounds.draft_length
         cycle = gamma * self._seconds(values, "draft", self._rounds)  # [P, N]
         cycle = cycle + self._seconds(values, "verify", self._rounds)
@@ -299,7 +292,7 @@ def _fit_paper(sweep: _Sweep, start: Coefficients, bandwidth: tuple[float, float
 
 
 def _fit_improved(sweep: _Sweep, start: Coefficients, bandwidth: tuple[float, float]) -> Coefficients:
-    """All coefficients at once: target and verification share what a forward over a number of rows costs."""
+    """All coefficients at once: target and verification share the cost of a forward over a number of rows."""
     most = float(sweep.of_mode["target"].seconds.min())
     longest = max(float(sweep.of_mode["verify"].length.max()), 1.0)
     parameters = [

@@ -1,4 +1,4 @@
-"""The options of EfficientRollout."""
+"""Declares the options of EfficientRollout."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,5 +1,4 @@
-"""A calibrated roofline as a JSON file: what it is valid for, the coefficients, and the times they were fitted to; and
-the seconds of rounds that it predicts for any drafters."""
+"""Reads and writes a calibrated roofline as a JSON file, and predicts the seconds of rounds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,30 +12,29 @@ from .sweep import Sample
 
 
 class ProfileMismatch(ValueError):
-    """A profile of other hardware, shape, precision, quantization or kernel than those that run."""
+    """A profile of other hardware, shape, precision, quantization or kernel than the running ones."""
 
 
 @dataclass(frozen=True)
 class Profile:
     """One calibration."""
 
-    key: ProfileKey  # what it is valid for
+    key: ProfileKey  # scope of validity
     roofline: Roofline  # constants and fitted coefficients
     draft_max_rows: int | None  # most rows that the drafter's kernel serves; None: no limit
     diagnostics: dict[str, Any]  # errors of the fit, as plain data
     created: str  # ISO date
-    samples: list[Sample] = field(default_factory=list)  # what it was fitted to, for plots and refits
+    samples: list[Sample] = field(default_factory=list)  # fitted ones, for plots and refits
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON to `path`, whole or not at all."""
         own, fitted = self.roofline.constants, self.roofline.coefficients
         file = _File(1, self.created, self.key, own, fitted, self.draft_max_rows, self.diagnostics, self.samples)
         write_json(path, file)
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
-        """Reads what `save` wrote. Raises FileNotFoundError if there is no such file, ValueError if it is no
-        profile of this version; the message names file, field and value."""
+        """Reads the file of `save`. Raises FileNotFoundError if missing, ValueError if not a profile of this version;
+        the message names file, field and value."""
         f = read_json(path, _File, "roofline profile", "correct it, or delete the file and calibrate again")
         return cls(f.key, Roofline(f.constants, f.coefficients), f.draft_max_rows, f.diagnostics, f.created, f.samples)
 
@@ -56,8 +54,6 @@ class Profile:
 
 @dataclass(frozen=True)
 class _File:
-    """A profile as it is written."""
-
     version: Literal[1]
     created: str
     key: ProfileKey
@@ -78,13 +74,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RooflineRounds:
-    """Predicts rounds by a calibrated roofline."""
-
     target: Roofline
     drafters: Mapping[str, Roofline]  # those of networks
 
     def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
-        """As :data:`~.RoundSeconds`."""
         if not lengths:
             return self.target.target_seconds(batch, length)
         drafts = (
@@ -104,8 +97,8 @@ def roofline_rounds(drafters: "Sequence[Drafter]", profile: Profile) -> Roofline
 def roofline_of(drafter: "Drafter", profile: Profile) -> Roofline:
     """Predicts rounds of `drafter`, a network.
 
-    A drafter other than the policy's copy is predicted by its weights and FLOP. Its kernels are dense like the
-    target's, so the target's coefficients apply. A forward that drafts many tokens is divided among them.
+    A drafter other than the policy's copy is predicted by its weights and FLOP, and by the target's coefficients,
+    since its kernels are dense too. A forward that drafts many tokens is divided among them.
     """
     cost = drafter.cost
     if cost is None:

@@ -1,4 +1,4 @@
-"""Finds the roofline profile of a model on this machine: a named file, the user's cache, or a new calibration."""
+"""Finds a model's roofline profile: a named file, the user's cache, or a new calibration."""
 
 import warnings
 from pathlib import Path
@@ -20,15 +20,15 @@ def find_profile(
     max_length: int = 4096,
     extra_copy: Path | None = None,
 ) -> Profile | None:
-    """The profile that `config` names or of the user's cache; if there is none, `sd_toggle="roofline"` calibrates this
-    machine and saves one. It is also saved as `extra_copy`.
+    """The profile that `config` names, or of the user's cache; without one `sd_toggle="roofline"` calibrates this
+    machine and saves a profile, also as `extra_copy`.
 
-    `sd_toggle="roofline"` replaces a cached profile that was calibrated for less than half of `max_batch_size`, the
-    most rows in flight, or of `max_length`, the longest total length. A run beyond the calibrated sizes warns.
+    `sd_toggle="roofline"` replaces a cached profile calibrated for less than half of `max_batch_size`, the most rows
+    in flight, or of `max_length`, the longest total length. A run beyond the calibrated sizes warns.
 
     Returns:
-        None: no kernel can hold the drafter's layers, calibrating failed, or `sd_toggle="measured"` finds no profile;
-        then only measured rounds decide.
+        None: no kernel can hold the drafter's layers, calibration failed, or `sd_toggle="measured"` found no profile:
+        only measured rounds then decide.
 
     Raises:
         ProfileMismatch: the named profile is for something else and `efficient_rollout.mismatch` is `"error"`.
@@ -71,7 +71,7 @@ def find_profile(
 
 
 def _load_named(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Profile | None:
-    """The profile at `path`; None where it is of something else, and `efficient_rollout.mismatch` allows that."""
+    """The profile at `path`; None: of something else, if `efficient_rollout.mismatch` allows that."""
     profile = Profile.load(path)
     try:
         profile.require(key, path)

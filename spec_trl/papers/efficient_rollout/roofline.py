@@ -1,6 +1,6 @@
-"""Seconds of a forward by the roofline of ER §2.2 and §3.2, and by a form that fits measured sweeps better.
+"""Predicts the seconds of a forward by the roofline (ER §2.2, §3.2).
 
-Pure Python: it is evaluated in every decoding round.
+Pure Python, because every decoding round evaluates it.
 """
 
 import math
@@ -12,7 +12,7 @@ from ...value_checks import require_field
 
 
 Mode = Literal["target", "draft", "verify"]
-SMALLEST_TILE = 16  # the least number of rows that a tensor core takes
+SMALLEST_TILE = 16  # rows: the fewest of a tensor core
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Coefficients:
     attention_cost: float = 1.0  # seconds of a FLOP of attention over one of a GEMM
     # K/V time grows with B to this power: more rows use more memory channels, and copies of a prompt share its K/V.
     kv_exponent: float = 1.0
-    # Seconds per cached token of a row that verification walks serially: kernels for several query tokens do not
-    # split the cache among processors, those for one do.
+    # Seconds per cached token of a row that verification walks serially: kernels for several query tokens do not split
+    # the cache among processors, kernels for one do.
     sigma_V: float = 0.0
     t_T: float = 0.0  # overhead of a target forward, seconds (launches, Python)
     t_D: float = 0.0  # likewise of a draft forward

@@ -1,4 +1,4 @@
-"""Measured forward times over batch size, cached length and draft length, and the CSV files that hold them."""
+"""Reads and writes forward times over batch size, cached length and draft length as CSV files."""
 
 import csv
 import warnings
@@ -53,7 +53,7 @@ class Point(NamedTuple):
 
 
 def points(samples: Iterable[Sample]) -> list[Point]:
-    """Every (B, S, γ) of which all three times were measured, in ascending order."""
+    """Every (B, S, γ) with all three measured times, in ascending order."""
     times = {(s.mode, s.batch, s.length, s.draft_length): s.seconds for s in samples}
     found = []
     for mode, batch, length, draft_length in sorted(times):
@@ -65,8 +65,8 @@ def points(samples: Iterable[Sample]) -> list[Point]:
 
 
 def check_samples(samples: Iterable[Sample], source: str) -> str | None:
-    """Raises ValueError, which names `source`, unless `samples` can be fitted. Up to a tenth of the (B, S, γ) may lack
-    their draft or verify time; the text that is then returned names them."""
+    """Raises ValueError, naming `source`, unless `samples` can be fitted. Up to a tenth of the (B, S, γ) may lack
+    their draft or verify time; the returned text names them."""
     cells: dict[Mode, set[tuple[int, float, int]]] = {mode: set() for mode in MODES}
     for sample in samples:
         cells[sample.mode].add((sample.batch, sample.length, sample.draft_length))
@@ -132,7 +132,6 @@ def read_sweep(path: str | Path) -> list[Sample]:
 
 
 def write_sweep(path: str | Path, model: str, samples: Iterable[Sample]) -> None:
-    """Writes `samples` of `model` in our format, which `read_sweep` reads."""
     with Path(path).open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)

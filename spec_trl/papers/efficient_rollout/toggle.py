@@ -1,4 +1,4 @@
-"""The roofline toggle: EfficientRollout's π_SD as printed (ER §3.2, Eq. 3)."""
+"""Decides by the roofline whether a round drafts: EfficientRollout's π_SD (ER §3.2, Eq. 3)."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from ...generation.planner.control import (
 
 
 class RooflineToggle(Control):
-    """Drafts in rounds for which the roofline predicts a speedup of 1 + ε or more. Measured times are ignored.
+    """Drafts in rounds with a predicted speedup of 1 + ε or more. Measured times are ignored.
 
     Once on, it stays on while the batch only shrinks (ER App. E.4). If the batch can grow (refill), every round is
     decided again, and waiting requests count as rows.

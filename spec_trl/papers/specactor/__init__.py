@@ -1,1 +1,1 @@
-"""SpecActor's plans, ladder and simulator: see README.md."""
+"""Plans drafters on other threads and ranks as SpecActor does: see README.md."""

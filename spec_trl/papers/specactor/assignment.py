@@ -1,4 +1,4 @@
-"""Further drafters for slow requests (SA §4.2 "Greedy Best-of-N assignments", Algorithm 3)."""
+"""Assigns further drafters to slow requests (SA §4.2, Algorithm 3)."""
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -32,7 +32,7 @@ def greedy_assignments(
         load: number of requests by worker of `workers_of`.
         max_batch: b_max, requests that one worker verifies at a time.
         ladder_order: all of `methods`, best first.
-        assigned: worker by (request, method), initial methods included; none of these pairs is assigned again.
+        assigned: worker by (request, method), initial methods included; these pairs are not assigned again.
 
     Returns:
         M, the worker by added (request, method).
@@ -67,7 +67,7 @@ def greedy_assignments(
 def further_method(
     requests: Mapping[Request, float], methods: Sequence[str], present: str, helpers: Mapping[tuple[Request, str], int]
 ) -> tuple[str, list[Request]] | None:
-    """Algorithm 3 for one freed worker, run by the worker that has the requests.
+    """Runs Algorithm 3 for one freed worker, on the worker that has the requests.
 
     Args:
         requests: with their acceptance.

@@ -1,4 +1,4 @@
-"""A cluster to simulate: its workers' times, its drafters' acceptance and its requests' lengths.
+"""Describes a cluster to simulate: times of workers, acceptance of drafters, lengths of requests.
 
 All are assumptions of the caller; nothing is fitted here.
 """
@@ -12,7 +12,7 @@ from ...value_checks import require_field
 
 
 _MOST_SECONDS, _MOST_WORKERS = 1e6, 1024
-_MOST_WORK = 12_000_000  # 1,280,000 in the paper's clusters, which take 6 s
+_MOST_WORK = 12_000_000  # 1,280,000, or 6 s, in the paper's clusters
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DrafterModel:
     cached_token_seconds: float  # reading K/V, for each cached token of each request
     acceptance: float  # mean of p over requests, 0 to 1
     spread: float  # standard deviation of p over requests
-    uncaptured_seconds: float = 0.0  # that a step takes in addition in the baselines, which do not capture it
+    uncaptured_seconds: float = 0.0  # that a step takes in addition in the baselines, without capture
 
     def __post_init__(self) -> None:
         require_field(self, "fixed_seconds", above=1e-5, most=_MOST_SECONDS)

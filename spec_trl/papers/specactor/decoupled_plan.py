@@ -1,4 +1,4 @@
-"""SA Algorithm 1: which GPUs draft, which verify, and how far a drafter may run ahead.
+"""Plans decoupled execution: GPUs that draft, GPUs that verify, and the window (SA Algorithm 1).
 
 A group of g_d GPUs that draft and g_v GPUs that verify serves its share of the requests; the cluster is as many groups
 as fit. The paper searches only decoupled execution; here coupled execution and plain decoding are compared with it.
@@ -52,7 +52,7 @@ def execution_plan(
     Args:
         requests: B, of the whole cluster, at least 1.
         gpus: G, of the whole cluster.
-        verify_gpus: 𝔾, numbers of GPUs over which a copy of the target may be split; those above G are left out.
+        verify_gpus: 𝔾, numbers of GPUs of one copy of the target; those above G are left out.
         acceptance: p, 0 to 1.
         draft: D of g_d.
         verify: V of (g_v, positions).
@@ -87,9 +87,8 @@ def plan_of_machine(
     verify: Callable[[int], AffineSeconds],
 ) -> ExecutionPlan:
     """Plans how one machine executes a batch at a fixed γ: the fastest of plain, coupled, and decoupled by
-    :func:`~.token_speed.busy_decoupled_speed`, the rule of this package's engine; among equals the first.
-
-    Algorithm 1 splits a cluster among groups; here the group is the machine and b its whole batch.
+    :func:`~.token_speed.busy_decoupled_speed`, the rule of this package's engine; among equals the first. Algorithm 1
+    splits a cluster among groups; here the group is the machine and b its whole batch.
 
     Args:
         acceptance: p, 0 to 1.
@@ -112,8 +111,8 @@ def plan_of_machine(
 def group_batch(requests: int, gpus: int, group: int) -> int:
     """b: most requests of a group of `group` GPUs, out of `requests`.
 
-    Line 4 of Algorithm 1 has ⌈group · B / G⌉, too few where `group` does not divide G: the GPUs left over make no
-    group, and the whole groups share all requests.
+    Line 4 of Algorithm 1 has ⌈group · B / G⌉, too few if `group` does not divide G: the remaining GPUs make no group,
+    and the whole groups share all requests.
     """
     return -(-requests // (gpus // group))
 
@@ -127,7 +126,6 @@ def _plans(
     draft: DraftSeconds,
     verify: VerifySeconds,
 ) -> Iterator[ExecutionPlan]:
-    """The best window of each number of drafting GPUs."""
     # "drafters need fewer GPUs than verifiers" (SA, line 3 of Algorithm 1)
     for g_d in range(1, min(g_v, gpus - g_v) + 1) if mode == "decoupled" else (0,):
         batch = group_batch(requests, gpus, g_d + g_v)
@@ -149,10 +147,10 @@ def best_window(
     bonus: int = 0,
 ) -> tuple[int, float]:
     """Returns w from 1 to 64 of the highest TGS, and that TGS. `verify` is V of positions per request. A verification
-    has w positions, and one more if it adds a `bonus` token (coupled execution).
+    has w positions, and one more with a `bonus` token (coupled execution).
 
-    The paper searches up to w_max = max(⌈V'/D'⌉, ⌈β/α⌉), in which V depends on w itself. Here the search ends where
-    no longer window can win: TGS ≤ N / (w D), and that falls as w grows.
+    The paper searches up to w_max = max(⌈V'/D'⌉, ⌈β/α⌉), in which V depends on w itself. Here the search ends where no
+    longer window can win: TGS ≤ N / (w D), which falls as w grows.
     """
     draft_seconds = draft(batch)
     best, most = 0, 0.0

@@ -1,4 +1,4 @@
-"""A drafter on another rank (SA §4.1): the pipe of decoupled execution over torch.distributed.
+"""Runs a drafter on another rank (SA §4.1), over torch.distributed.
 
     if rank == 0:
         pipe = DraftRank(1)
@@ -7,8 +7,8 @@
     else:
         serve(SmallModelDrafter(assistant, model), verifier=0)
 
-Messages are in host memory, so both ranks need a group that can send from it: gloo, also on GPUs, where a process
-group "cpu:gloo,cuda:nccl" has both backends. A receive needs a timeout, which NCCL does not offer.
+Messages are in host memory, so both ranks need a group that can send from it: gloo, also on GPUs, in a process group
+"cpu:gloo,cuda:nccl". A receive needs a timeout, and NCCL has none.
 """
 
 import warnings
@@ -34,10 +34,10 @@ from .decoupled.worker import DraftWorker, Kind, work
 
 
 IDLE_SECONDS = 24 * 3600.0
-"""Seconds without a message after which :func:`serve` ends by itself: a verifier may pause for long."""
-_LOOK_SECONDS = 0.5  # between two checks whether a verifier that sends nothing is alive
+"""Most seconds of silence before :func:`serve` ends by itself: a verifier may pause for long."""
+_LOOK_SECONDS = 0.5  # between two checks that a silent verifier is alive
 _MAGIC = 0x5AEC7A11  # the first number of a message's head
-_MOST = 1 << 26  # numbers in a message: the prompts of thousands of rows, a bound against damaged heads
+_MOST = 1 << 26  # numbers in a message: prompts of thousands of rows; a bound against damaged heads
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Channel:
 
     Args:
         rank: the other rank, in the default group.
-        group: that both are in; None: the default group.
+        group: a group of both; None: the default group.
     """
 
     rank: int
@@ -87,16 +87,16 @@ class Channel:
 class DraftRank(DraftPipe):
     """The pipe to a drafter that another rank runs by :func:`serve`.
 
-    Of the logits processors, temperature, top-k, top-p and min-p act on its drafts; without the other processors fewer
-    drafts are accepted. A rank that fails, or sends no window in time, is lost: torch.distributed closes the
-    connection. Later generations run without drafts.
+    Of the logits processors, temperature, top-k, top-p and min-p act on its drafts; without the others fewer drafts
+    are accepted. A rank that fails, or sends no window in time, is lost, since torch.distributed closes the
+    connection: later generations run without drafts.
 
     Args:
-        rank: the rank that drafts, in the default group.
+        rank: the drafting rank, in the default group.
         group: contains both ranks, with gloo for host memory; None: the default group.
-        timeout: seconds that a window may take.
+        timeout: most seconds of a window.
         strategy: the drafter's name in statistics.
-        max_rows: most rows in flight with which it drafts.
+        max_rows: most rows in flight that it drafts for.
         cost: of a forward of its network.
     """
 
@@ -169,12 +169,12 @@ def serve(
     """Drafts for the rank `verifier` until it closes its :class:`DraftRank`, or is gone.
 
     Args:
-        drafter: drafts on this rank; must be able to draft ahead. A quantized copy does not keep its policy alive.
+        drafter: drafts on this rank, ahead of the verifier. A quantized copy does not keep its policy alive.
         verifier: a rank of the default group.
-        device: on which it drafts.
+        device: of the drafter.
         group: contains both ranks, as passed to :class:`DraftRank`.
         timeout: seconds that the verifier may take to receive a window.
-        look: called repeatedly while the verifier sends nothing; an exception of it ends the wait.
+        look: called repeatedly while the verifier is silent; an exception of it ends the wait.
 
     Returns:
         True if the verifier closed the pipe; False, with a warning, if the connection was lost.
@@ -238,17 +238,16 @@ def _receive_all(channel: Channel, arrived: "SimpleQueue[tuple[Kind, Tensor] | E
 
 
 def _text(error: BaseException | None) -> Tensor:
-    """Encodes an exception: `[n]` int64, the UTF-8 bytes of its type and message."""
     return torch.tensor([*f"{type(error).__name__}: {error}".encode()], dtype=torch.int64)
 
 
 class DraftRanks:
-    """Has the last `drafting` ranks draft in rollouts, each for one of the first. All ranks must make this object.
+    """Makes the last `drafting` ranks draft in rollouts, each for one of the first. All ranks must make this object.
 
     Args:
         drafting: number of ranks that draft.
-        rank, ranks: this rank, and how many there are.
-        timeout: seconds of silence after which a rank that waits for others gives up.
+        rank, ranks: this rank, and the number of ranks.
+        timeout: most seconds of silence while a rank waits.
 
     Attributes:
         decoding: number of ranks that decode, the first ones.
@@ -276,12 +275,11 @@ class DraftRanks:
 
     @property
     def drafts(self) -> bool:
-        """Whether this rank drafts for another."""
         return self._rank >= self.decoding
 
     def serve(self, drafter: Drafter, device: torch.device, link: Link) -> None:
-        """Drafts with `drafter` on `device` until the other rank leaves :meth:`ahead`. If the connection is lost, that
-        rank decodes without drafts, and this rank waits until the pool of `link` is done.
+        """Drafts with `drafter` on `device` until the other rank leaves :meth:`ahead`. If the connection is lost, the
+        other rank decodes without drafts, and this rank waits until the pool of `link` is done.
 
         Raises:
             RuntimeError: no decoding rank has written anything for the link's timeout.

@@ -1,8 +1,8 @@
-"""The draft ladder: speedup of drafting methods by acceptance and batch, from profiled rounds (SA §4.2, Fig. 10a).
+"""Ranks drafting methods by speedup at an acceptance and a batch (SA §4.2, Fig. 10a).
 
-Acceptance here is p, the probability that a draft token is accepted if all tokens before it were. Rounds are profiled
-with tokens accepted at random with probability p, and have τ = (1 - p^(γ+1)) / (1 - p) tokens. A caller passes τ,
-which :class:`~.Acceptance` estimates better than p.
+Acceptance here is p, the probability that a draft token is accepted if all tokens before it were. Profiled rounds
+accept tokens at random with probability p, and have τ = (1 - p^(γ+1)) / (1 - p) tokens. A caller passes τ, of which
+:class:`~.Acceptance` makes better estimates than of p.
 """
 
 from bisect import bisect_left
@@ -20,7 +20,7 @@ from ...value_checks import require_field
 from ..efficient_rollout.roofline import Roofline
 
 
-BlockEfficiency: TypeAlias = Callable[[int], float]  # τ to expect of each γ
+BlockEfficiency: TypeAlias = Callable[[int], float]  # expected τ by γ
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Rung:
     method: str  # the drafter's strategy
     batch: int  # rows
     draft_length: int  # γ, 1 to 64
-    acceptance: float  # probability with which each draft token was marked as accepted, 0 to 1
+    acceptance: float  # probability of marking a draft token as accepted, 0 to 1
     seconds: float  # of a round (draft, verify, accept)
     plain_seconds: float  # of an autoregressive round at the same batch, measured in the same profile
 
@@ -45,7 +45,6 @@ class Rung:
 
     @cached_property
     def block_efficiency(self) -> float:
-        """τ of its acceptance."""
         return Acceptance.geometric(self.acceptance).block_efficiency(self.draft_length)
 
     @property
@@ -56,11 +55,11 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Speedups of drafting methods, from profiled rounds, which do not depend on weights. Raises ValueError if there
-    is no rung, or if a cell has two."""
+    """Speedups of drafting methods, from profiled rounds, which do not depend on weights. Raises ValueError without a
+    rung, or if a cell has two."""
 
     rungs: tuple[Rung, ...]  # profiled cells, one per (method, batch, γ, acceptance)
-    shape: str  # fingerprint of the target's and the drafters' shapes, which the caller compares
+    shape: str  # fingerprint of the target's and the drafters' shapes, for the caller to compare
 
     def __post_init__(self) -> None:
         if not self.rungs:
@@ -74,17 +73,14 @@ class Ladder:
 
     @cached_property
     def methods(self) -> tuple[str, ...]:
-        """Methods in the order of `rungs`."""
         return tuple(dict.fromkeys(rung.method for rung in self.rungs))
 
     @cached_property
     def batches(self) -> tuple[int, ...]:
-        """Profiled batches of all methods, ascending."""
         return tuple(sorted({rung.batch for rung in self.rungs}))
 
     @cached_property
     def _profiled(self) -> dict[str, dict[int, dict[int, list[Rung]]]]:
-        """Rungs by method, batch and γ, ascending in τ."""
         cells: dict[str, dict[int, dict[int, list[Rung]]]] = {}
         for rung in sorted(self.rungs, key=lambda rung: rung.acceptance):
             cells.setdefault(rung.method, {}).setdefault(rung.batch, {}).setdefault(rung.draft_length, []).append(rung)
@@ -97,8 +93,8 @@ class Ladder:
     def speedup(self, method: str, block_efficiency: float, batch: int, draft_length: int) -> float:
         """TGS_c over plain decoding: expected tokens of a round, bonus included, times T_plain / T_round.
 
-        Times are interpolated linearly between profiled τ, and constant beyond them. They belong to the profiled batch
-        with the smallest ratio to `batch`; of two equally near batches to the larger, whose speedup is lower.
+        Times are interpolated linearly between profiled τ, and constant beyond them. They are those of the profiled
+        batch with the smallest ratio to `batch`; of two equally near batches the larger, whose speedup is lower.
 
         Raises:
             ValueError: `method` or γ was not profiled, τ is not 1 to γ + 1, or `batch` is less than 1.
@@ -148,7 +144,6 @@ class Ladder:
         return max(zip(lengths, speedups, strict=True), key=lambda pair: pair[1])
 
     def _nearest(self, method: str, batch: int) -> dict[int, list[Rung]]:
-        """Rungs by γ at the profiled batch nearest to `batch`."""
         if method not in self._profiled:
             raise ValueError(f"method={method!r} is not in the ladder, which has {list(self.methods)}; profile it.")
         if batch < 1:
@@ -157,26 +152,24 @@ class Ladder:
         return batches[_nearest_batch(batches, batch)]
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON to `path`, whole or not at all."""
         write_json(path, _File(1, self.shape, self.rungs))
 
     @classmethod
     def load(cls, path: str | Path) -> "Ladder":
-        """Reads what `save` wrote. Raises FileNotFoundError if there is no such file, ValueError if it is no
-        ladder of this version; the message names file, field and value."""
+        """Reads the file of `save`. Raises FileNotFoundError if missing, ValueError if not a ladder of this version;
+        the message names file, field and value."""
         file = read_json(path, _File, "draft ladder", "correct it, or delete the file and profile again")
         return cls(file.rungs, file.shape)
 
 
 @dataclass(frozen=True)
 class LadderRounds:
-    """Predicts rounds by a profiled draft ladder (SA §4.2): an autoregressive round and what a drafter adds to it."""
+    """Predicts rounds by a profiled draft ladder (SA §4.2): an autoregressive round, plus a drafter's seconds."""
 
     ladder: Ladder
     target: Roofline | None = None  # predicts autoregressive rounds by length; None: the ladder predicts them
 
     def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
-        """As :data:`~.RoundSeconds`."""
         rounds = [self.ladder.round_seconds(name, 1.0, batch, count) for name, count in lengths.items()]
         slowdown = 1 + sum(seconds / plain - 1 for seconds, plain in rounds)
         if self.target is not None:
@@ -186,8 +179,6 @@ class LadderRounds:
 
 @dataclass(frozen=True)
 class _File:
-    """A ladder as it is written."""
-
     version: Literal[1]
     shape: str
     rungs: tuple[Rung, ...]

@@ -1,4 +1,4 @@
-"""Profiles the draft ladder with the engine: real rounds whose drafts are accepted at random (SA §4.2)."""
+"""Profiles the draft ladder in real rounds with drafts accepted at random (SA §4.2)."""
 
 import hashlib
 import time
@@ -30,13 +30,13 @@ from ..test_time_speculation.distilled_drafter import DistilledDrafter
 from .ladder import Ladder, Rung, ladder_path
 
 
-ACCEPTANCE = 0.6  # one p is enough: the work of a round does not depend on what is accepted
+ACCEPTANCE = 0.6  # one p is enough: the work of a round does not depend on acceptance
 BATCHES = (1, 4, 16, 64, 256)
 PROMPT = 32  # tokens of the random prompts
 FEWEST_ROUNDS = 3
-STABLE = 0.03  # no more rounds are timed once half of a cell's slowdowns are within this share of their median
-LEAST_SECONDS = 0.5  # per batch: of few short rounds, other work of a moment would slow all
-QUIET = 2.0  # seconds of profiling after which a progress bar appears
+STABLE = 0.03  # share: rounds of a cell end once half of its slowdowns are this close to their median
+LEAST_SECONDS = 0.5  # per batch: a short disturbance would slow all of a few rounds
+QUIET = 2.0  # seconds of profiling without a progress bar
 
 
 def build_ladder(
@@ -52,9 +52,9 @@ def build_ladder(
 ) -> Ladder:
     """Times rounds of every drafter, batch and γ, each next to an autoregressive round; returns medians.
 
-    On a quiet machine three rounds of a cell agree, and no more are run; on a busy machine, or if rounds are short, up
-    to `rounds`. Rounds are real, on random prompts, but draft tokens are marked as accepted with probability p, so
-    weights do not matter. A drafter that learns does not learn here; the history is empty.
+    Three rounds of a cell are enough if they agree, as on a quiet machine; a busy machine or short rounds take up to
+    `rounds`. Rounds are real, on random prompts, but draft tokens are marked as accepted with probability p: weights
+    do not matter. A drafter that learns does not learn here; the history is empty.
 
     Args:
         drafters: of different strategies.
@@ -97,7 +97,7 @@ def find_ladder(
     `sd_toggle="roofline"`; None: there is none.
 
     The file is next to the profile of `config`, or in the user's cache. `sd_toggle="roofline"` replaces a ladder
-    that was profiled for less than half of `max_batch_size`, the most rows in flight.
+    profiled for less than half of `max_batch_size`, the most rows in flight.
 
     Raises:
         RuntimeError: a drafter failed.
@@ -130,7 +130,7 @@ def _path(key: ProfileKey, config: SpeculativeConfig, shape: str) -> Path:
 
 
 def _fingerprint(key: ProfileKey, drafters: Sequence[Drafter], draft_lengths: Sequence[int]) -> str:
-    """Fingerprint of what a ladder is valid for: hardware, shapes, dtype and kernels, but not weights."""
+    """Fingerprint of a ladder's scope: hardware, shapes, dtype and kernels, but not weights."""
     target = f"{key.hardware}; {key.shape}; {key.dtype}; {key.runner}"
     packing = f"{key.quantization}, {key.kernel}"
     members = [f"{drafter.strategy} ({type(_stand_in(drafter)).__name__}, {drafter.cost})" for drafter in drafters]
@@ -138,7 +138,7 @@ def _fingerprint(key: ProfileKey, drafters: Sequence[Drafter], draft_lengths: Se
 
 
 def _stand_in(drafter: Drafter) -> Drafter:
-    """Returns the drafter to time in place of `drafter`, which must not learn from random tokens."""
+    """Returns a stand-in for `drafter`: it must not learn from random tokens."""
     if isinstance(drafter, DistilledDrafter):
         return drafter.student
     if isinstance(drafter, HistoryDrafter):
@@ -224,11 +224,11 @@ class _Bench(RoundBench):
 
 
 def _slowdowns(times: list[float], plain: list[float]) -> list[float]:
-    """Seconds of rounds over those of the autoregressive round of the same visit, which other work slowed equally."""
+    """Seconds of rounds over those of the autoregressive round of the same visit, slowed equally by other work."""
     return [seconds / plain_seconds for seconds, plain_seconds in zip(times, plain, strict=False)]
 
 
 def _agree(values: list[float]) -> bool:
-    """Whether half of the values are close enough to their median that further values would hardly move it."""
+    """Whether half of the values are so close to their median that further values would hardly move it."""
     middle = median(values)
     return median(abs(value - middle) for value in values) <= STABLE * middle

@@ -1,4 +1,4 @@
-"""The options of SpecActor."""
+"""Declares the options of SpecActor."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,11 +57,11 @@ class SpecActorOptions(DeclaredOptions):
         return are_asked and self.race, self.budget
 
     def assistants_with(self, assistant: object, tts_drafter: str) -> dict[str, Any]:
-        """The assistant of each of `drafters` that has one. `assistant`, i.e. `assistant_model`, is for the one that
-        lacks its own; `tts_drafter` is the one that learns under "tts".
+        """The assistant of each of `drafters` that has one. `assistant`, i.e. `assistant_model`, is for the drafter
+        without its own; `tts_drafter` is the one that learns under "tts".
 
         Raises:
-            ValueError: a drafter lacks its assistant, or not exactly one lacks the one that is given.
+            ValueError: a drafter lacks its assistant, or not exactly one lacks the given one.
         """
         assistants = dict(self.assistants or {})
         needs = {*needing_assistant()} | ({"tts"} if tts_drafter in needing_assistant() else set())

@@ -1,9 +1,9 @@
-"""Races (SA §4.2): a second verification. A row verifies the chains of several drafters, and commits the longest
-accepted one.
+"""Verifies several chains of a row in one round (races, SA §4.2). A row verifies the chains of several drafters, and
+commits the longest accepted one.
 
 The paper races whole requests, one verifier per drafter. Here a row's chains share a target forward, and every round
 is a race. All chains are verified with the noise of the row's positions, so accepted tokens are equal: the winner
-decides how many tokens a round commits, never which. A control with `several_chains` is served by `RacingRollout`.
+decides how many tokens a round commits, but no token. A control with `several_chains` is served by `RacingRollout`.
 """
 
 import itertools
@@ -62,7 +62,7 @@ class RacingRollout(Rollout):
         self.target.cache.move_columns(drafts.columns.gather(1, slots), positions)
         if self._features is not None:
             width = self._features.shape[2]
-            self.target.tell(self._features.gather(1, slots[..., None].expand(-1, -1, width)), positions)
+            self.target.call_listeners(self._features.gather(1, slots[..., None].expand(-1, -1, width)), positions)
         del self._features
         return self._until_stop(outcome)
 
@@ -76,10 +76,10 @@ class RacingRollout(Rollout):
 
 
 class RaceHelper(Control):
-    """Control of a rank that races for rows of another rank: candidate `drafter` drafts for them in every round.
+    """Control of a rank that races for rows of another rank: candidate `drafter` drafts in every round.
 
     Args:
-        control: of the rank; it decides again after the race.
+        control: of the rank; decides again after the race.
         drafter: index of the candidate.
     """
 
@@ -125,8 +125,8 @@ class Lanes(Drafts):
         position  L-1  |  L   L+1  L+2 |  L   L+1 |  L   L+1  L+2     for RoPE, windows and chunks
         b2 sees    x   |  .    .    .  |  x    x  |  .    .    .      and all committed columns
 
-    Of the columns after L - 1 a query sees those up to its column whose position is at least L, with the query's
-    difference of column and position. Rows with fewer than W slots repeat their last token.
+    A query sees those columns after L - 1, up to its own, whose position is at least L, with the query's difference of
+    column and position. Rows with fewer than W slots repeat their last token.
 
     Args:
         owners: N lists of B numbers, the drafter of the row's chain; -1: no chain.
@@ -193,8 +193,8 @@ def _at_slots(logits: Tensor, slots: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RaceOutcome(Outcome):
-    """Result of a race. `drawn` and `tokens` are those on the winning chains; `owners`, `drafted` and `accepted` are
-    `[N, B]`, of the chains in N lanes; `winner` is `[B]`, the lane of the winning chain."""
+    """Result of a race. `drawn` and `tokens` are on the winning chains; `owners`, `drafted` and `accepted` are `[N,
+    B]`, of the chains in N lanes; `winner` is `[B]`, the lane of the winning chain."""
 
     winner: Integers
 
@@ -257,7 +257,7 @@ class RacedChains(DraftedChains):
 
     @staticmethod
     def count_others(statistics: SpeculationStatistics, rounds: Sequence[Round], label_of: Integers) -> None:
-        """Adds the chains that lost to `per_drafter`, and fills in `best_of_n`; `label_of`: place in `per_drafter` by
+        """Adds lost chains to `per_drafter`, and fills in `best_of_n`; `label_of`: place in `per_drafter` by
         drafter."""
         labels, requests = list(statistics.per_drafter), len(statistics.per_request)
         lost, wasted = np.zeros((len(labels), 6), np.int64), np.zeros(len(labels), np.int64)

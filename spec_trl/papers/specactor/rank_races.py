@@ -1,4 +1,4 @@
-"""Races between ranks (SA §4.2): a rank without rows races with another drafter for rows that another rank decodes."""
+"""Races between ranks (SA §4.2): a rank without rows drafts for rows of another rank."""
 
 import time
 from typing import Any
@@ -11,10 +11,10 @@ from ...generation.engine.rows import Request
 
 class RacingPool(SharedPool):
     """A pool whose ranks race for rows where moving rows does not pay, if the control has a further drafter
-    (:meth:`~.Planner.further_method`). The rank that ends a request first has its completion.
+    (:meth:`~.Planner.further_method`). A request's completion is of the rank that ends it first.
 
     Attributes:
-        method: name of the drafter with which this rank races for all of its rows; None: they are its own.
+        method: name of this rank's drafter in a race for all of its rows; None: it does not race.
     """
 
     method: str | None = None

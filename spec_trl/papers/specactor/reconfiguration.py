@@ -1,4 +1,4 @@
-"""SA Algorithm 2: requests of low acceptance get a separate window and mode; and such plans for one machine."""
+"""Gives requests of low acceptance a separate window and mode (SA Algorithm 2)."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,11 +45,11 @@ def reconfigured(
     """The plan of every request: the group's from the mean acceptance upwards, else the fastest for the request.
 
     Args:
-        acceptance: p of each request, 0 to 1.
+        acceptance: p by request, 0 to 1.
         plan: the group's, from :func:`~.decoupled_plan.execution_plan`.
         draft: D of g_d.
         verify: V of (g_v, positions).
-        batch: b at which forwards are timed. The paper takes 1, as if the request had its workers for itself.
+        batch: b of timed forwards. The paper takes 1, as if the request had its workers for itself.
         speed: the model of decoupled execution.
         waits: the model of a request that waits for its verification while other requests do not.
     """
@@ -73,8 +73,6 @@ def reconfigured(
 
 @dataclass
 class _Counts:
-    """Counts of one request, and its plan."""
-
     plan: RequestPlan
     tokens: int = 0  # generated
     judged: int = 0  # drafts that the target judged
@@ -86,7 +84,7 @@ class RequestPlans(Generic[Request]):
     """Plans of the requests of a running group, decided again after every 1000 tokens of a request.
 
     Args:
-        plan: of the group, with which requests begin; the attribute `group`.
+        plan: of the group, also of new requests; the attribute `group`.
         draft: D of g_d.
         verify: V of (g_v, positions).
         every: tokens of a request between two decisions.
@@ -99,11 +97,9 @@ class RequestPlans(Generic[Request]):
         self.begin()
 
     def begin(self) -> None:
-        """Starts a rollout; all requests have the group's plan."""
         self._counts: dict[Request, _Counts] = {}
 
     def of(self, request: Request) -> RequestPlan:
-        """Returns the current plan of `request`."""
         return self._counts_of(request).plan
 
     def record(

@@ -1,4 +1,4 @@
-"""A cluster's rollout as discrete events: modelled workers, planned by Algorithms 1 to 3 themselves (SA §4, §5).
+"""Simulates a cluster's rollout in discrete events, planned by Algorithms 1 to 3 (SA §4, §5).
 
 A worker executes its requests in periods, whose seconds are affine in the requests (SA §4.1) and in their cached
 tokens. Between two events (a request ends, helpers come or go) requests advance at constant rates.
@@ -24,13 +24,13 @@ from .token_speed import DraftSeconds, committed_tokens, coupled_speed, replicat
 
 
 HORIZON = 250
-"""Tokens per request after which a worker's period is computed again, since caches have grown."""
+"""Tokens per request between computations of a worker's period, since caches grow."""
 _count = itertools.count()  # breaks ties between requests that end at the same time
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method of rolling out on a cluster. Raises ValueError if it drafts and names no drafter."""
+    """A method of rolling out on a cluster. Raises ValueError if it drafts without a drafter."""
 
     name: str
     execution: Literal["plain", "coupled", "disaggregated", "decoupled"] = "plain"
@@ -58,14 +58,12 @@ class Outcome:
     rollout_seconds: float
     step_seconds: float
     idle_share: float  # of the workers' time until the last request ends
-    ends: list[float]  # seconds at which each request ended
+    ends: list[float]  # seconds, by request
     spans: list[list[tuple[float, float, str]]]  # by worker: (from, to, drafter) where it had requests
 
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A request."""
-
     index: int
     length: int
     acceptance: dict[str, float]  # p by drafter
@@ -84,11 +82,10 @@ class _Copy:
     worker: "_Worker"
     plan: RequestPlan = field(init=False)
     rate: float = field(init=False)  # tokens per period
-    share: float = field(init=False)  # share of the periods in which it is verified
+    share: float = field(init=False)  # of the periods with its verification
     start: float = field(init=False)
 
     def follow(self, plan: RequestPlan, done: float) -> None:
-        """Continues by `plan` from `done` tokens."""
         worker, window = self.worker, plan.window
         p = self.row.acceptance[worker.drafter.name] if worker.drafter else 0.0
         if plan.mode == "decoupled":
@@ -116,7 +113,7 @@ class _Worker:
     drafter: DrafterModel | None
     runs_ahead: bool  # whether its drafters have GPUs of their own and draft while it verifies
     periods: float = 0.0  # decoded so far
-    now: float = 0.0  # time at which they were
+    now: float = 0.0  # time of the last period
     seconds: float = 0.0  # of a period
     version: int = 0  # of its entry among the events
     copies: dict[_Copy, None] = field(default_factory=dict)
@@ -124,7 +121,7 @@ class _Worker:
     ends: list[tuple[float, int, _Copy]] = field(default_factory=list)  # a heap; those that have left stay in it
     start: float = 0.0  # sum over copies
     rate: float = 0.0  # likewise
-    read_start: float = 0.0  # likewise, each weighted by the share of periods in which it is verified
+    read_start: float = 0.0  # likewise, each weighted by its share of periods with verification
     read_rate: float = 0.0
     verified: float = 0.0  # requests of a verification
     positions: float = 0.0  # tokens of a verification
@@ -135,7 +132,6 @@ class _Worker:
 
     @property
     def tokens(self) -> float:
-        """Of all its requests."""
         return self.start + self.rate * self.periods
 
     def add(self, copy: _Copy) -> None:
@@ -216,7 +212,6 @@ class _Simulation:
         return self._coupled_window(self.drafters[name], self.drafters[name].acceptance, batch)[1]
 
     def _coupled_window(self, drafter: DrafterModel, acceptance: float, batch: int) -> tuple[int, float]:
-        """The best window of coupled execution, and its tokens per second."""
         return best_window(
             acceptance, batch, self._draft(drafter)(1), partial(self._verify, 1), coupled_speed, bonus=1
         )
@@ -244,7 +239,7 @@ class _Simulation:
             worker.arriving.append((copy, delay))
 
     def _period_seconds(self, worker: _Worker) -> float:
-        """Seconds of a verification of the requests of `worker` whose drafts are ready, and of drafting before."""
+        """Seconds of drafting, and of a verification of the requests of `worker` with ready drafts."""
         target, prompt = self.cluster.target, self.cluster.prompt_tokens
         read = max(worker.read_start + worker.read_rate * worker.periods, 0.0) + worker.verified * prompt
         verifying = target.fixed_seconds + worker.positions * target.token_seconds + read * target.cached_token_seconds
@@ -265,7 +260,6 @@ class _Simulation:
     # ---- events ----------------------------------------------------------------------------------------------------
 
     def _schedule(self, worker: _Worker) -> None:
-        """Schedules the next event of a worker: a request ends, or its period is computed again."""
         worker.version += 1
         if worker.copies:
             worker.seconds = self._period_seconds(worker)
@@ -317,7 +311,7 @@ class _Simulation:
         return self._outcome()
 
     def _reconfigure(self, worker: _Worker) -> None:
-        """SA Algorithm 2, every 1000 tokens that the worker's requests have generated on average."""
+        """Runs SA Algorithm 2 after every 1000 tokens, on average, of the worker's requests."""
         if not worker.copies or not worker.runs_ahead or worker.drafter is None:
             return  # a helper chose the request's window when it took the request
         mean = worker.tokens / len(worker.copies)

@@ -1,9 +1,8 @@
-"""Tokens per second of a request: drafting and verifying on separate workers (SA §4.1 "Modeling TGS"), one after the
-other on the same workers, and without drafts.
+"""Predicts a request's tokens per second: decoupled, coupled and without drafts (SA §4.1).
 
 TGS is tokens per second of each request of a batch. p is the probability that a draft token is accepted when all
 before it were. A verification over `positions` tokens of each request judges `positions` drafts if the drafter runs
-ahead, since it has drafted the bonus token already, and `positions` - 1 drafts if it waits.
+ahead (it has drafted the bonus token already), and `positions` - 1 drafts if it waits.
 """
 
 from collections.abc import Callable
@@ -34,7 +33,7 @@ def committed_tokens(acceptance: float, window: int) -> float:
 def printed_window_tokens(acceptance: float, window: int) -> float:
     """τ_w as SA §4.1 prints it: Σ p^a (1 - p) (a + 1)/2 + w p^w.
 
-    It halves the tokens of a refused window, since the window drafted after it is lost: two periods. That averages
+    The tokens of a refused window are halved, since the window drafted after it is lost: two periods. That averages
     ratios and is up to 29 % above the ratio of the averages, `window_tokens`.
     """
     return (committed_tokens(acceptance, window) + window * acceptance**window) / 2
@@ -82,7 +81,7 @@ def coupled_speed(acceptance: float, window: int, draft_seconds: float, verify_s
 
 
 def alternating_speed(acceptance: float, window: int, draft_seconds: float, verify_seconds: float) -> float:
-    """TGS of a request that waits for its verification among requests whose drafters run ahead: it drafts in one
-    period and is verified in the next."""
+    """TGS of a request that waits for its verification among requests whose drafters run ahead: drafts in one period,
+    verification in the next."""
     tokens = expected_block_efficiency(acceptance, window)
     return tokens / (2 * max(window * draft_seconds, verify_seconds))

@@ -1,1 +1,1 @@
-"""Test-Time Speculation (TTS, arXiv 2605.09329): the drafter learns from the rounds that it drafts."""
+"""Trains the drafter on the rounds that it drafts (TTS, arXiv 2605.09329)."""

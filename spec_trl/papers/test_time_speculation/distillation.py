@@ -1,4 +1,4 @@
-"""The loss of Test-Time Speculation (TTS §4.1), and τ as the drafter's and the target's logits predict it."""
+"""Computes the loss of Test-Time Speculation (TTS §4.1), and τ predicted from logits."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ def distillation_loss(drafts: Tensor, target: Tensor, target_ids: Tensor | None,
     Args:
         drafts: `[B, C, draft vocabulary]` raw logits of q, with gradient.
         target: `[B, >= C, V]` raw logits of p.
-        target_ids: `[draft vocabulary]` int64, the target's token for each of the drafter's; None: they are the same.
+        target_ids: `[draft vocabulary]` int64, the target's token for each of the drafter's; None: the same.
         weights: w_k, C of them.
     """
     scores = widen(target[:, : drafts.shape[1]])  # [B, C, V]

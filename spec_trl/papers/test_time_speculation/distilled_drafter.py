@@ -1,4 +1,4 @@
-"""Test-Time Speculation (arXiv 2605.09329): a drafter that learns, while it drafts, from the rounds it drafted.
+"""Drafts, and learns from the drafted rounds (Test-Time Speculation, arXiv 2605.09329).
 
 Verification computes the target's distribution p at every drafted position anyway. One gradient step brings the
 drafter's distribution q nearer to p before the next draft (TTS §4.1, Algorithm 1). The target does not change.
@@ -41,12 +41,12 @@ from .update_stride import AdaptiveStride, FixedStride
 class DistilledDrafter(Drafter):
     """Drafts with `student` and trains it (TTS Algorithm 1).
 
-    With scope "request" and one row at a time all weights of the student are trained, as in the paper. With several
-    rows every row trains a separate low-rank correction. With the wider scopes all rows train the same weights. A
-    student whose weights are packed always trains low-rank corrections.
+    Scope "request" and one row at a time train all weights of the student, as in the paper; with several rows every
+    row trains a separate low-rank correction. In wider scopes all rows train the same weights. A student with packed
+    weights always trains low-rank corrections.
 
     With an adaptive stride updates run where they pay (:class:`AdaptiveStride`), and train weights only: corrections
-    slow every draft. Until the first update drafting costs what the student costs.
+    slow every draft. Until the first update drafting costs no more than the student.
 
     An update trains a copy. S rounds later, before drafting, the result is published: copied into the drafting
     network. Synchronous learning updates and publishes within round r:
@@ -56,7 +56,7 @@ class DistilledDrafter(Drafter):
         second thread                    └── update on round r's canvas ──┘
 
     Args:
-        student: drafts; no other drafter uses its weights.
+        student: drafts with weights of its own.
         how: scope, stride and the other options.
     """
 
@@ -210,16 +210,16 @@ class DistilledDrafter(Drafter):
         self.learning.bytes = max(self.learning.bytes, self.learner.bytes + canvas.bytes)
         self.learning.waited += time.perf_counter() - started
 
-    def observe(self, tokens: Integers, kept: Integers) -> None:
+    def observe(self, tokens: Integers, counts: Integers) -> None:
         if self._proposal is not None:
             draft_length = self._proposal.tokens.shape[1]
             seconds = time.perf_counter() - self._began - (self.waited - self._waited_before)
-            self.adaptive_stride.observe(float(kept.mean()), draft_length, seconds)
+            self.adaptive_stride.observe(float(counts.mean()), draft_length, seconds)
             self._proposal = None
-        self.student.observe(tokens, kept)
+        self.student.observe(tokens, counts)
 
     def state_dict(self) -> dict[str, Any]:
-        """What scope "run" has learned so far: tensors, not copies. Empty in other scopes and before the first
+        """Learned state of scope "run" so far: tensors, not copies. Empty in other scopes and before the first
         generation. Must not be called while a generation runs."""
         if self._how.scope != "run":
             return {}
@@ -231,10 +231,9 @@ class DistilledDrafter(Drafter):
         return {"student": self.student.strategy, "price": self.adaptive_stride.state_dict()} | learned
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of :meth:`state_dict` at the next generation; must not be called while one runs.
-
-        That generation warns and learns from the start if the state belongs to another drafter. Scopes other than
-        "run" ignore it.
+        """Restores the result of :meth:`state_dict` at the next generation; must not be called while one runs. That
+        generation warns and learns from the start if the state belongs to another drafter. Scopes other than "run"
+        ignore it.
         """
         if self._how.scope != "run":
             return
@@ -244,7 +243,7 @@ class DistilledDrafter(Drafter):
         self._saved = state
 
     def _learner_for(self, session: DraftSession) -> Learner:
-        """The learner, made anew where the number of rows that learn separately has changed."""
+        """The learner, made anew where the number of separately learning rows has changed."""
         assert session.target is not None
         rows, how = 1, self._how
         if how.scope == "request" and session.rows.capacity > 1:
@@ -275,7 +274,6 @@ class DistilledDrafter(Drafter):
         return learner
 
     def _start_anew(self) -> None:
-        """Resets what all rows have learned."""
         if self.learner is not None:
             self.learner.reset(range(self.learner.rows))
         self.adaptive_stride.forget()
@@ -283,7 +281,6 @@ class DistilledDrafter(Drafter):
             self._stride.begin()
 
     def _is_due(self) -> bool:
-        """Whether the drafter learns from this round."""
         if self._stride is not None:
             return self._stride.is_due()
         if not self._may_learn or self._update is not None:
@@ -297,7 +294,7 @@ class DistilledDrafter(Drafter):
         return self.adaptive_stride.is_due(ahead, self.session.spend)
 
     def _publish(self, seconds: float) -> None:
-        """Copies what an update learned into the drafting network, and records its `seconds`."""
+        """Copies an update's result into the drafting network, and records its `seconds`."""
         assert self.learner is not None
         self.learning.seconds += seconds
         self.learner.publish()
@@ -307,7 +304,6 @@ class DistilledDrafter(Drafter):
                 self._start_anew()
 
     def _finish_update(self) -> None:
-        """Waits for the running update, if any, and publishes it."""
         if self._update is None:
             return
         started = time.perf_counter()
@@ -333,7 +329,7 @@ class DistilledDrafter(Drafter):
         returns its seconds. With an adaptive stride, measures how much earlier updates raise log τ on this canvas."""
         started = time.perf_counter()
         student, how = self.student, self._how
-        # Inference may run under autocast; learning computes in the dtype of what learns.
+        # Inference may run under autocast; learning computes in the dtype of the trained weights.
         with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
             first = anchor = None  # [B, C, draft V]
             if learner.initial is not None and (self._stride is None or how.anchor == "initial"):

@@ -1,4 +1,4 @@
-"""The options of Test-Time Speculation (arXiv 2605.09329)."""
+"""Declares the options of Test-Time Speculation (arXiv 2605.09329)."""
 
 from dataclasses import dataclass
 from typing import Literal

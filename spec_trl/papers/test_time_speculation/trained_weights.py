@@ -1,4 +1,4 @@
-"""The weights that Test-Time Speculation trains: all of a drafter's, or low-rank corrections of its layers.
+"""Holds the weights that Test-Time Speculation trains: a drafter's own, or low-rank corrections.
 
 A learner trains a copy of the drafting network, at least in float32, while the network drafts. `publish` then copies
 the result into the drafting network, in place. A correction belongs to one cache row, so that every request trains
@@ -21,7 +21,7 @@ from ...quantization.source_weight import read_projection
 
 
 CORRECTION_RATE = 3e-4
-"""η of low-rank corrections, which are relative to the layer's scale."""
+"""η of low-rank corrections, relative to the layer's scale."""
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
 
@@ -30,7 +30,7 @@ class Learner(ABC):
 
     Attributes:
         network: the trained copy of the drafting network.
-        initial: a network with the weights before learning, q_0; None where it is not needed.
+        initial: a network with the weights before learning, q_0; None: not needed.
         tensors: the trained tensors, with gradient.
         published: tensors of the drafting network, written in place since captured forwards read them.
         rows: number of separate adapters, one per cache row; 1: all rows share the tensors.
@@ -55,7 +55,7 @@ class Learner(ABC):
 
     @abstractmethod
     def reset(self, rows: Iterable[int]) -> None:
-        """Resets the tensors of cache rows `rows`, Adam's moments included."""
+        """Resets the tensors of cache rows `rows`, and Adam's moments."""
 
     @abstractmethod
     def move(self, source: list[int], destination: list[int]) -> None:
@@ -71,8 +71,8 @@ class Learner(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads and publishes the result of :meth:`state_dict`. Raises ValueError, and changes nothing, where its
-        tensors have other shapes."""
+        """Loads and publishes the result of :meth:`state_dict`. Raises ValueError, and changes nothing, for
+        tensors of other shapes."""
 
     @property
     @abstractmethod
@@ -171,8 +171,8 @@ class RowAdapters(RowTensors):
         rank: r.
 
     Attributes:
-        down: `[r, in]` for each layer, by name; at least float32.
-        up: `[rows, out, r]` for each layer.
+        down: `[r, in]` by layer name; at least float32.
+        up: `[rows, out, r]` by layer name.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], rows: int, rank: int) -> None:
@@ -192,7 +192,6 @@ class RowAdapters(RowTensors):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """`up` of all layers, always in the same order."""
         return list(self.up.values())
 
     @property
@@ -200,8 +199,8 @@ class RowAdapters(RowTensors):
         return super().bytes + sum(down.nbytes for down in self.down.values())
 
     def attach(self, layers: Mapping[str, nn.Module], first_row: Callable[[], int]) -> list[RemovableHandle]:
-        """Has every forward of `layers`, of the same names and shapes, corrected until the handles are removed;
-        `first_row` returns the first cache row of the running forward, which raises ValueError where rows learn
+        """Corrects every forward of `layers`, of the same names and shapes, until the handles are removed;
+        `first_row` returns the first cache row of the running forward, and raises ValueError where rows learn
         separately and a layer's inputs have no batch dimension."""
 
         # A hook holds its tensors: one that looks them up by name would be compiled again for every layer.
@@ -229,7 +228,7 @@ class RowAdapters(RowTensors):
 
 
 class RowAdam(RowTensors):
-    """Adam with a step count per row: torch has one per tensor, and rows are reset at different times. `tensors`, with
+    """Adam with a step count per row, because rows are reset at different times. `tensors`, with
     rows in the first dimension, are written in place."""
 
     def __init__(self, tensors: list[Tensor], learning_rate: float) -> None:
@@ -244,16 +243,16 @@ class RowAdam(RowTensors):
     def step(self, gradients: Sequence[Tensor], learns: Tensor) -> None:
         """Takes one step by the gradients of every tensor, for the first rows that learn (`[n <= rows]` bool). Other
         moments do not change."""
-        (which,) = learns.nonzero(as_tuple=True)  # [m]
-        self._steps[which] += 1
-        counts = self._steps[which]  # [m, 1, 1]
+        (index,) = learns.nonzero(as_tuple=True)  # [m]
+        self._steps[index] += 1
+        counts = self._steps[index]  # [m, 1, 1]
         beta1, beta2 = _BETAS
         for tensor, mean, square, gradient in zip(self._tensors, self._means, self._squares, gradients, strict=True):
-            learning = gradient[which]  # [m, ...]
-            mean[which] = new_mean = mean[which].lerp(learning, 1 - beta1)
-            square[which] = new_square = square[which].lerp(learning.square(), 1 - beta2)
+            learning = gradient[index]  # [m, ...]
+            mean[index] = new_mean = mean[index].lerp(learning, 1 - beta1)
+            square[index] = new_square = square[index].lerp(learning.square(), 1 - beta2)
             denominator = (new_square / (1 - beta2**counts)).sqrt().to(tensor.dtype) + _EPSILON
-            tensor[which] -= self.learning_rate * (new_mean / (1 - beta1**counts)).to(tensor.dtype) / denominator
+            tensor[index] -= self.learning_rate * (new_mean / (1 - beta1**counts)).to(tensor.dtype) / denominator
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and counts, for a checkpoint."""
@@ -288,9 +287,9 @@ class AdapterLearner(Learner):
 
     @torch.no_grad()
     def reset(self, rows: Iterable[int]) -> None:
-        which = list(rows) if self.rows > 1 else [0]
+        chosen = list(rows) if self.rows > 1 else [0]
         for part in self._by_row:
-            part.reset(which)
+            part.reset(chosen)
 
     @torch.no_grad()
     def move(self, source: list[int], destination: list[int]) -> None:
@@ -343,8 +342,8 @@ def _copy_tensors(saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 def make_learner(
     drafter: TrainableDrafter, rows: int, learning_rate: float | None, rank: int, keeps_initial: bool
 ) -> Learner:
-    """Trains all weights where the drafter has some that it does not share and `rows` is 1 (all rows learn together);
-    else low-rank corrections. A `learning_rate` η of None means the drafter's `weight_rate` / width, or
+    """Trains all weights if the drafter has unshared ones and `rows` is 1 (all rows learn together); else low-rank
+    corrections. A `learning_rate` η of None means the drafter's `weight_rate` / width, or
     `CORRECTION_RATE`."""
     if rows == 1 and drafter.trained(drafter.network):
         return WeightLearner(drafter, learning_rate or drafter.weight_rate / drafter.width, keeps_initial)

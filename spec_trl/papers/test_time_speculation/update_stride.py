@@ -1,4 +1,4 @@
-"""The update stride of Test-Time Speculation: every S rounds (TTS App. C.1), or "adaptive": where an update pays.
+"""Decides which rounds train the drafter: every S rounds (TTS App. C.1), or "adaptive" by gain.
 
 The paper leaves an adaptive stride to future work (TTS App. C.2). Here an update runs if the rounds ahead are
 expected to save its seconds, and if a budget covers them.
@@ -12,7 +12,7 @@ from typing import Any
 
 
 UPDATES = 1000
-"""By expectation an update closes 1 / UPDATES of what log τ lacks to its ceiling: between 1/600 (EAGLE-3, greedy) and
+"""An update is expected to close 1 / UPDATES of the gap of log τ to its ceiling: between 1/600 (EAGLE-3, greedy) and
 1/4000 (small LM, sampled) in benchmarks/results/tts_drafters.json. In so many updates that may change by as much."""
 TRIAL = 0.01
 """Share of the rounds' seconds that updates of unknown value may take. The planner's budget gets 1.5 times as much."""
@@ -30,7 +30,7 @@ _SAVED = ("level", "share", "rounds", "_variances", "_noise", "_seen", "_efficie
 
 
 class FixedStride:
-    """Says after which rounds the drafter learns: every `rounds` (S) of them."""
+    """Lets the drafter learn every `rounds` (S) rounds."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
@@ -41,7 +41,7 @@ class FixedStride:
         self.waited = self.rounds - 1  # rounds since the last update; saved in checkpoints
 
     def is_due(self) -> bool:
-        """Whether the drafter learns from this round; asked once in each round that drafted."""
+        """Whether the drafter learns from this round; called once in every drafted round."""
         self.waited += 1
         if self.waited < self.rounds:
             return False
@@ -50,10 +50,10 @@ class FixedStride:
 
 
 class AdaptiveStride:
-    """Says after which rounds the drafter learns: where an update pays.
+    """Lets the drafter learn after rounds where an update pays.
 
     A Kalman filter follows what is learned from update to update. Its state is the *level*, by how much learning has
-    raised log τ, and the *share* of the gap log((γ + 1) / τ) that one more update closes. Every update measures the
+    raised log τ, and the *share* of the gap log((γ + 1) / τ) that the next update closes. Every update measures the
     level: log τ of one round with the learned and with the first weights.
 
     * Value of an update: share · log((γ + 1) / τ) · rounds ahead · seconds of a round.
@@ -95,7 +95,7 @@ class AdaptiveStride:
         return self.level + math.sqrt(self._variances[0]) < 0
 
     def is_due(self, rounds_ahead: float, spend: Callable[[float], bool]) -> bool:
-        """Whether the drafter learns from this round; asked once in each round that drafted. `spend` takes seconds
+        """Whether the drafter learns from this round; called once in every drafted round. `spend` takes seconds
         from the budget of trials, or refuses."""
         if not self._of_rounds:
             return False

@@ -1,4 +1,4 @@
-"""Kernels that multiply with packed weights, and the choice among them."""
+"""Multiplies with packed weights, and chooses among the kernels."""
 
 from dataclasses import replace
 
@@ -52,24 +52,21 @@ def fitting_kernels(name: str, layer: LayerSpec) -> list[type[PackedWeight]] | s
 def find_kernel(name: str, layer: LayerSpec, measures: bool = True) -> type[PackedWeight] | str:
     """Returns the kernel for `layer`, or the reason why there is none.
 
-    "auto" takes the fastest kernel that can hold the layer, on a CPU by a rule, on a GPU by measured times, and none
-    if the dense layer is faster. Siblings get the kernel that is fastest for all, if one can hold all. It never takes
-    "reference".
+    "auto" takes the fastest kernel that can hold the layer, on a CPU by a rule, on a GPU by measured times; none if
+    the dense layer is faster, and never "reference". Siblings get the kernel that is fastest for all, if one can hold
+    all.
 
     Args:
         name: "auto" or a kernel's name.
-        layer: the weight.
-        measures: whether times that are not known are measured; else `default_kernel` is taken.
+        measures: whether to measure unknown times; else `default_kernel` is taken.
     """
     choice = _choose(name, layer, measures)
     return choice if isinstance(choice, str) else choice[0]
 
 
 def make_packed(name: str, layer: LayerSpec, measures: bool = True) -> PackedWeight | str:
-    """An empty packed weight of the kernel that `find_kernel` names, or the reason why there is none.
-
-    Under "auto" on a GPU its `max_rows` is the measured one, otherwise the kernel's.
-    """
+    """An empty packed weight of the kernel of `find_kernel`, or the reason why there is none. Under "auto" on a GPU
+    its `max_rows` is the measured one."""
     choice = _choose(name, layer, measures)
     if isinstance(choice, str):
         return choice

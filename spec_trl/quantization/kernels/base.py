@@ -1,4 +1,4 @@
-"""The interface between the quantizer, which makes codes, and the kernels, which store them in different layouts."""
+"""Defines the interface between the quantizer, which makes codes, and kernels, which store them."""
 
 import functools
 import importlib.util
@@ -23,12 +23,12 @@ al. 2023, §3 and App. E)."""
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Spec of a weight matrix [out_features, in_features], which a kernel needs before it stores the weight.
+    """Spec of a weight matrix [out_features, in_features], for the choice of a kernel.
 
     Attributes:
         bits: 4 (asymmetric, integer zero points; or NF4) or 8 (symmetric).
         group: number of weights of a row that share a scale; divides in_features.
-        policy_dtype: dtype in which the policy computes with this weight.
+        policy_dtype: dtype of the policy's products with this weight.
         activation_dtype: wanted dtype of activations and scales; None = the kernel's choice.
         normal_float: whether 4 bits are NF4.
         siblings: output features of all projections of the same input, this one included, if one product may serve
@@ -57,7 +57,6 @@ class LayerSpec:
 
     @property
     def groups(self) -> int:
-        """Scales per row."""
         return self.in_features // self.group
 
 
@@ -78,7 +77,7 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class Package:
-    """A kernel's package: its distribution, the module that it brings, and what `pip install` needs."""
+    """A kernel's package: its distribution, its module, and its requirement for `pip install`."""
 
     name: str
     module: str
@@ -88,8 +87,8 @@ class Package:
 class PackedWeight(nn.Module, ABC):
     """One quantized weight in one kernel's layout. The subclass is the kernel; the instance is a layer's weight.
 
-    Buffers are only ever written in place, so a captured CUDA graph that reads them survives a refresh. They are
-    non-persistent: a checkpoint never holds a copy of the policy.
+    Buffers are only written in place, so that captured CUDA graphs survive a refresh. They are non-persistent: a
+    checkpoint never holds a copy of the policy.
 
     Attributes:
         name: the kernel's name; kernels for different devices may share one.
@@ -97,9 +96,9 @@ class PackedWeight(nn.Module, ABC):
         normal_float: whether the codes are NF4's values.
         device_type: the only kind of device it runs on; None = any.
         package: the package that provides it; None = torch.
-        activation_dtypes: dtypes in which it can compute, the best first; empty = any, the policy's first.
+        activation_dtypes: dtypes of its products, the best first; empty = any, the policy's first.
         multiples: numbers that must divide out_features and in_features.
-        row_block: `pack_` takes blocks that begin at a multiple of this and (except the last) have a multiple of it.
+        row_block: `pack_` takes blocks that begin at a multiple of this; all but the last have a multiple of rows.
         rows_along: the row dimension of every buffer, if a slice of the buffers is a weight.
         max_rows: above this many rows of x the policy's dense weight is faster.
         is_final: False for a kernel that stands in until times are measured.
@@ -120,18 +119,17 @@ class PackedWeight(nn.Module, ABC):
     activation_dtype: torch.dtype
 
     def __init__(self, layer: LayerSpec) -> None:
-        """Allocates the buffers for `layer`, for which `unsupported` returned None."""
         super().__init__()
         self.layer = layer
         self.activation_dtype = layer.activation_dtype or (*self.activation_dtypes, layer.policy_dtype)[0]
 
     def allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Zeros that become a buffer when assigned to an attribute of this module."""
+        """Zeros for a buffer: assign them to an attribute of this module."""
         return nn.Buffer(torch.zeros(shape, dtype=dtype, device=self.layer.device), persistent=False)
 
     @classmethod
     def unsupported(cls, layer: LayerSpec) -> str | None:
-        """Returns the reason why this kernel cannot hold `layer`, which has its codes and kind of device, or None."""
+        """Returns the reason why this kernel cannot hold `layer`, of its codes and kind of device, or None."""
         if cls.activation_dtypes and layer.activation_dtype not in (None, *cls.activation_dtypes):
             known = " or ".join(map(str, cls.activation_dtypes))
             return f"activation_dtype={layer.activation_dtype}, and it computes in {known}"
@@ -153,13 +151,12 @@ class PackedWeight(nn.Module, ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the packed weight occupies."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
 
 def join_rows(parts: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Makes an empty weight with the rows of `parts`, whose buffers become slices of it: packing a part packs its rows
-    here. None if parts differ in more than their rows, or the kernel has no slices."""
+    """Makes an empty weight with the rows of `parts`, whose buffers become slices of it: packing a part packs its
+    rows. None if parts differ in more than their rows, or the kernel has no slices."""
     first, rows = parts[0], [part.layer.out_features for part in parts]
     if not first.rows_along or any(count % first.row_block for count in rows):
         return None
@@ -191,7 +188,6 @@ def join_nibbles(nibbles: Sequence[Tensor]) -> Tensor:
 
 
 def pad_rows(rows: QuantizedRows, multiple: int) -> QuantizedRows:
-    """Appends rows of zeros up to a multiple of `multiple`."""
     padding = (0, 0, 0, -len(rows.codes) % multiple)
     if not any(padding):
         return rows
@@ -199,7 +195,7 @@ def pad_rows(rows: QuantizedRows, multiple: int) -> QuantizedRows:
 
 
 def gpu_unsupported(layer: LayerSpec, capability: tuple[int, int] = (8, 0)) -> str | None:
-    """Returns the reason why the GPU of `layer` cannot run a kernel for NVIDIA GPUs from `capability` (Ampere) on, or
+    """Returns the reason why the GPU of `layer` cannot run a kernel for NVIDIA `capability` (default Ampere), or
     None."""
     if torch.version.hip is not None:
         return "the GPU is not NVIDIA's"

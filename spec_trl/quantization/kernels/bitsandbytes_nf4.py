@@ -1,4 +1,4 @@
-"""NF4 by bitsandbytes, an optional extra: only its products, on buffers that a refresh writes in place.
+"""Multiplies NF4 weights by bitsandbytes, an optional extra.
 
 On a CPU 32 rows are stored together. A pair of their columns has 32 bytes:
 
@@ -15,7 +15,7 @@ BITSANDBYTES = Package("bitsandbytes", "bitsandbytes", "spec-trl[bitsandbytes]")
 
 
 class BitsAndBytesNF4Cpu(PackedWeight):
-    """`bitsandbytes::gemv_4bit`, in bfloat16, which serves several rows too."""
+    """`bitsandbytes::gemv_4bit`, in bfloat16, for several rows too."""
 
     name = "bitsandbytes"
     bits = 4
@@ -31,7 +31,7 @@ class BitsAndBytesNF4Cpu(PackedWeight):
         import bitsandbytes  # noqa: F401, registers the operators
 
         out, columns = layer.out_features, layer.in_features
-        # Rows of x up to which the operator beats the dense layer of a policy in this dtype, of those measured (1 to
+        # Most rows of x with a gain over the dense layer of a policy in this dtype, of those measured (1 to
         # 64), with AVX-512 and without AMX.
         self.max_rows = 64 if layer.policy_dtype in (torch.float32, torch.float64) else 8
         self.codes = self.allocate(out // 32, columns // 2, 32, dtype=torch.uint8)  # [out/32, in/2, 32]

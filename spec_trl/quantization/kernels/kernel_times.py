@@ -1,4 +1,4 @@
-"""Times the kernels that can hold a layer, on its device, and caches the table: the choice of "auto" on a GPU.
+"""Times the kernels of a layer on its device, and caches the table: the choice of "auto" on a GPU.
 
 A table is measured when a copy is packed first, before its first draft. Until then `default_kernel` stands in.
 """
@@ -28,13 +28,13 @@ from .base import LayerSpec, PackedWeight, QuantizedRows, join_rows
 from .reference import ReferenceInt4, ReferenceNF4
 
 
-ROWS = (1, 8, 32)  # rows of x at which kernels are timed; tables of earlier releases have more
+ROWS = (1, 8, 32)  # timed rows of x; tables of earlier releases have more
 SMALL_ROWS = 8  # most rows that count in the choice: drafting has few
-MOST_ROWS = 64  # most rows of a kernel: the line through the last two times is followed no further than twice the last
-REPLAYS = 20  # calls, of which the median counts
+MOST_ROWS = 64  # most rows of a kernel: twice the last timed number, the furthest extrapolation of the last two times
+REPLAYS = 20  # timed calls; the median counts
 MIN_CALLS, MAX_CALLS = 8, 128  # calls in a replay
 FILL = 1 << 24  # weights made at once
-TOLERANCE = 0.05  # of an output's standard deviation: bfloat16 rounding of the largest outputs stays within half of it
+TOLERANCE = 0.05  # of an output's standard deviation: twice the bfloat16 rounding of the largest outputs
 
 Times = dict[int, float]  # rows of x → seconds
 Timer = Callable[[str, int, Sequence[Callable[[], Tensor]]], float]
@@ -61,7 +61,7 @@ class TableKey:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A kernel's name, and the most rows of x for which it is faster than the dense layer."""
+    """A kernel's name, and the most rows of x with a gain over the dense layer."""
 
     kernel: str
     max_rows: int
@@ -69,13 +69,13 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """Seconds of one call, by rows of x; all kernels are timed at the same numbers of rows.
+    """Seconds of one call, by rows of x; all kernels are timed at the same rows.
 
     Attributes:
-        key: what the table is valid for.
+        key: of the table.
         dense: times of the policy's layer.
-        kernels: times of each kernel, by its name.
-        version: to be raised when a kernel of ours changes; older tables are then measured again.
+        kernels: times by name.
+        version: to raise when a kernel of ours changes; older tables are then measured again.
     """
 
     key: TableKey
@@ -90,7 +90,7 @@ class KernelTable:
                 raise ValueError(f"{times} are not positive times for {list(ROWS)} rows")
 
     def max_rows(self, kernel: str) -> int:
-        """The largest number of rows, at most `MOST_ROWS`, up to which `kernel` beats the dense layer; straight lines
+        """The largest number of rows, at most `MOST_ROWS`, at which `kernel` beats the dense layer; straight lines
         join the measured times, and the last one goes on."""
         measured = sorted(self.dense)
         gains = [self.dense[rows] - self.kernels[kernel][rows] for rows in measured]
@@ -103,9 +103,7 @@ class KernelTable:
 
     def choose(self) -> KernelChoice | None:
         """The kernel that is fastest up to SMALL_ROWS, in geometric mean; None where the dense layer wins at one row.
-
-        Beyond its `max_rows` a kernel counts with the time of the dense layer, which then runs.
-        """
+        Beyond its `max_rows` a kernel counts with the time of the dense layer, then in use."""
 
         def small(kernel: str) -> float:
             limit = self.max_rows(kernel)
@@ -139,7 +137,7 @@ failed_kernels: set[str] = set()
 
 
 def time_replays(name: str, rows: int, calls: Sequence[Callable[[], Tensor]]) -> float:
-    """The timer for a GPU: all calls captured in one CUDA graph, which is what a drafter replays."""
+    """Times for a GPU: all calls captured in one CUDA graph, as a drafter replays them."""
     device = calls[0]().device  # compiles what is compiled at first use
     with CAPTURING, torch.cuda.device(device):  # captures of other calls take the same stream
         stream = capture_stream(device)
@@ -162,8 +160,8 @@ def time_replays(name: str, rows: int, calls: Sequence[Callable[[], Tensor]]) ->
 
 
 def default_kernel(kernels: Sequence[type[PackedWeight]]) -> KernelChoice:
-    """The choice without times: Triton's, else the first, and the dense layer for more than `MOST_ROWS` rows. Triton
-    comes with torch for CUDA, compiles in seconds, and its kernel reads a weight once for up to 32 rows."""
+    """The choice without times: Triton's (no package to install, seconds to compile, a weight is read once for up to
+    32 rows), else the first kernel; the dense layer for more than `MOST_ROWS` rows."""
     names = [kernel.name for kernel in kernels]
     return KernelChoice("triton" if "triton" in names else names[0], MOST_ROWS)
 
@@ -194,7 +192,7 @@ def announce(shapes: Collection[str], device: torch.device) -> None:
 
 
 def known_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> KernelTable | None:
-    """The :func:`kernel_table` if it was measured before."""
+    """The :func:`kernel_table` if measured before."""
     key = _key(layer, kernels)
     if key not in tables:
         table = read_cached(key.path, lambda _: KernelTable.load(key), ", and the kernels are measured again")
@@ -205,12 +203,12 @@ def known_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> Kern
 
 
 def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer = time_replays) -> KernelTable:
-    """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights: measured once,
-    and saved in memory and in the user's cache. For a layer with siblings all are timed as they run: in one product if
-    the kernel can join their rows, else one after the other.
+    """Times of the dense layer and of the fitting `kernels` for random weights: measured once,
+    and saved in memory and in the user's cache. A layer's siblings are timed as they run: in one product if the kernel
+    can join their rows, else one after the other.
 
-    A kernel that fails, or whose product differs from that of the codes by more than bfloat16 rounding, is not in
-    the table. One warning names it, and such a table is not saved.
+    A kernel that fails, or whose product differs from that of the codes by more than bfloat16 rounding, is left out.
+    One warning names it, and such a table is not saved.
     """
     table = known_table(layer, kernels)
     if table is None:
@@ -268,7 +266,7 @@ def measure(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Time
 
 
 def _packed(kernel: type[PackedWeight], layer: LayerSpec) -> list[PackedWeight]:
-    """Empty weights for `layer` and its siblings: one where their rows can be joined."""
+    """Empty weights for `layer` and its siblings: one if their rows can be joined."""
     parts = [kernel(part) for part in layer.parts]
     whole = join_rows(parts) if len(parts) > 1 else None
     return parts if whole is None else [whole]
@@ -283,7 +281,7 @@ def _multiply(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tens
 
 
 def random_rows(packed: PackedWeight) -> Iterator[tuple[int, QuantizedRows]]:
-    """A random quantized weight for `packed`, as first row and rows; the same one for the same layer."""
+    """A random quantized weight for `packed`, as first row and rows; equal for equal layers."""
     layer, dtype = packed.layer, packed.activation_dtype
     step = max(1, FILL // layer.in_features // 64) * 64  # a multiple of every kernel's row_block
     for first in range(0, layer.out_features, step):
@@ -298,7 +296,6 @@ def random_rows(packed: PackedWeight) -> Iterator[tuple[int, QuantizedRows]]:
 
 
 def _check(packed: PackedWeight, inputs: dict[int, Tensor]) -> None:
-    """Raises ArithmeticError if the product of `packed` is not that of the codes of `random_rows`."""
     layer = packed.layer
     rounded = {rows: x.to(packed.activation_dtype) for rows, x in inputs.items()}  # [m, in] each
     products = {rows: packed.linear(x) for rows, x in rounded.items()}  # [m, out] each
@@ -324,7 +321,6 @@ def _copies(nbytes: int, device: torch.device) -> int:
 
 
 def _dense_dtype(layer: LayerSpec) -> torch.dtype:
-    """Dtype in which the policy's layer computes."""
     device = layer.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.policy_dtype
 

@@ -1,17 +1,17 @@
-"""Marlin and Humming: two optional extras whose 4-bit weights are in the order of tensor-core fragments.
+"""Multiplies 4-bit weights by Marlin or Humming, two optional extras.
 
-    codes   int32 [in / 16, 2 * stored_rows], for each kernel in another order
+    codes   int32 [in / 16, 2 * stored_rows], in an order of the kernel
     scales  bfloat16 [groups, stored_rows]: of 64 rows, those with the same row % 8 lie together
     zeros   int32 [groups, stored_rows / 8]: permuted like the scales, then 8 to a word in an order of the kernel
 
 Rows of the weight are padded to `stored_rows` with scale 0.
 
-Marlin (Frantar et al. 2024), in the edition of vLLM, comes as source with `gptqmodel`. Importing gptqmodel patches
-safetensors, triton and transformers, so it is never imported. Its CUDA files are copied to the user's cache, completed
-by their own generator, and compiled with torch's extension builder (some minutes, once).
+Marlin (Frantar et al. 2024), in the edition of vLLM, comes as source with `gptqmodel`, never imported: it
+patches safetensors, triton and transformers. Its CUDA files are copied to the user's cache, completed by their own
+generator, and compiled with torch's extension builder (some minutes, once).
 
 Humming (`humming-kernels`, Apache) compiles its kernels at first use. Its `transform_humming_weight` lays out the
-codes. It permutes words of 8 neighbouring columns on the GPU, and rows r … r + n of a weight become columns 2r … 2(r +
+codes: it permutes words of 8 neighbouring columns on the GPU, and rows r … r + n of a weight become columns 2r … 2(r +
 n) of the result, so blocks of rows can be stored in place. Its functions for scales and zero points copy a permutation
 to the GPU in every call and synchronize: ours do not.
 """
@@ -45,12 +45,11 @@ class FragmentInt4(PackedWeight):
     """Stores scales and zero points; the subclass defines the order of the codes, and the product.
 
     Args:
-        layer: spec of the weight.
         stored_rows: rows with padding; a multiple of 64.
-        locks: number of counters by which the kernel's programs find out which one is last.
+        locks: number of counters that let the kernel's programs find the last one.
 
     Attributes:
-        zero_order: which of 8 neighbouring zero points fills each nibble of a word, from the lowest on.
+        zero_order: the zero point, of 8 neighbouring ones, in each nibble of a word, from the lowest on.
     """
 
     bits = 4
@@ -64,7 +63,7 @@ class FragmentInt4(PackedWeight):
         self.codes = self.allocate(layer.in_features // 16, 2 * stored_rows, dtype=torch.int32)
         self.scales = self.allocate(layer.groups, stored_rows, dtype=torch.bfloat16)
         self.zeros = self.allocate(layer.groups, stored_rows // 8, dtype=torch.int32)
-        self.locks = self.allocate(locks, dtype=torch.int32)  # 0 again after each call
+        self.locks = self.allocate(locks, dtype=torch.int32)  # 0 again after a call
 
     @abstractmethod
     def order_codes(self, codes: Tensor) -> Tensor:
@@ -89,9 +88,8 @@ def permute_scales(values: Tensor) -> Tensor:
 class MarlinInt4(FragmentInt4):
     """`gptq_marlin_gemm_bf16` with integer zero points; sums in fp32.
 
-    For each tile of 16 columns and 64 rows of the weight, the codes are 128 words: word (row % 8, column % 8 // 2,
-    row // 16), of which nibble 4 * (column % 2) + 2 * (row // 8 % 2) + column // 8 is the code; row and column within
-    the tile.
+    For each tile of 16 columns and 64 rows of the weight, the codes are 128 words: nibble 4 * (column % 2) + 2 * (row
+    // 8 % 2) + column // 8 of word (row % 8, column % 8 // 2, row // 16) is the code; row and column within the tile.
     """
 
     name = "marlin"
@@ -215,8 +213,7 @@ def load_marlin() -> None:
 
 def copy_sources(installed: Path, to: Path) -> Path:
     """Copies the folder `installed` to `to`, unless it exists (newer files would be compiled again), and completes the
-    copy; returns `to`. Raises RuntimeError if the generator of the missing files fails, or another user owns a folder
-    above `to`."""
+    copy; returns `to`. Raises RuntimeError if the generator fails, or another user owns a folder above `to`."""
     to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if any(map(is_foreign, (to.parent.parent, to.parent))):
         raise RuntimeError(f"another user owns {to.parent}: what is compiled there is code")

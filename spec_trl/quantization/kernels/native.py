@@ -1,4 +1,4 @@
-"""Our products on a CPU over 4-bit and 8-bit weights, in float32: C++ (`cpu_products.cpp`), if it compiles."""
+"""Multiplies 4-bit and 8-bit weights on a CPU in float32, in our C++."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ class Native(PackedWeight):
 
     @classmethod
     def unsupported(cls, layer: LayerSpec) -> str | None:
-        """See :meth:`PackedWeight.unsupported`."""
         return super().unsupported(layer) or (None if library() is not None else "no C++ compiler")
 
     def matrix(self, bias: Tensor | None) -> Matrix:
@@ -51,7 +50,6 @@ class NativeInt4(Native):
 
     @classmethod
     def unsupported(cls, layer: LayerSpec) -> str | None:
-        """See :meth:`PackedWeight.unsupported`."""
         if layer.group % CODE_BLOCK:
             return f"a group of {layer.group} is no multiple of {CODE_BLOCK}"
         return super().unsupported(layer)

@@ -1,11 +1,11 @@
-"""onnxruntime's 4-bit product with int8 activations, `com.microsoft.MatMulNBits`, on a CPU: an optional extra.
+"""Multiplies 4-bit weights by int8 activations on a CPU by onnxruntime, an optional extra.
 
-A session rearranges the weights when it is made, so `pack_` makes a new session after the last rows, in 0.3 to 0.6 ms
-per million weights. The buffers here hold the codes of the quantizer, the session a rearranged second copy.
+A session rearranges the weights when made, so `pack_` makes a new session after the last rows, in 0.3 to 0.6 ms per
+million weights. The buffers here hold the codes of the quantizer, the session a rearranged second copy.
 
-The ONNX model of one node that a session loads is written byte by byte: the `onnx` package is not needed. A model is
-a Protocol Buffers message. A field is its number and kind in one integer, then its content: an integer (kind 0), or a
-length and bytes (kind 2: text or a message inside). The numbers are those of onnx.proto.
+The one-node ONNX model of a session is written byte by byte, without the `onnx` package. A model is a Protocol Buffers
+message. A field is its number and kind in one integer, then its content: an integer (kind 0), or a length and bytes
+(kind 2: text or a message inside). The numbers are those of onnx.proto.
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ from .base import LayerSpec, Package, PackedWeight, QuantizedRows
 
 
 WEIGHTS_PER_THREAD = 1 << 22
-"""With fewer weights, waking a second thread costs what it saves. Threads must not spin, which would take cores from
-torch: those of onnxruntime's shared pool spin for 33 ms after a product."""
+"""Weights: with fewer, waking a second thread costs what it saves. Threads must not spin, or they would take cores
+from torch: those of onnxruntime's shared pool spin for 33 ms after a product."""
 
 MAX_ROWS = {torch.float32: 64, torch.float64: 64}
-"""Rows of x up to which the kernel beats the dense layer of a policy in this dtype, of those measured (1 to 64), with
+"""Most rows of x, of those measured (1 to 64), with a gain over the dense layer of a policy in this dtype, with
 AVX-512 and without AMX; 32 in the others."""
 
 FLOAT, UINT8 = 1, 2  # TensorProto.DataType
@@ -29,14 +29,14 @@ INT8_ACTIVATIONS = 4  # accuracy level of MatMulNBits: x is rounded to int8, blo
 
 
 def is_fastest(layer: LayerSpec) -> bool:
-    """Whether the kernel is faster than torch's: without AVX-512 always, with it if it uses several threads. A rule,
-    since a busy machine might measure wrongly."""
+    """Whether the kernel is faster than torch's: always without AVX-512, with it on several threads. A rule, because a
+    busy machine might measure wrongly."""
     is_large = layer.out_features * layer.in_features >= 2 * WEIGHTS_PER_THREAD and torch.get_num_threads() > 1
     return is_large or torch.backends.cpu.get_cpu_capability() != "AVX512"
 
 
 class _Session(list[Any]):
-    """None or one session. Shadows that share a packed weight's attributes share it; a copy makes a new one."""
+    """None or one session, shared by shadows that share a packed weight's attributes; a copy makes a new one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Session, ()
@@ -77,7 +77,7 @@ class OnnxRuntimeInt4(PackedWeight):
         return torch.from_numpy(y)
 
     def _prepare(self) -> Any:
-        """A session over the present codes, with as many threads as torch has now, at most."""
+        """A session over the present codes, with at most torch's present number of threads."""
         import onnxruntime
 
         layer = self.layer
@@ -96,9 +96,9 @@ class OnnxRuntimeInt4(PackedWeight):
 
 
 def matmul_nbits_model(out_features: int, in_features: int, group: int) -> bytes:
-    """y = x @ ((codes - zeros) * scales)ᵀ with 4 bits: x [m, in] and y [m, out] in float32. The session that loads the
-    model must be given codes uint8 [out, groups, group/2], scales float32 [out, groups] and zeros uint8
-    [out, ceil(groups/2)]; of two codes or zeros in a byte the first is in the low half."""
+    """y = x @ ((codes - zeros) * scales)ᵀ with 4 bits: x [m, in] and y [m, out] in float32. The session must be given
+    codes uint8 [out, groups, group/2], scales float32 [out, groups] and zeros uint8 [out, ceil(groups/2)]; of two
+    codes or zeros in a byte the first is in the low half."""
     groups = in_features // group
     attributes = {
         "K": in_features, "N": out_features, "bits": 4, "block_size": group, "accuracy_level": INT8_ACTIVATIONS,
@@ -124,7 +124,6 @@ def _weight(name: str, kind: int, *shape: int) -> bytes:
 
 
 def _matrix(name: str, columns: int) -> bytes:
-    """A ValueInfoProto of float32 [m, columns]."""
     shape = _field(1, _field(2, "m")) + _field(1, _field(1, columns))
     return _field(1, name) + _field(2, _field(1, _field(1, FLOAT) + _field(2, shape)))
 
@@ -137,6 +136,6 @@ def _field(number: int, content: int | str | bytes) -> bytes:
 
 
 def _integer(value: int) -> bytes:
-    """Seven bits to a byte, the lowest first; the eighth says that more follow."""
+    """Seven bits to a byte, the lowest first; the eighth marks that more follow."""
     low, rest = value & 127, value >> 7
     return bytes([low | 128]) + _integer(rest) if rest else bytes([low])

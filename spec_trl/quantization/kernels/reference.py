@@ -1,4 +1,5 @@
-"""The kernels that run everywhere: unpack, dequantize, multiply. For tests and comparisons; slower than dense."""
+"""Unpacks, dequantizes and multiplies: the kernels that run everywhere. For tests and comparisons; slower than
+dense."""
 
 import sys
 from abc import abstractmethod

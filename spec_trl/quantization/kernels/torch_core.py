@@ -1,4 +1,4 @@
-"""The kernels of torch core, in bfloat16: 4 bits by AVX-512 on a CPU and tinygemm on a GPU, 8 bits on a CPU.
+"""Multiplies 4-bit and 8-bit weights by the kernels of torch, in bfloat16.
 
 The 4-bit ones dequantize as (code - 8) * scale + offset, with scale and offset in bfloat16. Our (code - zero) * scale
 is the same with offset = (8 - zero) * scale, up to the rounding of the offset.
@@ -14,7 +14,7 @@ from .reference import ReferenceInt8
 aten = torch.ops.aten
 
 INT8_MAX_ROWS = {torch.float16: 4, torch.bfloat16: 4, torch.float32: 16, torch.float64: 32}
-"""Rows of x up to which the kernel beats `F.linear` in the policy's dtype (measured)."""
+"""Most rows of x with a gain over `F.linear` in the policy's dtype (measured)."""
 
 
 class _TorchInt4(PackedWeight):
@@ -43,7 +43,7 @@ class TorchInt4Cpu(_TorchInt4):
     def __init__(self, layer: LayerSpec) -> None:
         stored_rows = -(-layer.out_features // 16) * 16  # the op wants a multiple of 16: rows of zeros follow
         super().__init__(layer, stored_rows)
-        # Rows of x up to which the op beats `F.linear` in the policy's dtype, measured with 2 threads on an Intel CPU
+        # Most rows of x with a gain over `F.linear` in the policy's dtype, measured with 2 threads on an Intel CPU
         # with AMX, which speeds up dense bfloat16 alone, and on an AMD CPU without.
         limits = {torch.float64: (64, 64), torch.float32: (64, 16)}  # without AMX, with it
         self.max_rows = limits.get(layer.policy_dtype, (16, 4))[torch.cpu._is_amx_tile_supported()]

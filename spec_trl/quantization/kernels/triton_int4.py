@@ -1,4 +1,4 @@
-"""Our 4-bit kernel for GPUs, in Triton, for the few rows of x that drafting has. This file is the layout.
+"""Multiplies 4-bit weights on a GPU by our Triton kernel, for the few rows of drafting. This file is the layout.
 
 A row of the weight is cut into spans of 8 * W columns (W = 32, or 16 where 256 does not divide the row), and a span
 into W words of 8 nibbles. Nibble i of word j is column i * W + j, so the nibbles i of a row's words are W neighbouring

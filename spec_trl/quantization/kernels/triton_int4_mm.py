@@ -1,4 +1,4 @@
-"""The product of `TritonInt4`: y = x Wᵀ for few rows of x and a 4-bit W. Importing this file imports triton.
+"""Computes y = x Wᵀ for few rows of x and a 4-bit W, in Triton. Importing this file imports triton.
 
 A nibble becomes a number by OR-ing it into the bits of 128 in bfloat16, which makes 128 + code exactly; adding
 -(128 + zero), one instruction for two weights and exact as well, leaves code - zero for the tensor cores. The scale
@@ -6,8 +6,8 @@ multiplies a group's product, in fp32. W is the left operand: its unpacked weigh
 to 8 or 16 rows only.
 
 Where W has too few tiles for the device, the columns of a tile are divided among programs, and the last of them to
-arrive adds the parts in a fixed order: one kernel, and the same bits at each call. A counter per tile tells which is
-the last, and that one sets it to 0 again, for the next call or replay.
+arrive adds the parts in a fixed order: one kernel, and the same bits at every call. A counter per tile shows the
+last program, which sets it to 0 again for the next call or replay.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -116,7 +116,7 @@ def _int4_mm(
 
 
 def splits_for(tiles: int, spans: int, multiprocessors: int, most: int) -> int:
-    """Number of parts into which the spans of a tile are divided, for the least time of the busiest multiprocessor.
+    """Number of parts of a tile's spans, for the least time of the busiest multiprocessor.
 
     A program alternates between unpacking and multiplying, so one program occupies a multiprocessor about as long as
     two side by side: the aim is two to `most` programs, which must fit. More would wait, so many tiles are not
@@ -134,7 +134,7 @@ def splits_for(tiles: int, spans: int, multiprocessors: int, most: int) -> int:
 
 
 def stages_for(block_m: int, memory: int) -> int:
-    """Number of stages with which two programs fit into a multiprocessor's `memory` bytes of shared memory."""
+    """Number of stages such that two programs fit into a multiprocessor's `memory` bytes of shared memory."""
     return NUM_STAGES if block_m < MAX_BLOCK_M and memory >= STAGES_MEMORY else NUM_STAGES - 1
 
 
@@ -153,9 +153,9 @@ def triton_int4_mm(
         x: [m, in], bfloat16, the last dimension contiguous.
         words: int32 [stored_rows / 16, spans, 16, words per row and span].
         scales_and_offsets: int32 [groups, stored_rows], the last dimension contiguous.
-        arrivals: int32 [tiles], zeros before and after each call: the counters of captured calls with few rows. Graphs
-            that were captured with the same are replayed one after the other. Other calls, which another stream may
-            run meanwhile (a drafter that learns), take counters of their own, one launch more.
+        arrivals: int32 [tiles], zeros before and after a call: the counters of captured calls with few rows. Graphs
+            with the same counters are replayed one after the other. Other calls, perhaps on another stream (a drafter
+            that learns), take counters of their own, at one more launch.
         out_features: rows of W; at most stored_rows.
         group: columns that share a scale.
     """

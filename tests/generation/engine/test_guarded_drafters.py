@@ -19,8 +19,8 @@ class Listener:
     def __init__(self) -> None:
         self.told: list[tuple[int, int, int]] = []
 
-    def record_unverified(self, which: int, requests: Any, accepted: Any, attempted: Any) -> None:
-        assert which == 1
+    def record_unverified(self, drafter: int, requests: Any, accepted: Any, attempted: Any) -> None:
+        assert drafter == 1
         self.told += zip(requests, accepted, attempted, strict=True)
 
 

@@ -71,9 +71,9 @@ def test_a_round_reads_once_while_lookups_are_overheard(
     told: list[int] = []
     overheard = Planner.record_unverified
 
-    def noted(self: Planner, which: int, *verdicts: Any) -> None:
-        told.append(which)
-        overheard(self, which, *verdicts)
+    def noted(self: Planner, drafter: int, *verdicts: Any) -> None:
+        told.append(drafter)
+        overheard(self, drafter, *verdicts)
 
     monkeypatch.setattr(Planner, "record_unverified", noted)
     found = generate(tiny, PROMPTS, strategy, max_new_tokens=60)

@@ -345,7 +345,7 @@ def test_the_summary_is_short_and_says_why() -> None:
         "drafting in 5% of 19 rounds: why",
         "block efficiency 3.00, acceptance rate 0.60",
         "speedup over plain decoding: predicted 1.30×",
-        "1 round with drafts is too few to tell a gain (10)",
+        "1 round with drafts is too few to show a gain (10)",
     ]
     assert str(SpeculationStatistics("none", reason="no drafter")).endswith("\ndrafting in 0% of 0 rounds: no drafter")
 

@@ -139,7 +139,7 @@ def test_the_newest_draft_is_said() -> None:
     (chain,) = control.plan([0], 100.0, 0)
     said = control.explain()
     tau = 1 + 1 + 0.75 + 0.75**2 + 0.75**3 + 0.75**4  # of four further tokens three were right
-    assert chain.which == 0 and said.predicted_speedup == pytest.approx(tau / 1.2, rel=0.02)
+    assert chain.drafter == 0 and said.predicted_speedup == pytest.approx(tau / 1.2, rel=0.02)
     assert said.reason == f'"self" (γ = 5) promises {said.predicted_speedup:.2f}× at 1 row × 100 tokens: drafting'
     control.record(5, 1.2, 5)
     control.drop(0)
@@ -163,7 +163,7 @@ def racing() -> Planner:
         accept(control, which, [4, 4])
     accept(control, 1, [5, 3])
     control.drop(2)
-    assert [chain.which for chain in control.plan([0, 1], 100.0, 0)] == [1]
+    assert [chain.drafter for chain in control.plan([0, 1], 100.0, 0)] == [1]
     return control
 
 

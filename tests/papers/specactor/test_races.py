@@ -32,11 +32,11 @@ def test_the_longest_accepted_chain_wins(tiny) -> None:
         for row, request in enumerate(each["requests"]):
             found = {}
             for chain in each["plan"]:
-                if chain.which in right and (chain.rows is None or row in chain.rows):
+                if chain.drafter in right and (chain.rows is None or row in chain.rows):
                     length = min(chain.draft_length, 40 - done[request] - 1)
-                    own = each["accepted"][chain.which][row], each["drafted"][chain.which][row]
-                    assert own == (min(right[chain.which][request], length), length), "its own chain, and no other's"
-                    found[chain.which] = own[0]
+                    own = each["accepted"][chain.drafter][row], each["drafted"][chain.drafter][row]
+                    assert own == (min(right[chain.drafter][request], length), length), "its own chain, and no other's"
+                    found[chain.drafter] = own[0]
             assert {which for which in right if each["accepted"][which][row] >= 0} == found.keys()
             if len(found) > 1:
                 wins[request][f"k{max(found, key=found.__getitem__)}"] += 1  # the first of the longest

@@ -1,1 +1,1 @@
-"""DFlash: drafts a block of tokens in one forward from the target's hidden states."""
+"""Drafts a block of tokens in one forward from the target's hidden states (DFlash)."""

@@ -1,4 +1,4 @@
-"""DFlash: a trained network drafts a block in one forward, conditioned on the target's hidden states."""
+"""Drafts a block in one forward with a trained DFlash network."""
 
 import math
 from collections.abc import Mapping
@@ -88,15 +88,15 @@ class DFlashDrafter(FeatureDrafter):
         return [math.exp(-k / decay) for k in range(count)]
 
     def _masks(self, slots: Tensor, columns: int, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Additive masks of each layer for blocks in `slots` `[B, n]`, over the first `columns`."""
+        """Additive masks, by layer, for blocks in `slots` `[B, n]`, over the first `columns`."""
         keys = torch.arange(columns, device=slots.device)[None]  # [1, columns]
         return self.config.masks(slots[:, 0], keys, keys >= slots[:, :1], dtype or self.network.dtype)
 
     def _block_logits(
         self, network: DFlashNetwork, newest: Tensor, slots: Tensor, masks: list[Tensor], store: Store, count: int
     ) -> Tensor:
-        """Logits `[B, count, draft vocabulary]` of the first drafted slots of one block per row, which begins with the
-        `newest` token `[B, 1]`, in the columns `slots` `[B, n]`, where `store` writes, under `masks` of each layer."""
+        """Logits `[B, count, draft vocabulary]` of the first drafted slots of one block per row, from the `newest`
+        token `[B, 1]` on, in the columns `slots` `[B, n]` of `store`, under `masks` by layer."""
         tokens = torch.full_like(slots, self.config.mask_token)  # [B, n]
         tokens[:, :1] = newest
         embedded = network.embed(tokens, self.embeddings)  # [B, n, H]

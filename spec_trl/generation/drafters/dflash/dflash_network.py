@@ -1,4 +1,4 @@
-"""The DFlash draft network (arXiv 2602.06036): a whole block of tokens from one forward over the target's features.
+"""Computes a block of tokens in one forward over the target's features (arXiv 2602.06036).
 
 The block is the last committed token, the anchor, and masks after it. Its queries see each other and the context:
 the target's hidden states at every position before the anchor, fused once and projected to K/V by every layer.
@@ -54,11 +54,11 @@ class DFlashConfig(FeatureConfig):
     Args:
         block_size: number of slots of a block, the anchor included.
         mask_token: the token in the slots after the anchor.
-        is_causal: for each layer, whether a slot sees only the slots before it.
-        sample_from_anchor: whether the anchor's slot drafts too, and each slot drafts the token after its position.
-        window_from_anchor: whether windowed layers reach back from the anchor, the same for all slots (speculators
-            trains so), or from each slot (z-lab).
-        num_target_layers: layers of the target it was made for; None: not said.
+        is_causal: by layer, whether a slot sees only earlier slots.
+        sample_from_anchor: whether the anchor's slot drafts too, and a slot drafts the token after its position.
+        window_from_anchor: whether windowed layers reach back from the anchor (speculators), or from every slot
+        (z-lab).
+        num_target_layers: layers of its target; None: unknown.
         embedding_scale: factor on the token embeddings.
         output_multiplier: factor on the logits.
         softcap: of the logits, after the factor; None: none.
@@ -76,8 +76,8 @@ class DFlashConfig(FeatureConfig):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> "DFlashConfig":
-        """Reads a config.json of the z-lab or the speculators format; raises ValueError where it is neither, or a key
-        is missing, or asks for another network."""
+        """Reads a config.json of the z-lab or the speculators format; raises ValueError for others, and for a
+        missing key or one that asks for another network."""
         if "speculators_model_type" in settings:
             return cls._parse_speculators(settings)
         if "dflash_config" not in settings and "block_size" not in settings:
@@ -155,7 +155,7 @@ class DFlashConfig(FeatureConfig):
         Args:
             anchors: `[B]` int64 positions.
             keys: `[B or 1, K]` int64 position of every key, K: context and block.
-            is_block: `[B, K]` bool, whether a key is one of the block rather than of the context.
+            is_block: `[B, K]` bool, whether a key is of the block, not of the context.
             dtype: of the queries.
         """
         seen_context = is_block[:, None] | (keys < anchors[:, None])[:, None]  # [B, 1, K]
@@ -196,7 +196,7 @@ def spaced_layers(depth: int, count: int) -> list[int]:
 
 
 class DFlashNetwork(FeatureNetwork):
-    """The network itself; arguments as of :class:`FeatureNetwork`, which takes the layers too."""
+    """The network itself; arguments as of :class:`FeatureNetwork`, and the layers."""
 
     config: DFlashConfig
 
@@ -236,8 +236,6 @@ class DFlashNetwork(FeatureNetwork):
 
 
 class _Layer(nn.Module):
-    """One layer's modules; :meth:`DFlashNetwork.refine` runs them."""
-
     def __init__(self, decoder: PreTrainedConfig, index: int) -> None:
         super().__init__()
         hidden, eps = decoder.hidden_size, decoder.rms_norm_eps

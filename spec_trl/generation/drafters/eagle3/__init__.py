@@ -1,1 +1,1 @@
-"""EAGLE-3: drafts token by token from the target's hidden states."""
+"""Drafts token by token from the target's hidden states (EAGLE-3)."""

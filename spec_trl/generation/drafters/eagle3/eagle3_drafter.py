@@ -1,4 +1,4 @@
-"""EAGLE-3 as drafter (Li et al. 2025, arXiv 2503.01840): one layer over the target's hidden states."""
+"""Drafts with EAGLE-3 (arXiv 2503.01840): one layer over the target's hidden states."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from ..trainable_drafter import Canvas
 from .eagle3_network import Eagle3Config, Eagle3Network
 
 
-_PROMPT_PAIRS = 8192  # fed at once, padding included: bounds activations and masks
+_PROMPT_PAIRS = 8192  # pairs per forward, padding included: bounds activations and masks
 CAUSAL = MaskPlan((FULL,), per_type=False, sliding_window=0, chunk_size=0)
 
 
@@ -29,7 +29,7 @@ class Eagle3Drafter(FeatureDrafter):
     """Drafts with an EAGLE-3 checkpoint of SafeAILab's format (AngelSlim, SpecForge) or of speculators'.
 
     Column i of its K/V cache holds the pair of token i + 1 and the target's features at column i, and its output
-    drafts token i + 2. The features of a row of n tokens end at column n - 2 (verification feeds the newest token), so
+    drafts token i + 2. The features of a row of n tokens end at column n - 2 (verification reads the newest token), so
     the pair n - 2 drafts the first token, and further pairs read the network's output:
 
         column        0     1     2     3 = n - 2    4           5
@@ -37,8 +37,8 @@ class Eagle3Drafter(FeatureDrafter):
         state         r0    r1    r2    r3           h3          h4          r: projected features, h: fed back
         drafts                          d1           d2          d3
 
-    Real pairs overwrite what was fed back once the target's features are there. The projected features lie in a layer
-    of the cache after that of the K/V.
+    Real pairs overwrite fed-back ones once the target's features exist. The projected features are in a layer of the
+    cache after that of the K/V.
     """
 
     strategy = "eagle3"
@@ -58,12 +58,12 @@ class Eagle3Drafter(FeatureDrafter):
         return Eagle3Config.parse(settings, target.num_hidden_layers, len(layers))
 
     def begin(self, session: DraftSession) -> None:
-        self.cached = np.zeros(session.rows.capacity, np.int64)  # pairs of each row that were fed
+        self.cached = np.zeros(session.rows.capacity, np.int64)  # pairs read, by row
         super().begin(session)
 
     def feed_texts(self, admission: Admission, known: Mapping[int, int]) -> None:
         rows, end = self.session.rows, admission.first + admission.leaders
-        pairs = (rows.host_lengths[admission.first :] - 1).tolist()[: admission.leaders]  # of each row
+        pairs = (rows.host_lengths[admission.first :] - 1).tolist()[: admission.leaders]  # by row
         firsts = torch.tensor([known.get(row, 0) for row in range(admission.first, end)])  # [n]
         if pairs:
             lacking = int((torch.tensor(pairs) - firsts).max())
@@ -72,13 +72,13 @@ class Eagle3Drafter(FeatureDrafter):
             for start in range(0, lacking, width):
                 stop = min(start + width, lacking)
                 columns = offsets + torch.arange(start, stop, device=offsets.device)  # [n, q]
-                # Shorter rows feed scratch after their prompt: masked now, overwritten later.
+                # Shorter rows read scratch after their prompt: masked now, overwritten later.
                 columns.clamp_(max=rows.columns - 2)
                 self._feed(columns, int(firsts.max()) + stop, first_row=admission.first)
         self.cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
 
-    def observe(self, tokens: Integers, kept: Integers) -> None:
-        if self.failure is not None:  # also where it is not asked to draft again
+    def observe(self, tokens: Integers, counts: Integers) -> None:
+        if self.failure is not None:  # even without a next draft
             raise self.failure
 
     def stored_states(self) -> list[tuple[Tensor, Tensor]]:
@@ -93,8 +93,8 @@ class Eagle3Drafter(FeatureDrafter):
         return count - 2
 
     def catch_up(self, count: int) -> int:
-        # As many pairs as a round of as many drafts gives, so that rounds are alike; rows that lack fewer feed some
-        # again, which writes the same K/V. After rounds in which it did not draft there may be more.
+        # As many pairs as a round of as many drafts, so that rounds are alike; rows that lack fewer read some again
+        # and write the same K/V. After rounds without its drafts there may be more.
         rows, known = self.session.rows, count + 1
         missing = int((rows.host_lengths - 1 - self.cached[: rows.active]).max())
         self.cached[: rows.active] = rows.host_lengths - 1
@@ -117,7 +117,7 @@ class Eagle3Drafter(FeatureDrafter):
         return forward
 
     def scores(self, network: Eagle3Network, h: Tensor) -> Tensor:
-        """Logits `[..., draft vocabulary]` of h `[..., H]`, by `network`, this drafter's or a copy of it."""
+        """Logits `[..., draft vocabulary]` of h `[..., H]`, by `network`, this drafter's or a copy."""
         with self.own_dtype():
             return network.logits(h, self._head)
 
@@ -157,7 +157,7 @@ class Eagle3Drafter(FeatureDrafter):
         attended(self._runner, lambda: self._run(tokens, columns, states, visible, first_row))
 
     def _run(self, tokens: Tensor, columns: Tensor, states: Tensor, visible: int, first_row: int = 0) -> Tensor:
-        """h `[B, q, H]` of pairs of `tokens` `[B, q]` and `states` `[B, q, H]`, which lie in `columns` `[B, q]`."""
+        """h `[B, q, H]` of pairs of `tokens` `[B, q]` and `states` `[B, q, H]` in `columns` `[B, q]`."""
         embedded = self.network.embed(tokens, self.embeddings)  # [B, q, H]
         visible = self.point_at(columns, visible, first_row)
         mask: Tensor | dict[str, Tensor]

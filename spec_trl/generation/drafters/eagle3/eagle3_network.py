@@ -1,5 +1,4 @@
-"""The EAGLE-3 draft network (Li et al. 2025, arXiv 2503.01840), and the two formats of its checkpoint's config.json:
-SafeAILab's (AngelSlim, SpecForge) and speculators'."""
+"""Builds the EAGLE-3 draft network (arXiv 2503.01840) from either format of its config.json."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ class Eagle3Config(FeatureConfig):
         norm_before_residual: whether the residual stream starts from the normed state.
         norm_before_fc: whether one norm over all features comes before their projection.
         fc_norm: whether a norm for each of the features comes before their projection.
-        norm_output: whether the state that is fed back is the one after the final norm.
+        norm_output: whether the fed-back state is taken after the final norm.
     """
 
     norm_before_residual: bool
@@ -54,11 +53,11 @@ class Eagle3Config(FeatureConfig):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any], target_layers: int, layers: int = 1) -> "Eagle3Config":
-        """Reads a config.json of either format, of a checkpoint whose tensors are of so many `layers`. Without layer
-        ids they are 2, L // 2 and L - 3 of L `target_layers`.
+        """Reads a config.json of either format, of a checkpoint with tensors of so many `layers`. Default layer ids
+        are 2, L // 2 and L - 3 of L `target_layers`.
 
         Raises:
-            ValueError: a key asks for something that is not served.
+            ValueError: a key asks for an unserved network.
         """
         kind = settings.get("speculators_model_type", "eagle3")
         if kind != "eagle3":
@@ -67,7 +66,7 @@ class Eagle3Config(FeatureConfig):
         layer: Mapping[str, Any] = settings.get("transformer_layer_config") or {} if is_nested else settings
         if is_nested:
             check_keys("transformer_layer_config", layer, DECODER_KEYS, {})
-            if (said := layer.get("num_hidden_layers", layers)) != layers:  # in the other format it is the target's
+            if (said := layer.get("num_hidden_layers", layers)) != layers:  # the target's in the other format
                 raise ValueError(f"num_hidden_layers={said!r}, and its tensors are of {layers}. Fetch them again.")
         elif "LlamaForCausalLM" in str(settings.get("architectures")):  # whatever model the config was copied from
             layer = {**layer, "model_type": "llama"}
@@ -115,11 +114,11 @@ class Eagle3Network(FeatureNetwork):
     """A decoder layer over pairs of a token and the target's features at the token before it, projected: r. In some
     checkpoints of speculators plain decoder layers follow it.
 
-    It predicts the token after the pair's. Where the target has not been yet, the last layer's output takes the place
-    of r (`fed_back`). :class:`~.Eagle3Drafter` shows the pairs.
+    It predicts the token after the pair's. Beyond the target's last forward the last layer's output replaces r
+    (`fed_back`). :class:`~.Eagle3Drafter` shows the pairs.
 
     Parameters have the names of the speculators format, in which `midlayer` is `layers.0`. Arguments are those of
-    :class:`FeatureNetwork`, which takes the layers too.
+    :class:`FeatureNetwork`, and the layers.
     """
 
     config: Eagle3Config
@@ -147,7 +146,7 @@ class Eagle3Network(FeatureNetwork):
 
         Args:
             embedded: `[B, q, H]` embeddings of the pairs' tokens.
-            states: `[B, q, H]` r, or what is fed back in its place.
+            states: `[B, q, H]` r, or fed-back states in its place.
             positions: `[B, q]` int64; only differences between them matter.
             mask: additive `[B, 1, q, columns]`.
             store: K/V of this forward and earlier ones.
@@ -162,14 +161,12 @@ class Eagle3Network(FeatureNetwork):
         return self.norm(h) if self.config.norm_output else h
 
     def logits(self, h: Tensor, target: nn.Module) -> Tensor:
-        """Scores `[..., draft vocabulary]` of h `[..., H]`, by its own head; others use the `target`'s."""
+        """Scores `[..., draft vocabulary]` of h `[..., H]`, by its own head, or the `target`'s."""
         assert self.lm_head is not None
         return self._of_target(self.lm_head(self.norm(h)))
 
 
 class _Layer(nn.Module):
-    """A decoder layer. The first one reads an embedding and a state side by side."""
-
     def __init__(self, config: Eagle3Config, index: int) -> None:
         super().__init__()
         decoder, is_first = config.decoder, index == 0

@@ -1,1 +1,1 @@
-"""The multi-token-prediction head that a checkpoint brings along."""
+"""Drafts with the multi-token-prediction head of a checkpoint."""

@@ -1,4 +1,4 @@
-"""The multi-token-prediction (MTP) head of a checkpoint as drafter."""
+"""Drafts with the multi-token-prediction (MTP) head of a checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ class MtpDrafter(Eagle3Drafter):
         dtype: of the network; None: the target's.
 
     Raises:
-        ValueError: the checkpoint has no head, or one that is not served.
+        ValueError: the checkpoint has no head, or an unserved one.
     """
 
     strategy = "mtp"
@@ -97,7 +97,7 @@ class MtpDrafter(Eagle3Drafter):
 
     @torch.no_grad()
     def _run_once(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of no column, from a forward over one pair: MLA's have two widths, which no config names."""
+        """Keys and values of no column, from a forward over one pair: MLA's have two widths that no config names."""
         written: list[tuple[Tensor, Tensor]] = []
 
         def note(keys: Tensor, values: Tensor, _: int) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ class MtpDrafter(Eagle3Drafter):
 
 @contextmanager
 def refusing(why: str, where: str) -> Iterator[None]:
-    """Raises ValueError for any error of the block: families differ in what their configs and layers have."""
+    """Raises ValueError for any error of the block: families differ in configs and layers."""
     try:
         yield
     except Exception as error:
@@ -124,8 +124,7 @@ def refusing(why: str, where: str) -> Iterator[None]:
 
 
 def served_heads(checkpoint: str | Path | None, target: PreTrainedModel, argument: str, **hub: Any) -> StoredHeads:
-    """The heads of a checkpoint, None: of the target's; raises ValueError where there are none, or in no known
-    layout."""
+    """The heads of a checkpoint (None: the target's); raises ValueError without heads, or for an unknown layout."""
     if checkpoint is None:
         checkpoint = target.config.name_or_path
         hub["revision"] = getattr(target.config, "_commit_hash", None)
@@ -145,8 +144,8 @@ def served_heads(checkpoint: str | Path | None, target: PreTrainedModel, argumen
 
 
 def has_head(target: PreTrainedModel, known: dict[str, bool]) -> bool:
-    """Whether the checkpoint that `target` comes from has a head of a known layout, by the config and the names of the
-    tensors. Nothing is fetched from the hub, and no file is read again for a checkpoint that is `known`."""
+    """Whether the target's checkpoint has a head of a known layout, by the config and the names of the tensors.
+    Nothing is fetched from the hub, and no file of a `known` checkpoint is read again."""
     name = target.config.name_or_path
     if name not in known:
         known[name] = bool(promises_heads(target.config) and name)

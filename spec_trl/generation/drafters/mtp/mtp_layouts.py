@@ -1,7 +1,7 @@
-"""Multi-token-prediction (MTP, NextN) heads in checkpoints: transformers leaves them out when it loads a model.
+"""Reads the multi-token-prediction heads that transformers leaves out when it loads a model.
 
 Layouts name the same parts differently; `MtpNetwork` has Qwen's names. DeepSeek's heads are decoder layers after the
-last one, and bring copies of the embedding and of the output head along.
+last one, with copies of the embedding and of the output head.
 """
 
 import json
@@ -24,16 +24,16 @@ _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Tensors of a head that are the target's."""
 _MTP = re.compile(r"(^|\.)mtp[._]")
 _FURTHER = re.compile(r"\w+\.[1-9]\d*\.")
-"""Tensors of the second head and those after it, which are trained to follow the first: one head serves all depths."""
+"""Tensors of the second and later heads, trained to follow the first: one head serves all depths."""
 
 
 class Layout(NamedTuple):
     """The names of one format.
 
     Args:
-        mark: the name of the projection; the first group is what all names of the head begin with, the second, if
-            any, the number of a decoder layer.
-        renames: what follows that -> the network's names, by their beginnings.
+        mark: the name of the projection; the first group begins all names of the head, the second, if any, is the
+            number of a decoder layer.
+        renames: later parts of names -> the network's names, by their beginnings.
         has_norm: whether there is a norm after the block.
     """
 
@@ -76,9 +76,9 @@ class StoredHeads:
 
     Args:
         folder: of the checkpoint.
-        files: the name of the file of each of their tensors.
-        layout: of the first head; None: it is not known here.
-        prefix: what the names of the first head begin with.
+        files: file names by tensor.
+        layout: of the first head; None: unknown.
+        prefix: beginning of the first head's names.
     """
 
     folder: Path
@@ -99,7 +99,7 @@ class StoredHeads:
         return {self.prefix + stored: name for stored, name in self.layout.renames.items()}
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Reads the tensors `names`, on the CPU and as stored, from the files that hold them.
+        """Reads the tensors `names`, on the CPU and as stored, from their files.
 
         Raises:
             ValueError: a file is missing, or cannot be read.
@@ -108,7 +108,7 @@ class StoredHeads:
         for file in sorted({self.files[name] for name in names}):
             try:
                 with safe_open(self.folder / file, "pt") as opened:
-                    # Copies: tensors are mapped from the file, over which the policy may be saved.
+                    # Copies: tensors are mapped from the file, and the policy may be saved over it.
                     tensors |= {name: opened.get_tensor(name).clone() for name in names if self.files[name] == file}
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.folder / file} cannot be read; fetch it again: {error}") from error
@@ -116,9 +116,8 @@ class StoredHeads:
 
 
 def find_heads(checkpoint: str | Path, target: PreTrainedModel, argument: str, **hub: Any) -> StoredHeads | None:
-    """The heads in a checkpoint of `target`, by the index of its shards or the header of its one file; None: it has
-    none. No tensor is read. From the hub only the shards are fetched that hold some; `hub` are options of
-    `snapshot_download`.
+    """The heads in a checkpoint of `target`, by the index of its shards or the header of its one file; None: no heads.
+    No tensor is read. Only shards with heads are fetched from the hub; `hub` are options of `snapshot_download`.
 
     Raises:
         ValueError: it is neither folder nor hub id, or its files cannot be read; `argument` named it.
@@ -145,8 +144,8 @@ def find_heads(checkpoint: str | Path, target: PreTrainedModel, argument: str, *
 
 
 def stored_files(folder: Path) -> dict[str, str]:
-    """The name of the file of each tensor in a folder's safetensors, of which a single file comes before an index, as
-    in transformers; empty: there are none."""
+    """File names by tensor of a folder's safetensors; a single file comes before an index, as in transformers; empty:
+    none."""
     if (folder / WHOLE).is_file():
         with safe_open(folder / WHOLE, "pt") as opened:
             return dict.fromkeys(opened.keys(), WHOLE)

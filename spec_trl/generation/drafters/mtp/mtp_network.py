@@ -1,4 +1,4 @@
-"""A checkpoint's multi-token-prediction head as a network that drafts (DeepSeek-V3, arXiv 2412.19437 §2.2)."""
+"""Runs a checkpoint's multi-token-prediction head as a drafting network (arXiv 2412.19437 §2.2)."""
 
 import copy
 import re
@@ -48,8 +48,6 @@ class MtpConfig(FeatureConfig):
 
 
 class _AsCache:
-    """What the layer takes for its K/V cache."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
 

@@ -1,1 +1,1 @@
-"""Captured forwards and draft loops, and Triton kernels."""
+"""Captures forwards and draft loops in CUDA graphs, and holds Triton kernels."""

@@ -1,4 +1,4 @@
-"""Captures CUDA graphs, checks them, limits their memory, and rounds shapes up to the buckets that are captured."""
+"""Captures CUDA graphs, checks them, limits their memory, and rounds shapes up to buckets."""
 
 import math
 import warnings
@@ -21,8 +21,7 @@ T = TypeVar("T")
 
 
 class Recording(NamedTuple):
-    """A captured forward: `replay()` runs it again, into the same `logits` and `features` (if the runner has
-    listeners)."""
+    """A captured forward: `replay()` runs it into the same `logits`, and `features` with listeners."""
 
     replay: Callable[[], None]
     logits: Tensor
@@ -39,8 +38,8 @@ class CudaRecorder:
         self._anchors: list[torch.cuda.CUDAGraph] = []
 
     def record(self, forward: Callable[[], Outputs], apart: bool = False) -> Recording:
-        """Captures the device work of `forward`, which must not wait for the device. `apart`: it may be replayed
-        between two replays of others of which the second reads what the first wrote to the pool."""
+        """Captures the device work of `forward`, without waits for the device. `apart`: its replay may come
+        between two others that share data in the pool."""
         with CAPTURING, torch.cuda.device(self._device):
             stream, current = capture_stream(self._device), torch.cuda.current_stream()
             stream.wait_stream(current)
@@ -137,8 +136,7 @@ class GraphBudget:
         """:meth:`record` for `work` of a network in `dtype`.
 
         Raises:
-            RuntimeError: the logits or scores `compared`, a replay's and others, which are `whose`, are not about the
-                same.
+            RuntimeError: a replay's logits or scores differ much from others, of `whose`; `compared` returns both.
         """
         recording, taken = self.record(work, apart=apart)
         try:
@@ -169,14 +167,14 @@ class GraphBudget:
 
 
 _ABOUT = 0.5
-"""Error, over the size of a token's logits, of another computation: tokens that have nothing in common differ by more
-than their size, and another expert in some layers moves logits by less."""
+"""Error of another computation, over the size of a token's logits: unrelated logits differ by more than their size,
+and another expert in some layers moves logits by less."""
 
 
 def _agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two forwards of a network in `dtype` agree up to rounding, for at least half of the tokens, and every
-    token about: rounding may route a token to other experts. It detects wrong captures, also of some rows alone, not
-    loss of precision, nor a kernel that is wrong in both."""
+    """Whether two forwards of a network in `dtype` agree: half of the tokens or more up to rounding, and every token
+    roughly, since rounding may route it to other experts. Detects wrong captures, even of some rows, but neither a
+    loss of precision nor a kernel that is wrong in both."""
     narrowest = min(dtype, expected.dtype, key=lambda dtype: dtype.itemsize)
     tolerance = {2: 0.15, 4: 1e-2, 8: 1e-6}[narrowest.itemsize]
     wide = expected.double()
@@ -213,7 +211,7 @@ class CapturedForward:
     tokens: Tensor  # [rows, q], static
     positions: Tensor  # [rows, q], static
     recording: Recording
-    bytes: int  # that it took
+    bytes: int  # of device memory
     filled: int  # rows of the buffers that a call has filled; the others have position 0
     replays: int = 0
     counts: Tensor | None = None  # [rows] int64, static: tokens that states take
@@ -272,7 +270,7 @@ def row_bucket(rows: int, limit: int) -> int:
 
 
 def column_bucket(columns: int, limit: int) -> int:
-    """Columns to which `columns` are padded if attention reads a mask: a power of two, at most `limit`."""
+    """`columns` with padding, if attention reads a mask: a power of two, at most `limit`."""
     return min(max(SMALLEST_COLUMNS, 1 << (columns - 1).bit_length()), limit)
 
 

@@ -1,4 +1,4 @@
-"""Captured draft loops: the γ forwards of a draft, and the draws between them, are launched as one CUDA graph.
+"""Captures draft loops: launches the γ forwards and draws of a draft as one CUDA graph.
 
 For a network that reads its target's hidden states, storing them is captured as well.
 """
@@ -54,17 +54,15 @@ class _Key(NamedTuple):
 
 
 def text_bucket(width: int) -> int:
-    """Tokens to which a text of `width` is padded: 1024 times a power of four, so that a text that grows is captured
+    """Tokens of a text of `width` with padding: 1024 times a power of four, so that a text that grows is captured
     anew twice up to 16k. A step reads 70 bytes per token of it, and 6 or more per word of the vocabulary."""
     return max(1024, 1 << -(-(width - 1).bit_length() // 2) * 2)
 
 
 @dataclass
 class CapturedLoop:
-    """A loop over static buffers, of a bucket of rows. It references nothing else of the captured draft.
-
-    Its results are in the buffers as well: other captured work is replayed before they are read, and overwrites all
-        other memory of a capture.
+    """A loop over static buffers, of a bucket of rows, without other references to the captured draft. Its results are
+    in the buffers too: other captured work is replayed before they are read, and overwrites a capture's other memory.
     """
 
     tokens: Tensor  # [rows, known + γ]
@@ -74,7 +72,7 @@ class CapturedLoop:
     text: Tensor | None  # [rows, width]
     filled: int  # rows of the buffers that a call has filled; the others have column 0
     recording: Recording | None = None
-    bytes: int = 0  # that it took
+    bytes: int = 0  # of device memory
 
     @classmethod
     def over(cls, draft: NetworkDraft, rows: int, scores: Tensor) -> "CapturedLoop":
@@ -130,7 +128,7 @@ class CapturedLoops:
         return self._loops.get(_Key.of(draft, shape))
 
     def larger(self, draft: NetworkDraft, shape: ForwardKey) -> CapturedLoop | None:
-        """Returns a larger captured loop into which `draft` fits, or None."""
+        """Returns a larger captured loop that fits `draft`, or None."""
         fitting = [key for key in self._loops if key.shape.serves(shape) and key == _Key.of(draft, key.shape)]
         return self._loops[min(fitting, key=lambda key: key.shape)] if fitting else None
 
@@ -168,7 +166,7 @@ class CapturedLoops:
 
 
 def _up_to_the_first_other(expected: Proposal, recording: Recording) -> tuple[Tensor, Tensor]:
-    """Returns scores `[B, γ]` of a replay, and those `expected`. After a token that differs, as rounding may cause,
+    """Returns scores `[B, γ]` of a replay, and those `expected`. After a token that differs (by rounding)
     both are set equal: later scores belong to another text."""
     assert expected.scores is not None and recording.features is not None
     same = recording.features[: len(expected.tokens)] == expected.tokens  # [B, γ]
@@ -184,7 +182,7 @@ class CapturedFeatures(FeatureRunner):
         network: of the drafter, on its final device and in its final dtype.
         cache: rows that pad a batch (:func:`row_bucket`) write into its free rows.
         budget: shared with the target.
-        capture_after: number of uses after which a shape is captured.
+        capture_after: uses of a shape before its capture.
         made_for: calls with an equal tuple reuse its captured forwards.
 
     Attributes:
@@ -211,7 +209,6 @@ class CapturedFeatures(FeatureRunner):
         self._loops = CapturedLoops()
 
     def drop_graphs(self) -> None:
-        """Frees all graphs."""
         for taken in (*(intake.bytes for intake in self._intakes.values()), *self._loops.drop()):
             self.budget.give_back(taken)
         self._intakes.clear()
@@ -248,7 +245,6 @@ class CapturedFeatures(FeatureRunner):
         return proposal
 
     def _capture_intake(self, key: ForwardKey, features: Tensor, positions: Tensor, keep: TakeIn) -> None:
-        """Captures storing of the features that were just stored; warns if that fails."""
         # Filled with this call: the warm-up writes the same values.
         buffers = pad(features, key.rows), pad(positions, key.rows)  # [rows, q, F], [rows, q]
         expected = self._newest(positions)
@@ -277,7 +273,6 @@ class CapturedFeatures(FeatureRunner):
         return self.cache.keys_at(-1, positions).flatten(2)
 
     def _is_due(self, asked: int) -> bool:
-        """Whether a shape is captured at its use number `asked`."""
         if asked > self._capture_after:  # that failed
             return False
         self.budget.preparations += 1

@@ -1,4 +1,4 @@
-"""The runner of captured forwards (CUDA graphs): on a GPU an eager forward of one token costs its kernel launches.
+"""Runs captured forwards (CUDA graphs) in place of eager ones, and saves kernel launches.
 
 A captured forward reads its tokens and positions from static buffers and writes its logits into one; replaying it
 launches all its kernels at once. It is captured for a number of rows, tokens per row and visible columns, so shapes
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..drafter import NetworkDraft
-from ..forwards.runner import EagerRunner, FeatureRunner, Heard
+from ..forwards.runner import EagerRunner, FeatureRunner, Listener
 from ..kv.base import KVCache
 from ..kv.cache import autocast_dtype
 from ..network.attention import attended
@@ -45,9 +45,9 @@ from .graph_drafts import CapturedFeatures, CapturedLoops
 MOST_QUERIES = 65
 """Most tokens per row of a captured forward: γ + 1; longer forwards are prefills."""
 CAPTURE_AFTER = 3
-"""Number of uses after which a shape is captured: a rollout's last rounds use many shapes once."""
+"""Uses of a shape before its capture: a rollout's last rounds use many shapes once."""
 COMPILE_AFTER = 10_000
-"""Number of replays after which "auto" tries a compiled forward of that shape: compiling takes up to tens of
+"""Replays of a shape before "auto" tries a compiled forward: compiling takes up to tens of
 seconds."""
 WARM_UPS = 2
 """Forwards of a compiled network before its first capture of a shape; others have run eagerly for `CAPTURE_AFTER`."""
@@ -60,7 +60,6 @@ class GraphRunner(EagerRunner):
     of several drafters (`forward_at`) are verified eagerly.
 
     Args:
-        network: as for the eager runner.
         cache: rows that pad a batch (:func:`row_bucket`) write into its free rows.
         budget: shared by a model and its drafters.
         mode: "graph", "compiled", or "auto": after many replays of a shape the faster of the two.
@@ -117,12 +116,11 @@ class GraphRunner(EagerRunner):
         return runner
 
     def _of_drafter(self, made_for: tuple[object, ...], shares_cache: bool, make: Callable[[], Any]) -> Any:
-        """Returns the runner with the same `made_for`, or a new one."""
         layers = self.cache.layers
         same_kind = [runner for runner in self._of_drafters if (runner.cache.layers is layers) == shares_cache]
         runner = next((runner for runner in same_kind if runner.made_for == made_for), None)
         if runner is None:
-            for idle in [runner for runner in same_kind if not runner.in_use]:  # drafters come and go
+            for idle in [runner for runner in same_kind if not runner.in_use]:  # drafters change
                 idle.drop_graphs()
                 self._of_drafters.remove(idle)
             runner = make()
@@ -133,7 +131,6 @@ class GraphRunner(EagerRunner):
         return runner
 
     def begin(self) -> None:
-        """Begins a generation."""
         self.forwards = self.eager_forwards = 0
         self.cache.clear()  # a drafter that failed has left K/V and listeners
         self._listeners.clear()
@@ -177,7 +174,7 @@ class GraphRunner(EagerRunner):
         self.forwards += 1
         graph.replays += 1
         if recording.features is not None:
-            self.tell(recording.features[:rows], positions, first_row)
+            self.call_listeners(recording.features[:rows], positions, first_row)
         return recording.logits[:rows]
 
     def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
@@ -209,14 +206,13 @@ class GraphRunner(EagerRunner):
         return proposal
 
     def _step_padded(self, columns: int, tokens: Tensor, positions: Tensor, step: int) -> Tensor:
-        """Runs a step of a loop that is not captured yet, without capturing the forward."""
         key = self._key(tokens, columns + step)
         self.budget.preparations += 1
         return self._forward_padded(key, tokens, positions, columns + step)
 
     def _forward_padded(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
-        """Runs eagerly like a captured forward of `key`: over the same number of rows, and under spans if that does.
-        Both change rounding, and a seed must sample the same tokens before and after a capture."""
+        """Runs eagerly like a captured forward of `key`, over the same number of rows and with its spans: both change
+        rounding, and a seed must sample the same tokens before and after a capture."""
         rows = len(tokens)
         self.cache.feeds()  # even one token is held: rows that pad take none
         padded, places = pad(tokens, key.rows), pad(positions, key.rows)  # [key.rows, q]
@@ -228,13 +224,13 @@ class GraphRunner(EagerRunner):
         logits, features = attended(self, run)
         self.forwards += 1
         if features is not None:
-            self.tell(features[:rows], positions, 0)
+            self.call_listeners(features[:rows], positions, 0)
         return logits[:rows]
 
-    def listen(self, layers: Sequence[int], heard: Heard) -> None:
-        before = self._kept
-        super().listen(layers, heard)
-        if self._kept != before:  # captured forwards store other states, or none
+    def listen(self, layers: Sequence[int], listener: Listener) -> None:
+        before = self._stored
+        super().listen(layers, listener)
+        if self._stored != before:  # captured forwards store other states, or none
             self.drop_graphs()
 
     def drop_graphs(self) -> None:
@@ -243,16 +239,14 @@ class GraphRunner(EagerRunner):
         self._graphs.clear()
         vars(self).pop("_compiled_runner", None)
 
-    # ---- which graph ----------------------------------------------------------------------------------------------
+    # ---- choice of a graph ----------------------------------------------------------------------------------------
 
     def _key(self, tokens: Tensor, columns: int) -> ForwardKey:
-        """The key under which a forward of this shape is captured."""
         visible = self.cache.columns if self.uses_spans else column_bucket(columns, self.cache.columns)
         rows = row_bucket(len(tokens), self.cache.rows)
         return ForwardKey(rows, tokens.shape[1], visible, autocast_dtype(tokens.device))
 
     def _graph_for(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> CapturedForward | None:
-        """Returns the captured forward of `key`, possibly captured now; None: run eagerly."""
         graph = self._graphs.get(key)
         if graph is None and key not in self._failed:
             if not self.budget.allows_more():
@@ -264,12 +258,10 @@ class GraphRunner(EagerRunner):
         return graph
 
     def _larger(self, key: ForwardKey) -> CapturedForward | None:
-        """Returns a larger captured forward into which `key` fits, or None."""
         fitting = [other for other in self._graphs if other.serves(key)]
         return self._graphs[min(fitting)] if fitting else None
 
     def _capture(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> CapturedForward | None:
-        """Captures the forward of `key`; None, with a warning, if that fails."""
         # Filled with this call: the warm-up writes the K/V that the call writes anyway.
         buffers = pad(tokens, key.rows), pad(positions, key.rows)  # [rows, q]
         counts = torch.zeros(key.rows, dtype=torch.int64, device=tokens.device) if self.cache.has_states else None
@@ -289,7 +281,7 @@ class GraphRunner(EagerRunner):
         return graph
 
     def _record_commit(self, graph: CapturedForward, counts: Tensor) -> None:
-        """Captures the commit of what the forward that was just captured held."""
+        """Captures the commit of the inputs that the newly captured forward held."""
         held = graph.inputs = self.cache.held
 
         def work() -> Outputs:
@@ -331,7 +323,7 @@ class GraphRunner(EagerRunner):
         def forward() -> Outputs:
             logits, features = runner._run(tokens, positions, key.columns, spans=self.uses_spans)
             # The hooks of a compiled twin are those of this runner, and store the states here.
-            return shared.copy_(logits), features if runner is self or not self._kept else self._features()
+            return shared.copy_(logits), features if runner is self or not self._stored else self._features()
 
         def compared(recording: Recording) -> tuple[Tensor, Tensor]:
             return recording.logits[: len(expected)], expected
@@ -349,8 +341,7 @@ class GraphRunner(EagerRunner):
         """Captures `work`, forwards of `runner`; returns the recording and its bytes.
 
         Raises:
-            RuntimeError: the logits or scores `compared`, a replay's and others, which are `whose`, are not about the
-                same.
+            RuntimeError: a replay's logits or scores differ much from others, of `whose`; `compared` returns both.
         """
         uncached = uncached_autocast(self.network.device, key.autocast, work)
         for _ in range(0 if runner is self else WARM_UPS):
@@ -364,7 +355,7 @@ class GraphRunner(EagerRunner):
         return EagerRunner(compiled_twin(self.network, self.cache), self.cache)
 
     def _try_compiled(self, graph: CapturedForward) -> None:
-        """Replaces `graph`, which is filled, by a compiled forward if both agree and that is faster."""
+        """Replaces the filled `graph` by a compiled forward if both agree and that is faster."""
         if not self.budget.allows_more():
             return
         self.budget.preparations += 1

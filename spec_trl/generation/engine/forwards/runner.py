@@ -41,7 +41,7 @@ QUERIES_PER_FORWARD = 2048
 _LOGITS_PER_FORWARD = 2**27
 _facts: "WeakKeyDictionary[nn.Module, tuple[MaskPlan, int | None, str, bool]]" = WeakKeyDictionary()
 
-Heard = Callable[[Tensor, Tensor, int], None]
+Listener = Callable[[Tensor, Tensor, int], None]
 TakeIn = Callable[[Tensor, Tensor], None]
 """Stores features `[B, q, F]` at positions `[B, q]` in the network's cache, which points there."""
 Over = Callable[[int], Forward]
@@ -117,8 +117,8 @@ class EagerRunner:
         self.uses_spans = reads_spans(network)
         self.is_exact = self.uses_spans and network.config._attn_implementation == EXACT_ATTENTION
         self._states: dict[int, Tensor] = {}
-        self._kept: tuple[int, ...] = ()  # layers whose hidden states hooks keep
-        self._listeners: list[tuple[tuple[int, ...], Heard]] = []
+        self._stored: tuple[int, ...] = ()  # layers whose hidden states hooks keep
+        self._listeners: list[tuple[tuple[int, ...], Listener]] = []
         self._hooks: list[RemovableHandle] = []
 
     def forward(
@@ -133,7 +133,7 @@ class EagerRunner:
         self.cache.feeds(is_step=is_step)
         logits, features = self._run(tokens, positions, columns, first_row)
         if features is not None:
-            self.tell(features, positions, first_row)
+            self.call_listeners(features, positions, first_row)
         return logits
 
     def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
@@ -149,8 +149,7 @@ class EagerRunner:
         its own chain (:class:`~.MaskPlan`). All runners run it eagerly: such forwards have many shapes.
 
         Returns:
-            Logits `[B, q, vocab]`, and hidden states for listeners, which the caller passes to :meth:`tell`; None:
-            nobody listens.
+            Logits `[B, q, vocab]`, and hidden states to pass to :meth:`call_listeners` (None: no listeners).
         """
         self.forwards += 1
         return self._run(tokens, positions, columns, places=places)
@@ -179,7 +178,7 @@ class EagerRunner:
         if not places:
             _, features = attended(self, run, undo)
             if features is not None:
-                self.tell(features, positions, first_row)
+                self.call_listeners(features, positions, first_row)
             return None
         from_end = torch.tensor(places) - torch.tensor([0, tokens.shape[1]])  # the same after `logits_to_keep`
         kept_logits = -int(from_end[:, 1].min())
@@ -197,7 +196,7 @@ class EagerRunner:
             if hook is not None:
                 hook.remove()
         if features is not None:
-            self.tell(features, positions, first_row)
+            self.call_listeners(features, positions, first_row)
         is_narrow = logits.shape[:2] == (len(places), 1)  # else the network has no head, or does not call it
         return logits if is_narrow else logits[at][:, None]
 
@@ -335,32 +334,32 @@ class EagerRunner:
         `layers` layers, and with `more` columns per row than this cache."""
         return FeatureRunner(network, self.cache.beside(layers, more))
 
-    def listen(self, layers: Sequence[int], heard: Heard) -> None:
-        """Registers `heard`, which is called with the hidden states of every further forward.
+    def listen(self, layers: Sequence[int], listener: Listener) -> None:
+        """Registers `listener`, which is called with the hidden states of every further forward.
 
-        `heard` gets features `[B, q, len(layers) * hidden]`, the states in the order of `layers` (see
+        `listener` gets features `[B, q, len(layers) * hidden]`, the states in the order of `layers` (see
         :func:`~.keep_states`), which are valid until the next forward, their
         positions `[B, q]`, and the first cache row. It must not raise: that would end the generation.
 
         Raises:
             ValueError: the network has no such layer.
         """
-        if not set(layers) <= set(self._kept):
-            wanted = dict.fromkeys(layer for others, _ in [*self._listeners, (layers, heard)] for layer in others)
+        if not set(layers) <= set(self._stored):
+            wanted = dict.fromkeys(layer for others, _ in [*self._listeners, (layers, listener)] for layer in others)
             hooks = keep_states(self.network, wanted, self._states)
             for hook in self._hooks:
                 hook.remove()
-            self._hooks, self._kept = hooks, tuple(wanted)
-        self._listeners.append((tuple(layers), heard))
+            self._hooks, self._stored = hooks, tuple(wanted)
+        self._listeners.append((tuple(layers), listener))
 
     @property
     def has_listeners(self) -> bool:
         """Whether a listener is registered."""
         return bool(self._listeners)
 
-    def stop_listening(self, heard: Heard) -> None:
-        """Unregisters `heard`. Hooks still store the states, so that captured forwards stay valid."""
-        self._listeners = [listener for listener in self._listeners if listener[1] != heard]
+    def stop_listening(self, listener: Listener) -> None:
+        """Unregisters `listener`. Hooks still store the states, so that captured forwards stay valid."""
+        self._listeners = [each for each in self._listeners if each[1] != listener]
 
     def replay(self, network: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: ReplayCache) -> Tensor:
         """Logits `[B, q, vocab]` of `network`, a copy of this runner's, for `tokens` at `positions` (`[B, q]` int64
@@ -412,21 +411,21 @@ class EagerRunner:
             **{self._cache_argument: self.cache},
             **({"logits_to_keep": logits_to_keep} if self._keeps_last_logits else {}),
         ).logits
-        return logits, self._features() if self._kept else None
+        return logits, self._features() if self._stored else None
 
     def _features(self) -> Tensor:
-        """`[B, q, len(kept) * hidden]` of the forward that just ran."""
-        features = torch.cat([self._states[index] for index in self._kept], dim=-1)
+        """`[B, q, len(layers) * hidden]` of the forward that just ran."""
+        features = torch.cat([self._states[index] for index in self._stored], dim=-1)
         self._states.clear()
         return features
 
-    def tell(self, features: Tensor, positions: Tensor, first_row: int = 0) -> None:
+    def call_listeners(self, features: Tensor, positions: Tensor, first_row: int = 0) -> None:
         """Calls listeners with the hidden `features` of a forward over `positions` (`[B, q]` int64)."""
-        states = features.chunk(len(self._kept), dim=-1)  # [B, q, hidden] each
-        for layers, heard in self._listeners:
-            is_all = layers == self._kept
-            wanted = features if is_all else torch.cat([states[self._kept.index(layer)] for layer in layers], dim=-1)
-            heard(wanted, positions, first_row)
+        states = features.chunk(len(self._stored), dim=-1)  # [B, q, hidden] each
+        for layers, listener in self._listeners:
+            is_all = layers == self._stored
+            wanted = features if is_all else torch.cat([states[self._stored.index(layer)] for layer in layers], dim=-1)
+            listener(wanted, positions, first_row)
 
 
 class CompiledRunner(EagerRunner):

@@ -212,7 +212,7 @@ class KVCache(Cache, ABC):
     has_states = False
     """Whether layers keep states beside K/V."""
     held: dict[Any, Any] = {}
-    """What replays inputs of states that the last forward held."""
+    """Inputs that the last verification stored, by layer, for replay into the recurrent states."""
     is_repeatable = True
     """Whether a forward that is not a prompt's may run twice."""
     fixed_bytes = 0

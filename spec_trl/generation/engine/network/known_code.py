@@ -22,7 +22,7 @@ from .attention import ragged_attention
 
 # Modules that wrap forwards: of decoder layers; and, from 5.24 on, of all that take a cache, by its old name too.
 _WRAPPERS = ("transformers.modeling_layers", "transformers.utils.deprecation")
-_HEARD = frozenset(inspect.signature(ragged_attention).parameters)
+_READ = frozenset(inspect.signature(ragged_attention).parameters)
 _DEFINITION = re.compile(r"^(?:class|def) (\w+)\b.*?(?=^[@\w#]|\Z)", re.MULTILINE | re.DOTALL)
 # Fields of syntax trees that change no result, or that Python's versions fill differently.
 _LEFT_OUT = {"annotation", "returns", "decorator_list", "ctx", "kind", "type_comment", "type_params", "simple"}
@@ -102,8 +102,8 @@ def _plain(tree: Any) -> Any:
     fields = {name: value for name, value in given if name not in _LEFT_OUT}
     if isinstance(tree, ast.Call):
         attends = isinstance(tree.func, ast.Name) and tree.func.id == "attention_interface"
-        heard = [each for each in tree.keywords if not attends or each.arg in _HEARD]
-        fields["keywords"] = sorted(heard, key=lambda each: each.arg or "")
+        read = [each for each in tree.keywords if not attends or each.arg in _READ]
+        fields["keywords"] = sorted(read, key=lambda each: each.arg or "")
     return type(tree).__name__, [(name, _plain(value)) for name, value in fields.items()]
 
 

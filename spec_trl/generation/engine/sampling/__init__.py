@@ -1,1 +1,1 @@
-"""From logits to committed tokens: processors, noise, acceptance, stopping."""
+"""Turns logits into committed tokens: processors, noise, acceptance, stopping."""

@@ -1,6 +1,5 @@
-"""Acceptance of drafts: as far as they equal the target's tokens (exact verification, the default), or by rejection
-sampling. A row has at most one chain of drafts in a round. The host reads the device once per round.
-"""
+"""Accepts drafts as far as they equal the target's tokens, or by rejection sampling. A row has at most one chain of
+drafts in a round. The host reads the device once per round."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -29,9 +28,9 @@ class Proposal:
     Args:
         tokens: `[B, γ]` int64.
         lengths: `[B]` int64, number of drafts of the row; later tokens are padding. None: all.
-        logits: `[B, γ, vocabulary]` processed draft logits; rejection verification needs them.
-        scores: `[B, γ]`, perturbed logits of the tokens. A row's draft ends before a score of -inf: processors allowed
-            no token. NaN: the drafter is broken. None: unknown.
+        logits: `[B, γ, vocabulary]` processed draft logits, for rejection verification.
+        scores: `[B, γ]`, perturbed logits of the tokens. A draft ends before a score of -inf: processors allowed no
+            token. NaN: the drafter is broken. None: unknown.
     """
 
     tokens: Tensor
@@ -58,14 +57,14 @@ class Proposal:
         return self
 
     def to(self, device: torch.device) -> "Proposal":
-        """The same on `device`; the host does not wait for the copies."""
+        """Copies to `device` without waiting."""
         if self.tokens.device == device:
             return self
         parts = (self.lengths, self.logits, self.scores)
         return Proposal(sent(self.tokens, device), *(None if part is None else sent(part, device) for part in parts))
 
     def drafted(self) -> Tensor:
-        """`[B]` int64: number of drafts by row, 0 if its drafter is broken."""
+        """`[B]` int64: number of drafts; 0 where the drafter is broken."""
         batch, most = self.tokens.shape
         lengths = self.tokens.new_full((batch,), most) if self.lengths is None else self.lengths
         if self.scores is None:
@@ -74,9 +73,8 @@ class Proposal:
         return torch.minimum(lengths, sound).masked_fill(self.scores.isnan().any(1), 0)
 
     def within(self, vocabulary: int, remaining: Tensor | None) -> "Proposal":
-        """The same with tokens outside of the `vocabulary` replaced by one of it, which is verified like any other.
-        With `remaining` (`[B]`, most drafts that a row may take) `lengths` end before such a token, and at
-        `remaining`."""
+        """The same with tokens outside of the `vocabulary` replaced by an ordinary token of it. With `remaining`
+        (`[B]`, most drafts of a row) `lengths` end before such a token, and at `remaining`."""
         tokens = self.tokens.clamp(0, vocabulary - 1)  # [B, γ]
         if remaining is None:
             return replace(self, tokens=tokens)
@@ -97,7 +95,6 @@ def verify_rejection(
         proposal: the drafts, with their logits q.
         lengths: `[B]` int64, number of drafts to test by row.
         keys, residual_keys: `[B, γ + 1]` int64, of the coins and of the resampling noise.
-        want_logprobs: whether to compute `logprobs`.
 
     Returns:
         The drafts and the resampled tokens, with a score of 0 for drafts; `most`: number of accepted drafts.
@@ -175,9 +172,9 @@ def leading(holds: Bools) -> Integers:
 
 
 def on_host(proposals: Sequence[Proposal], draws: Sequence[Draw]) -> list[tuple[NDArray[Any], ...]]:
-    """Copies what :func:`judge` compares to the host: the only place where a round waits for the device. For each
-    proposal and the draws at it six parts `[B, n]`, n = 0 if there is nothing to read: the target's tokens and scores;
-    drafts, their scores and lengths; and the most drafts that a row may take."""
+    """Copies the inputs of :func:`judge` to the host: the only place where a round waits for the device. Six parts
+    `[B, n]` for each proposal and its draws, n = 0 if absent: the target's tokens and scores; drafts, their scores and
+    lengths; and the most drafts that a row may take."""
     parts = list[Tensor]()
     for proposal, drawn in zip(proposals, draws, strict=True):
         nothing = drawn.tokens[:, :0]
@@ -230,8 +227,8 @@ class Drafts:
         return cls(lengths, owners, drafters, proposal, max(widths))
 
     def verified(self, drafter: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's logits on the chains of one drafter, `[B, γ + 1, V]` with γ that of its shortest chain, of all
-        its `logits` `[B, W, V]`; and which rows have a chain of it, `[B]` bool."""
+        """The target's logits on the chains of one drafter, `[B, γ + 1, V]` with γ of the shortest chain, from all its
+        `logits` `[B, W, V]`; and `[B]` bool: rows with a chain of the drafter."""
         if self.drafters is None:
             return logits, logits.new_ones(len(logits), dtype=torch.bool)
         return logits[:, : 1 + min(filter(None, self.lengths[drafter]))], self.drafters == drafter
@@ -243,7 +240,7 @@ def draft_lengths(plan: Sequence[Chain], batch: int) -> dict[int, list[int]]:
     for chain in plan:
         rows = range(batch) if chain.rows is None else chain.rows
         if rows and chain.draft_length > 0:
-            of_rows = lengths.setdefault(chain.which, [0] * batch)
+            of_rows = lengths.setdefault(chain.drafter, [0] * batch)
             for row in rows:
                 of_rows[row] = max(of_rows[row], chain.draft_length)
     return lengths
@@ -254,10 +251,9 @@ class Outcome:
     """Result of a round.
 
     Args:
-        drawn: the target's tokens `[B, n]`, on the device.
-        tokens: `[B, n]`, the same tokens on the host.
-        counts: `[B]`, number of them that a row may take.
-        sound: `[B]`, number of them from finite logits with some probability.
+        drawn: the target's tokens `[B, n]`, on the device; `tokens`: the same on the host.
+        counts: `[B]`, number of tokens that a row may take.
+        sound: `[B]`, number of tokens from finite logits with some probability.
         width: largest number of draft tokens verified in any row.
         owners: `[B]`, the drafter of the row's chain; -1: no chain.
         drafted, accepted: `[B]` tokens of the chain; 0 without one. accepted is -1 if the row takes no token.
@@ -294,8 +290,8 @@ class Outcome:
 
 
 def merge(members: Mapping[int, Proposal], drafters: Tensor, widths: Tensor, tokens: Tensor) -> Proposal:
-    """Combines proposals of several drafters, the `members`, with any γ, into one `[B, γ]`: a row takes at most
-    `widths` tokens of the drafter in `drafters` (`[B]` int64 each), and `tokens` `[B, γ]` if that is -1."""
+    """Merges proposals of several drafters (`members`, any γ) into one `[B, γ]`: a row takes at most `widths` tokens
+    of its drafter in `drafters` (`[B]` int64 each), or `tokens` `[B, γ]` where that is -1."""
     lengths, logits, scores = torch.zeros_like(widths), None, None  # [B]
     for drafter, proposal in members.items():
         is_its = drafters == drafter  # [B]

@@ -1,4 +1,4 @@
-"""Top-p without sorting the vocabulary: on a CPU it reads only the likeliest tokens if they hold the mass."""
+"""Applies top-p without sorting the vocabulary."""
 
 
 import torch
@@ -6,22 +6,22 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 
-# Number of tokens read first, and its factor if these do not decide. At top_p = 0.95 few positions of a trained model
-# keep more; sorting 152k logits costs sixty times as much.
+# Tokens read first, and factor of the next reads. At top_p = 0.95 few positions of a trained model need more than 128
+# tokens; sorting 152k logits costs sixty times as much.
 _FIRST, _MORE = 128, 16
 _BLOCK = 64  # tokens
-# Elements at a time: a chunk's scratch, 4 MiB in float32, stays in a CPU's cache.
+# Elements per chunk: 4 MiB of float32 scratch stay in a CPU's cache.
 _CHUNK = 1 << 20
-# Share of the mass. If the cut is that close, the code of transformers decides: its float32 sums err by 5e-7.
+# Share of the mass: a cut that close is left to transformers, whose float32 sums err by 5e-7.
 _CLOSE = 1e-6
 
 
 def keep_top_p(warper: hf.TopPLogitsWarper, scores: Tensor, count: int = _FIRST, out: Tensor | None = None) -> Tensor:
     """Applies `warper` to scores `[n, vocabulary]`, reading a row's `count` best scores if they decide.
 
-    They decide if they hold the mass, and the cut is neither between equal scores, of which transformers' unstable
-    sort keeps any, nor within rounding. Else more scores are read, and finally sorted. `out`: output, may be `scores`:
-    new memory costs more than the arithmetic.
+    They decide if they hold the mass, and the cut is neither within rounding nor between equal scores: transformers'
+    unstable sort keeps any of these. Else more scores are read, and finally sorted. `out`: output, may be `scores`, to
+    avoid new memory: that costs more than the arithmetic.
     """
     vocabulary = scores.shape[1]
     usual = 0 < warper.top_p < 1 and warper.min_tokens_to_keep == 1
@@ -29,7 +29,7 @@ def keep_top_p(warper: hf.TopPLogitsWarper, scores: Tensor, count: int = _FIRST,
         return warper(None, scores)
     parts = [_likeliest(part, count) for part in scores.split(max(1, _CHUNK // vocabulary))]
     values, tokens, p = map(torch.cat, zip(*parts, strict=True))  # [n, count] each
-    # transformers removes tokens that have, with all less likely ones, at most 1 - top_p.
+    # transformers removes tokens that hold, together with all less likely tokens, at most 1 - top_p.
     left = warper.top_p - (p.cumsum(1) - p)  # [n, count], of the mass, before each token
     kept = left > 0
     tied = kept[:, :-1] & ~kept[:, 1:] & (values[:, :-1] == values[:, 1:])
@@ -50,7 +50,7 @@ def _likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`scores.topk(count)` of scores `[n, vocabulary]`, in half the time: the best lie in the `count` best blocks."""
+    """`scores.topk(count)` of scores `[n, vocabulary]` in half the time: the best are in the `count` best blocks."""
     rows, vocabulary = scores.shape
     if count * _BLOCK > vocabulary:
         return scores.topk(count)

@@ -1,4 +1,4 @@
-"""Counter-based Gumbel noise: the noise of a token depends only on (seed, request, position, token).
+"""Makes Gumbel noise that depends only on (seed, request, position, token).
 
 The Gumbel-max trick: argmax_v(logits_v + G_v) with independent standard Gumbel G is a draw from softmax(logits). Here
 G is a pure function of the key, so drafter and target use the same noise for the same token, wherever and whenever
@@ -21,13 +21,13 @@ from torch import Tensor
 # Elements hashed at a time: the scratch of a chunk stays in a CPU's cache; a GPU takes larger chunks, for fewer
 # launches.
 CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 25
-# Noise of a whole round is stored if it has fewer elements, so that verification reuses the noise of drafting.
+# Most elements of a round's noise to store, so that verification reuses the noise of drafting.
 _ROUND_BUDGET = 1 << 26
-# Rounds whose noise is hashed at once: a call then costs a sixteenth per round, and rows that end waste little.
+# Rounds hashed at once: a sixteenth of the calls, and little waste when rows end.
 MOST_ROUNDS = 16
 _MASK31 = 0x7FFFFFFF
-# The float32 below 2**-31: the largest 31-bit numbers round up to 2**31, and u = 1 would give noise of -inf, which
-# could forbid the one token that the processors have left.
+# The float32 below 2**-31: 31-bit numbers near 2**31 round up, and u = 1 would give noise of -inf, which could forbid
+# the only token that processors allow.
 _TO_UNIT = 2.0**-31 * (1 - 2.0**-24)
 
 
@@ -44,7 +44,7 @@ _LAST = _signed(0x27D4EB2F, 32)
 
 
 def _splitmix64(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64 tensors, which wrap modulo 2**64."""
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64 tensors, modulo 2**64."""
     x = x + _INCREMENT
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST  # torch shifts arithmetically: mask
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND
@@ -59,7 +59,7 @@ def stream_keys(seed: int, requests: Tensor) -> Tensor:
 
 
 def derive(streams: Tensor, purpose: int) -> Tensor:
-    """Keys of independent noise in the same streams (rejection verification's coins and resampling)."""
+    """Keys of independent noise in the same streams: coins and resampling of rejection verification."""
     return _splitmix64(streams + purpose)
 
 
@@ -82,7 +82,7 @@ def _hash_into(keys: Tensor, counters: Tensor, out: Tensor, scratch: Tensor) -> 
     return out.bitwise_xor_(scratch.bitwise_and_(0xFFFF))
 
 
-@functools.cache  # kept for ever: captured draft loops read it
+@functools.cache  # for ever: captured draft loops read it
 def _counters(vocabulary: int, device: torch.device) -> Tensor:
     """`[V]` int32. An odd multiplier: counters of one key differ in many bits before the first round."""
     return torch.arange(vocabulary, dtype=torch.int32, device=device).mul_(_signed(0x9E3779B1, 32))
@@ -112,25 +112,23 @@ def uniform_coins(keys: Tensor) -> Tensor:
 
 
 class RoundNoise:
-    """Noise of one round, computed at first use, for generated positions with `keys` `[B, count]` int64
-    (:func:`position_keys`)."""
+    """Noise of generated positions with `keys` `[B, count]` int64 (:func:`position_keys`), computed at first use."""
 
     def __init__(self, keys: Tensor, vocabulary: int) -> None:
         self.keys, self._vocabulary = keys, vocabulary
 
     @functools.cached_property
     def block(self) -> Tensor | None:
-        """The whole noise `[B, count, vocabulary]`, computed once; None: it would be too large."""
+        """The whole noise `[B, count, vocabulary]`, computed once; None: too large."""
         if self.keys.numel() * self._vocabulary > _ROUND_BUDGET:
             return None
         return gumbel_noise(self.keys.view(-1), self._vocabulary).view(*self.keys.shape, self._vocabulary)
 
     def over(self, keys: Tensor) -> "RoundNoise":
-        """Noise of other `keys` `[B, count]`."""
         return RoundNoise(keys, self._vocabulary)
 
     def part(self, step: int) -> "RoundNoise":
-        """Noise of position `step`; it is computed for all positions at once if that is small."""
+        """Noise of position `step`; computed for all positions at once if small."""
         part = RoundNoise(self.keys[:, step : step + 1], self._vocabulary)
         if self.block is not None:
             part.block = self.block[:, step : step + 1]
@@ -150,9 +148,10 @@ class Draw:
 
     Args:
         tokens: `[B, n]` int64.
-        scores: `[B, n]`, perturbed logit of each token; NaN or -inf where the logits were broken.
-        logprobs: `[B, n]` log-probability of each token under the processed distribution, if asked for.
-        most: `[B]` int64, most drafts that may be accepted; None: all that equal `tokens`; -1: nor the token after.
+        scores: `[B, n]`, perturbed logits of the tokens; NaN or -inf where the logits were broken.
+        logprobs: `[B, n]` log-probabilities of the tokens under the processed distribution, if asked for.
+        most: `[B]` int64, limit of accepted drafts by row. None: no limit; -1: the row commits nothing in this round,
+            not even the target's own token.
     """
 
     tokens: Tensor
@@ -161,7 +160,7 @@ class Draw:
     most: Tensor | None = None
 
     def spread(self, row: Tensor, batch: int) -> "Draw":
-        """Extends this draw, of the rows `row` (`[B]` int64), to `batch` rows; other rows take no token."""
+        """Extends this draw of the rows `row` (`[B]` int64) to `batch` rows; other rows take no token."""
         shape, logprobs = (batch, self.tokens.shape[1]), self.logprobs
         return Draw(
             self.tokens.new_zeros(shape).index_copy_(0, row, self.tokens),
@@ -174,7 +173,7 @@ class Draw:
 def draw(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs: bool = False) -> Draw:
     """Draws a token at each of n positions from processed logits `[B, n, vocabulary]`, float32 or float64.
 
-    `noise`: of the round, whose position `first` is the first of the n; None: greedy.
+    `noise`: of the round, with the first position at `first`; None: greedy.
     """
     count = logits.shape[1]
     if noise is None:
@@ -188,13 +187,13 @@ def draw(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs
 
 
 def sample(logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Draws from softmax(logits) by the Gumbel-max trick, or takes the argmax where `noise` is None; both
-    `[..., vocabulary]`. Returns scores `[...]`, NaN where a logit is NaN, and tokens `[...]` int64."""
+    """Draws from softmax(logits) by the Gumbel-max trick; `noise` None: argmax. Both are `[..., vocabulary]`. Returns
+    scores `[...]`, NaN where a logit is NaN, and tokens `[...]` int64."""
     return torch.max(logits if noise is None else logits + noise, dim=-1)
 
 
 def widen(logits: Tensor) -> Tensor:
-    """Logits in at least float32: half precision ties too often to sample from. float64 stays float64."""
+    """Logits in at least float32: half precision ties too often to sample from."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -1,5 +1,4 @@
-"""The repetition penalty of `generate` on text that lies on the device: nothing is asked of the host, so that a draft
-loop which applies it can be captured."""
+"""Applies `generate`'s repetition penalty on the device, so that draft loops can be captured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from ..rows import PrefixView
 
 
 NOTHING = 1 << 62
-"""In the place of a token: none was seen there."""
+"""Marks a place without a token."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,8 @@ class Seen:
     """Tokens before the positions of B rows.
 
     Args:
-        text: `[B, W]` int64, before all positions, in any order; ids outside of the vocabulary count as nothing.
-        drafts: `[B, γ]` int64, tokens after the text: those of position `i` are the first `i`.
+        text: `[B, W]` int64, before all positions, in any order; ids outside of the vocabulary are ignored.
+        drafts: `[B, γ]` int64, tokens after the text: position `i` follows the first `i`.
     """
 
     text: Tensor
@@ -29,10 +28,10 @@ class Seen:
 
 
 def penalise(logits: Tensor, penalty: float, seen: Seen, first: int = 0) -> Tensor:
-    """Returns logits `[B, n, vocabulary]` of the positions `first..first + n`, in at least float32, in which positive
-    ones of seen tokens are divided by `penalty`, and others multiplied."""
+    """Returns logits `[B, n, vocabulary]` of the positions `first..first + n`, in at least float32: of seen tokens,
+    positive ones are divided by `penalty`, others multiplied."""
     batch, count, vocabulary = logits.shape
-    # One more element, for what is not seen.
+    # One more element takes the writes of ignored ids.
     flat = logits.new_empty(logits.numel() + 1, dtype=torch.promote_types(logits.dtype, torch.float32))
     processed = flat[:-1].view(logits.shape).copy_(logits)
     token, drafts = seen.text, seen.drafts[:, : first + count - 1]  # [B, W], [B, m]
@@ -52,8 +51,8 @@ def penalise(logits: Tensor, penalty: float, seen: Seen, first: int = 0) -> Tens
 def ignored_by(
     processor: RepetitionPenaltyLogitsProcessor, view: PrefixView, batch_size: int, row: Tensor | None
 ) -> Tensor | int | None:
-    """First tokens that it ignores in the prefixes of `row` (`[n]` int64; None: of all), as it stores them; `[n]` if
-    it has them by row of the caller's batch, of `batch_size` rows: since transformers 5.23 these are padding."""
+    """First tokens that `processor` ignores in the prefixes of `row` (`[n]` int64; None: of all): a number, or `[n]`
+    where it stores them by row of the caller's batch of `batch_size` rows (padding, since transformers 5.23)."""
     ignored, requests = processor.prompt_ignore_length, view.rows.requests
     if not isinstance(ignored, Tensor):
         return ignored
@@ -63,7 +62,7 @@ def ignored_by(
 
 
 class PenalisedText:
-    """Text that `processor` looks at."""
+    """The text that `processor` reads."""
 
     def __init__(self, processor: RepetitionPenaltyLogitsProcessor, view: PrefixView, batch_size: int) -> None:
         self._processor, self._prefixes, self._batch_size = processor, view, batch_size
@@ -71,8 +70,8 @@ class PenalisedText:
         self._newest: Tensor
 
     def of_rows(self) -> Tensor:
-        """`[B, W]` int64, `text` of :class:`Seen`: of the rows in flight, of committed tokens. The drafter and the
-        target of a round share it."""
+        """`[B, W]` int64, `text` of :class:`Seen`: committed tokens of the rows in flight, shared by the drafter and
+        the target of a round."""
         rows = self._prefixes.rows
         made_for = (rows.commits, *rows.indices)
         if made_for != self._made_for:

@@ -1,4 +1,4 @@
-"""Logits processors of `generate`, applied to rows of different lengths; `stopping.py` does the same for criteria.
+"""Applies `generate`'s logits processors to rows of different lengths.
 
 transformers applies them to a rectangular batch, one step at a time. Here a step verifies several positions of rows
 that have generated different numbers of tokens:
@@ -7,9 +7,9 @@ that have generated different numbers of tokens:
   positions.
 * Processors whose result for a row depends only on its prefix and scores run on the prefixes of `generate`, grouped by
   length: some of transformers' classes, and any class with the attribute `prefix_only = True`.
-* A user's class of this kind may raise on a prefix that it forbids: it gets a row's drafts step by step, only as far
-  as the target accepts them.
-* All others may read other rows or have state: `lockstep.py` shows them what `generate` would.
+* A user's class of this kind may raise on a forbidden prefix: a row's drafts are shown to it step by step, as far as
+  the target accepts them.
+* All others may read other rows or have state: `lockstep.py` shows them the prefixes of `generate`.
 """
 
 import copy
@@ -67,7 +67,7 @@ _BY_PREFIX = (
     hf.SuppressTokensAtBeginLogitsProcessor,
     hf.WatermarkLogitsProcessor,
 )
-# Those that read only the length of a prefix: the lengths on which they act.
+# Classes that read only the length of a prefix, with the lengths that they act on.
 _ACTS_ON: dict[type, Callable[[Any, int], bool]] = {
     hf.MinLengthLogitsProcessor: lambda rule, width: width < rule.min_length,
     hf.MinNewTokensLengthLogitsProcessor: lambda rule, width: width - rule.prompt_length_to_skip < rule.min_new_tokens,
@@ -82,19 +82,19 @@ _KNOWN = {*_SCORES_ONLY, *_ROW_BOUND, *_BY_PREFIX, *_CRITERIA}
 
 
 def is_known(part: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether it is a class of transformers that acts on rows separately; a subclass may do anything."""
+    """Whether `part` is a class of transformers that acts on rows separately; a subclass may do anything."""
     return type(part) in _KNOWN
 
 
 def needs_batch(part: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether it may read other rows than the one it acts on, or have state between calls."""
+    """Whether `part` may read other rows than its own, or have state between calls."""
     return not is_known(part) and not getattr(part, "prefix_only", False)
 
 
 @dataclass(frozen=True)
 class Filters:
     """Temperature, top-k, top-p and min-p (None: unset). The last three only set the smallest logit that may be
-    drawn. `penalty`: of repetition, before them; only who has the text applies it."""
+    drawn. `penalty`: of repetition, applied before them by the owner of the text."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -104,10 +104,10 @@ class Filters:
 
     @classmethod
     def of(cls, processors: Sequence[LogitsProcessor]) -> "Filters | None":
-        """The filters that `processors` are; None where there are others, or these in another order."""
+        """The filters in `processors`; None: there are other processors, or another order."""
         filters = cls()
         for processor in processors:
-            # bars: filtered tokens get -inf. alone: no min_tokens_to_keep.
+            # bars: filtered tokens get -inf, not another value. alone: all but one token may be filtered.
             bars = isinstance(processor, _FILTERS) and processor.filter_value == -math.inf
             alone = bars and processor.min_tokens_to_keep == 1
             if type(processor) is hf.TemperatureLogitsWarper and filters == cls():
@@ -128,8 +128,8 @@ class Filters:
         return filters
 
     def floors(self, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Smallest logits `[n]` float32, divided by the temperature, that may be drawn from `logits` `[n, V]`; and of
-        those that just equal it, the first token that may be (`[n]` int32; None: the first of all)."""
+        """Smallest logits `[n]` float32, divided by the temperature, that may be drawn from `logits` `[n, V]`; and the
+        first token (`[n]` int32; None: of all) that may be drawn among those that just equal it."""
         floors = first = None
         if self.top_k is not None:
             best = logits.topk(min(self.top_k, logits.shape[1]), sorted=False).values
@@ -161,10 +161,9 @@ class LogitsPipeline:
     rows of the caller's batch.
 
     Attributes:
-        only_filters: what the processors are, where these are a repetition penalty, temperature, top-k, top-p and
-            min-p; None: there are others.
+        only_filters: the processors, if only a repetition penalty, temperature, top-k, top-p and min-p; else None.
         penalised: the text that draws read, where `only_filters` has a penalty; None: they read more, or no text.
-        may_refuse: whether one of them may raise on a prefix that it forbids.
+        may_refuse: whether a processor may raise on a prefix that it forbids.
     """
 
     def __init__(self, processors: LogitsProcessorList, prefixes: PrefixView, batch_size: int) -> None:
@@ -186,12 +185,12 @@ class LogitsPipeline:
         self._is_float32 = any(map(needs_batch, processors))  # they are shown what generate shows, in float32
 
     def for_drafts(self) -> "LogitsPipeline":
-        """The same without processors that must not be shown drafts."""
+        """A pipeline without processors that must not see drafts."""
         kept = LogitsProcessorList([each for each in self._processors if not needs_batch(each)])
         return LogitsPipeline(kept, self._prefixes, self._batch_size)
 
     def over(self, rows: Rows) -> "LogitsPipeline":
-        """The same over other `rows` of the same requests, for another thread: copies of transformers' processors,
+        """A pipeline over other `rows` of the same requests, for another thread: copies of transformers' processors,
         without those that run a user's function or draw random numbers."""
         usable = {*_SCORES_ONLY, *_BY_PREFIX} - {hf.WatermarkLogitsProcessor}
         copies = [copy.deepcopy(processor) for processor in self._processors if type(processor) in usable]
@@ -220,8 +219,8 @@ class LogitsPipeline:
         seen: Seen | None = None,
     ) -> Tensor:
         """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` after the committed tokens of
-        `rows`, B of them (None: of all), with the first `processors` (None: with all). `seen`: if
-        a repetition penalty is the first of them, and alone looks at text."""
+        `rows` (B of them; None: all), with the first `processors` (None: all). `seen`: if a repetition penalty is the
+        first processor, and no other reads text."""
         batch, count, _ = logits.shape
         chosen = self._processors if processors is None else processors
         if seen is not None:
@@ -242,7 +241,7 @@ class LogitsPipeline:
         seen: Seen | None = None,
     ) -> Draw:
         """Processes logits as above and draws a token at each position, with the noise of the same rows. On CUDA one
-        kernel draws, which also applies temperature, top-k, top-p and min-p where they come last."""
+        kernel draws, and applies final temperature, top-k, top-p and min-p."""
         if not _is_fused(logits):
             return draw(self(widen(logits), offset, rows, seen=seen), noise, offset, want_logprobs)
         if self._before_filters:
@@ -250,8 +249,8 @@ class LogitsPipeline:
         return draw_processed(logits, noise, offset, want_logprobs, self._filters)
 
     def draw_verified(self, logits: Tensor, noise: RoundNoise | None, proposal: Proposal, want_logprobs: bool) -> Draw:
-        """Like :meth:`draw`, at all positions of a round `[B, γ + 1, vocabulary]`, as far as a row's drafts are the
-        tokens drawn; `most` as of :meth:`process_verified`, None where no processor refuses a prefix."""
+        """Like :meth:`draw`, at all positions of a round `[B, γ + 1, vocabulary]`, as far as a row's drafts equal the
+        drawn tokens; `most` as in :meth:`process_verified`, None if no processor refuses prefixes."""
         if not self.may_refuse:
             seen = None if self.penalised is None else Seen(self.penalised.of_rows(), proposal.tokens)
             if self._looks_at_prefixes and seen is None:
@@ -275,13 +274,12 @@ class LogitsPipeline:
 
         Args:
             logits: `[B, γ + 1, vocabulary]`.
-            proposal: the drafts.
             takes: called with a step, its processed scores `[B, vocabulary]` and the drafts there `[B]`; returns `[B]`
                 bool, the rows that accept their draft and are processed further. None: rows whose draft has a
-                probability above 0.
+                probability above 0 go on.
 
         Returns:
-            The processed logits, and `[B]` int64: most drafts that a row may accept and still draw a token after them.
+            The processed logits, and `[B]` int64: most drafts that a row may accept and still draw a token after.
         """
         if self._looks_at_prefixes:  # which read drafts after the committed tokens
             self._prefixes.rows.write(0, proposal.tokens)
@@ -308,7 +306,7 @@ class LogitsPipeline:
 
     def attempt(self, scores: Tensor, step: int, shown: Tensor) -> tuple[Tensor, Tensor]:
         """Processes scores `[B, vocabulary]` at the place `step` of the rows `shown` (`[B]` bool). Returns the scores,
-        processed where no processor refused the prefix, and `[B]` bool which rows these are."""
+        processed where no processor refused the prefix, and `[B]` bool: those rows."""
         processed, passed = [*scores], shown.clone()  # [V] each
         if not (rows := shown.nonzero().flatten().tolist()):
             return scores, passed
@@ -385,7 +383,6 @@ class LogitsPipeline:
 
 
 def _is_fused(logits: Tensor) -> bool:
-    """Whether one kernel draws from these logits."""
     return run_on(logits.device) and logits.dtype != torch.float64
 
 
@@ -410,7 +407,6 @@ def draw_processed(
 
 
 def _bind_to_row(processor: LogitsProcessor, request: int, batch_size: int) -> LogitsProcessor:
-    """The processor as it acts on one row of the caller's batch."""
     bound = copy.copy(processor)
     if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
         allowed, copies = processor._prefix_allowed_tokens_fn, processor._num_beams

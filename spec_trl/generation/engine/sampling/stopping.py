@@ -1,5 +1,4 @@
-"""When a row ends: `generate`'s stopping criteria, applied to rows of different lengths; and whether criteria and
-processors need all rows at every step."""
+"""Applies `generate`'s stopping criteria to rows of different lengths."""
 
 from collections.abc import Iterable
 
@@ -15,7 +14,7 @@ from .processors import is_known, needs_batch
 
 
 class Stopping:
-    """When a row ends: any EOS id, its length limit, or a stopping criterion; `criteria` as prepared by `generate`."""
+    """Ends a row: at any EOS id, its length limit, or a stopping criterion; `criteria` as prepared by `generate`."""
 
     def __init__(self, criteria: StoppingCriteriaList, prefixes: PrefixView) -> None:
         self._prefixes, self._criteria = prefixes, criteria
@@ -32,10 +31,10 @@ class Stopping:
         self._may_refuse = not all(map(is_known, self._by_prefix))
 
     def first_stop(self, tokens: Integers, counts: Integers, remaining: Integers) -> tuple[Integers, Bools]:
-        """Where rows end that have `remaining` (`[B]`) tokens left.
+        """Finds the ends of rows with `remaining` (`[B]`) tokens left.
 
         Args:
-            tokens: `[B, n]`, the next ones, already written after the committed ones.
+            tokens: `[B, n]`, next tokens, already written after the committed ones.
             counts: `[B]`, number of verified tokens; 0: the row takes none, and continues.
             remaining: `[B]`, most tokens that a row may take.
 
@@ -62,12 +61,12 @@ class Stopping:
         return keep, ends
 
     def in_step(self, step: int) -> Tensor:
-        """`[B]` bool: whether rows end with the token before place `step`. Shows every criterion, in `generate`'s
-        order, all rows once, in the caller's order."""
+        """`[B]` bool: whether rows end with the token before place `step`. Shows all rows, in the caller's order, to
+        every criterion once, in `generate`'s order."""
         return self._criteria(self._prefixes.batch(step), None)[self._prefixes.rows.requests]
 
     def _first_by_prefix(self, keep: Integers, start: int, count: int) -> Integers:
-        """`[B]`: number of tokens after which a row stops, if at one of its tokens `start..start + count`, of `keep`
+        """`[B]`: number of tokens at a row's stop, if at one of its tokens `start..start + count`, of `keep`
         (`[B]`) tokens; else `keep + 1`."""
         row, place = (np.arange(start, start + count) < keep[:, None]).nonzero()  # of each token
         stopped = np.zeros((len(keep), count), np.bool_)  # [B, n]
@@ -79,6 +78,6 @@ class Stopping:
 
 
 def needing_rows(parts: Iterable[LogitsProcessor | StoppingCriteria]) -> str:
-    """Names of those of these processors and criteria that need a :class:`~.RolloutInStep`; empty: none does."""
+    """Names the processors and criteria among `parts` that need a :class:`~.RolloutInStep`; empty: none."""
     names = [getattr(part, "__qualname__", type(part).__qualname__) for part in parts if needs_batch(part)]
     return ", ".join(dict.fromkeys(names))

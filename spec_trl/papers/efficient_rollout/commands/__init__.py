@@ -1,1 +1,1 @@
-"""The commands of `spec-trl` about a roofline profile."""
+"""Runs the commands of `spec-trl` about a roofline profile."""

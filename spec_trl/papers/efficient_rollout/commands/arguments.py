@@ -1,4 +1,4 @@
-"""Arguments of this folder's commands, and their --help. This imports neither torch nor matplotlib."""
+"""Declares the arguments of this folder's commands. This imports neither torch nor matplotlib."""
 
 import argparse
 from pathlib import Path
@@ -19,7 +19,7 @@ from ....generation.planner.acceptance import expected_block_efficiency
 
 
 def add_block_efficiency(parser: argparse.ArgumentParser) -> None:
-    """Adds --block-efficiency and --acceptance, of which at most one may be given."""
+    """Adds --block-efficiency and --acceptance, of them at most one."""
     add = parser.add_mutually_exclusive_group().add_argument
     add("--block-efficiency", type=positive, metavar="TAU", help="τ: tokens per verified block, bonus included")
     text = "chance that a draft token is accepted; gives τ for each γ"

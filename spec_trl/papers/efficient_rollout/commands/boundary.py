@@ -1,4 +1,4 @@
-"""Where speculation pays: predicted speedup over (S, B) with measured points on it (ER Fig. 11, App. E.4)."""
+"""Draws where speculation pays: predicted speedup with measured points (ER Fig. 11, App. E.4)."""
 
 import math
 import statistics
@@ -92,7 +92,6 @@ def block_efficiency_of_run(rollouts: Iterable[RolloutRecord]) -> dict[int, floa
 
 
 def _points_of_profile(rollouts: Iterable[RolloutRecord]) -> list[RoundPoint]:
-    """Returns the rounds that a profile of the self-drafter predicts."""
     return [point for record in rollouts for point in record.points if point.drafter in (None, "self")]
 
 
@@ -160,8 +159,6 @@ def toggle_boundary(
 
 @dataclass
 class _Cell:
-    """Sums over the rounds of one (B, S band, γ)."""
-
     rounds: int = 0
     seconds: float = 0.0
     tokens: int = 0
@@ -173,7 +170,6 @@ class _Cell:
 
 
 def _axis(values: Sequence[float]) -> list[float]:
-    """Log-spaced grid around all `values`, at least two octaves wide."""
     low, high = max(1.0, min(values)), max(1.0, *values)
     margin = max(1.2, math.sqrt(4 * low / high))
     low, high = low / margin, high * margin
@@ -181,6 +177,5 @@ def _axis(values: Sequence[float]) -> list[float]:
 
 
 def _ticks(axis: Sequence[float]) -> list[int]:
-    """Powers of two inside `axis`, at most seven."""
     powers = [2**k for k in range(16) if axis[0] <= 2**k <= axis[-1]]
     return powers[:: math.ceil(len(powers) / 7)]

@@ -1,4 +1,4 @@
-"""``spec-trl calibrate``: measures this machine with a model and its quantized copy (ER App. E.3)."""
+"""Runs `spec-trl calibrate`: measures this machine with a model and its quantized copy."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``spec-trl plot``: the toggle's boundary with measured points (ER Fig. 11), or a draft ladder (SA Fig. 10a)."""
+"""Runs `spec-trl plot`: draws the toggle's boundary (ER Fig. 11), or a draft ladder (SA Fig. 10a)."""
 
 import argparse
 from functools import partial

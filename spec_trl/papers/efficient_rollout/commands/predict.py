@@ -1,4 +1,4 @@
-"""``spec-trl predict``: step times and speedups from a profile (ER Eq. 1 and 3)."""
+"""Runs `spec-trl predict`: prints step times and speedups from a profile (ER Eq. 1 and 3)."""
 
 import argparse
 import itertools
@@ -33,7 +33,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _outside(profile: Profile, batches: list[int], lengths: list[int]) -> str:
-    """Names the `batches` and `lengths` outside of the profile's sweep."""
     if not profile.samples:
         return ""
     parts = []

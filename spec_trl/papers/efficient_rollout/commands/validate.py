@@ -1,4 +1,4 @@
-"""``spec-trl validate``: compares a profile with measured times, or fits a sweep anew (ER App. E.3, E.4)."""
+"""Runs `spec-trl validate`: compares a profile with measured times, or fits a sweep anew."""
 
 import argparse
 import json

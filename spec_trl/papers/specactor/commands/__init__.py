@@ -1,1 +1,1 @@
-"""The commands of `spec-trl` about a cluster and a ladder."""
+"""Runs the commands of `spec-trl` about a cluster and a ladder."""

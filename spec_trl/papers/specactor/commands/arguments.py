@@ -1,4 +1,4 @@
-"""Arguments of `spec-trl simulate`, and its --help. This imports neither torch nor matplotlib."""
+"""Declares the arguments of `spec-trl simulate`. This imports neither torch nor matplotlib."""
 
 import argparse
 from pathlib import Path

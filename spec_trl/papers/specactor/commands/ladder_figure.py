@@ -1,4 +1,4 @@
-"""Speedup of drafting methods over acceptance (SA Fig. 10a)."""
+"""Draws the speedup of drafting methods over acceptance (SA Fig. 10a)."""
 
 from matplotlib.lines import Line2D
 
@@ -13,8 +13,8 @@ _STEPS = 100  # of acceptance, from 0 to 1
 def draft_ladder(ladder: Ladder) -> Drawing:
     """One panel per profiled batch: a method's speedup at its best γ over acceptance p, and its rungs as points.
 
-    A rung is drawn at the speedup of its γ, p and times, so rungs of a worse γ are below the line. The text says for
-    every batch from which p a method is faster than plain decoding, and which method is fastest at equal p.
+    A rung is drawn at the speedup of its γ, p and times, so rungs of a worse γ are below the line. The text names for
+    every batch the least p that makes a method faster than plain decoding, and the fastest method at equal p.
     """
     labels = [("acceptance p", "speedup over plain decoding (×)")] * len(ladder.batches)
     figure, panels = canvas(*labels, per_row=3, width=3.8, height=3.4)

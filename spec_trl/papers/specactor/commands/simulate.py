@@ -1,4 +1,4 @@
-"""``spec-trl simulate``: seconds of a rollout on a described cluster, by method (SA §5, Fig. 14)."""
+"""Runs `spec-trl simulate`: seconds of a rollout on a described cluster, by method (SA §5, Fig. 14)."""
 
 import argparse
 import itertools
@@ -27,8 +27,8 @@ _MOST_LEVELS = 20
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-2 as a number, as YAML 1.2 does; for YAML 1.1, which PyYAML reads, only 1.0e-2 is a number. Raises
-    ValueError at aliases, a few lines of which can expand to gigabytes, and at deep nesting."""
+    """Reads 1e-2 as a number, as in YAML 1.2; in PyYAML's YAML 1.1 only 1.0e-2 is one. Raises ValueError at aliases, a
+    few lines of which can expand to gigabytes, and at deep nesting."""
 
     levels = 0
 

@@ -1,1 +1,1 @@
-"""Decoupled execution (SA §4.1): the drafter drafts the next window while the target verifies the one before."""
+"""Drafts the next window while the target verifies the window before (SA §4.1)."""

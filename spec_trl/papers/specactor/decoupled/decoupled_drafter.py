@@ -1,4 +1,4 @@
-"""The verifier's side of decoupled execution (SA §4.1): a drafter whose windows another thread or rank drafts."""
+"""Proposes windows that another thread or rank drafts: the verifier's side of decoupled execution."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class DecoupledDrafter(Drafter):
-    """Proposes the window that was drafted while the target verified the round before, and requests the next window,
-    which is drafted while the target verifies this one. The engine's loop is the same as with other drafters.
+    """Proposes the window drafted while the target verified the round before, and requests the next window, drafted
+    while the target verifies this one. The engine's loop is the same as with other drafters.
 
     A period is a round. A row of L committed tokens has pending drafts. A round verifies at most γ of them while the
     drafter adds a window of w = γ + 1:
@@ -36,9 +36,8 @@ class DecoupledDrafter(Drafter):
                    target's  y               y = o1: o2 o3 o4 are verified next; else again as in period 3
 
     One rule covers all cases: drafts stay as far as they continue the committed text, whichever drafts were verified.
-    In the paper's period 3 the verifier waits for the drafter; here it decodes
-    (:func:`~.busy_window_tokens`). Drafter and target wait for each other after every
-    period, so drafts and statistics do not depend on their speed.
+    The paper's verifier waits for the drafter in period 3; here it decodes (:func:`~.busy_window_tokens`). Drafter and
+    target wait for each other after every period, so drafts and statistics do not depend on their speed.
 
     Args:
         pipe: to the drafter.
@@ -47,7 +46,7 @@ class DecoupledDrafter(Drafter):
     """
 
     has_probabilities = False  # its drafts are verified exactly
-    drafts_ahead = False  # it does so already
+    drafts_ahead = False  # already
 
     def __init__(self, pipe: DraftPipe, plans: "RequestPlans[int] | None" = None) -> None:
         self.pipe = pipe
@@ -125,29 +124,29 @@ class DecoupledDrafter(Drafter):
         self._due = due
         return Proposal(self._drafts[:batch, :draft_length].clone(), ahead.clamp(max=draft_length))  # [B, γ], [B]
 
-    def observe(self, tokens: Integers, kept: Integers) -> None:
+    def observe(self, tokens: Integers, counts: Integers) -> None:
         batch = self._active
         if self._due is not None:
             due, self._due = self._due, None
             self._add_window(self.pipe.receive(), due)
         ahead, drafts = self._ahead[:batch], self._drafts[:batch]  # [B], [B, 2w]
-        counts = torch.from_numpy(kept)  # [B]
-        text = torch.from_numpy(tokens[:, : kept.max()])  # [B, K]
+        count = torch.from_numpy(counts)  # [B]
+        text = torch.from_numpy(tokens[:, : counts.max()])  # [B, K]
         step = torch.arange(text.shape[1])  # [K]
-        judged = torch.minimum(counts, ahead)  # [B]
+        judged = torch.minimum(count, ahead)  # [B]
         is_right = (drafts[:, : len(step)] == text) & (step < judged[:, None])  # [B, K]
         right = is_right.long().cumprod(1).sum(1)  # [B]
-        stays = right == counts  # [B]
-        text = text.masked_fill(step >= counts[:, None], 0)
-        self.pipe.send(Kind.COMMIT, torch.cat([counts, right, text.T.flatten()]))
-        left = (ahead - counts).where(stays, 0)  # [B]
+        stays = right == count  # [B]
+        text = text.masked_fill(step >= count[:, None], 0)
+        self.pipe.send(Kind.COMMIT, torch.cat([count, right, text.T.flatten()]))
+        left = (ahead - count).where(stays, 0)  # [B]
         self.dropped += int((ahead - right - left).sum())
-        slots = (counts[:, None] + torch.arange(drafts.shape[1])).clamp(max=drafts.shape[1] - 1)  # [B, 2w]
+        slots = (count[:, None] + torch.arange(drafts.shape[1])).clamp(max=drafts.shape[1] - 1)  # [B, 2w]
         drafts.copy_(drafts.gather(1, slots))
         ahead.copy_(left)
-        self._lengths[:batch] += counts
+        self._lengths[:batch] += count
         if self._plans is not None:
-            self._plans.record(self.session.rows.indices, *(part.tolist() for part in (kept, judged, right)))
+            self._plans.record(self.session.rows.indices, *(part.tolist() for part in (counts, judged, right)))
 
     def _add_window(self, answer: Tensor, due: Tensor) -> None:
         """Adds the window in `answer` to the pending drafts; `due`: `[B]`, most tokens by row.
@@ -158,15 +157,15 @@ class DecoupledDrafter(Drafter):
         batch, width = len(due), int(due.max())
         if answer.dtype != torch.int64 or len(answer) != batch * (1 + width):
             raise ValueError(f"a window of {len(answer)} numbers came for {batch} rows of {width} drafts at most")
-        counts, tokens = answer[:batch], answer[batch:].view(batch, width)  # [B], [B, width]
-        is_draft = torch.arange(width) < counts[:, None]  # [B, width]
+        count, tokens = answer[:batch], answer[batch:].view(batch, width)  # [B], [B, width]
+        is_draft = torch.arange(width) < count[:, None]  # [B, width]
         is_token = (tokens >= 0) & (tokens < self._vocabulary)
-        if not ((counts >= 0) & (counts <= due)).all() or not (is_token | ~is_draft).all():
+        if not ((count >= 0) & (count <= due)).all() or not (is_token | ~is_draft).all():
             raise ValueError("a window came with lengths or tokens out of range")
         row, step = is_draft.nonzero(as_tuple=True)
         self._drafts[row, self._ahead[row] + step] = tokens[row, step]
-        self._ahead[:batch] += counts
-        self.drafted += int(counts.sum())
+        self._ahead[:batch] += count
+        self.drafted += int(count.sum())
 
     def prepare_assisted_decoding(self, *_: Any, **__: Any) -> NoReturn:
         """Raises ValueError: transformers' own loop is coupled."""

@@ -1,4 +1,4 @@
-"""The pipe from a verifier to its drafter: a queue here for a thread, a process group for a rank (`distributed/`)."""
+"""Connects a verifier to its drafter: a queue for a thread, a process group for a rank."""
 
 import os
 from abc import ABC, abstractmethod
@@ -17,9 +17,8 @@ from .worker import DraftWorker, Kind, work
 
 
 DRAFT_TIMEOUT = 60.0
-"""Most seconds of a window. The first window includes reading prompts and requantizing a copy, which takes seconds for
-billions of weights; a slower drafter hangs. A hanging drafter is waited for once, again for its end, and then
-dropped."""
+"""Most seconds of a window. The first window includes reading prompts and requantizing a copy (seconds for billions of
+weights); a slower drafter hangs. A hanging drafter is waited for once, again for its end, and then dropped."""
 NOTHING = torch.zeros(0, dtype=torch.int64)
 
 
@@ -51,8 +50,8 @@ class DraftPipe(ABC):
 
 
 class DraftThread(DraftPipe):
-    """Runs `drafter` on a thread, with the cores that the target leaves free, but at least one. The drafter has a K/V
-    cache; the policy's copy reads that of the target, and writes only the K/V of its drafts (SA §4.1).
+    """Runs `drafter` on a thread, with the cores that the target leaves free, but at least one. The drafter has its
+    own K/V cache; the policy's copy reads the target's, and writes only K/V of its drafts (SA §4.1).
 
     Transformers' processors act on drafts as on the target; users' processors may not be called by two threads, so
     drafts ignore them, at the cost of acceptance.
@@ -72,7 +71,7 @@ class DraftThread(DraftPipe):
         self._timeout = timeout
 
     def begin(self, session: DraftSession, vocabulary: int) -> None:
-        self._thread: Thread | None = None  # until the drafter has begun
+        self._thread: Thread | None = None  # until the drafter starts
         self._messages, self._answers = SimpleQueue[tuple[Kind, Tensor]](), SimpleQueue[Tensor | Exception]()
         # Rows end, move and enter after `observe` has received the window: while the thread reads a row, only columns
         # under verification are written.
@@ -104,7 +103,7 @@ class DraftThread(DraftPipe):
                 raise answer
             return answer
         finally:
-            # Breaks the cycle of error and frame, which would hold the caches until garbage collection.
+            # Breaks the cycle of error and frame, or it would hold the caches until garbage collection.
             del answer
 
     def end(self) -> None:
@@ -123,14 +122,14 @@ class DraftThread(DraftPipe):
 
 
 def idle_cores() -> int:
-    """Cores that this process may use beside torch's threads; negative where these are more."""
-    # Linux alone says to which cores a process is bound.
+    """Cores of this process beside torch's threads; negative: there are more threads."""
+    # Only Linux reports a process's cores.
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return bound - torch.get_num_threads()
 
 
 def mirrored(session: DraftSession) -> DraftSession:
     """Makes a session like `session`, over mirrored rows and without target. A row's drafts end at its limit, but rows
-    that draft less than others write one token more than verification."""
+    with fewer drafts than others write one token more than verification."""
     rows = Rows(session.rows.capacity, session.rows.columns + 1, session.rows.tokens.device)
     return replace(session, rows=rows, pipeline=session.pipeline.over(rows), target=None, keep_logits=False)

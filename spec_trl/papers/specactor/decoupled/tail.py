@@ -1,4 +1,4 @@
-"""K/V of a drafter that runs ahead of the target whose copy it is."""
+"""Stores K/V of a copy of the target that drafts ahead of it."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from ....generation.engine.kv.cache import RaggedCache, RaggedLayer
 
 
 class TailCache(RaggedCache):
-    """K/V of a drafter that runs ahead of the target whose copy it is (SA §4.1). It reads the target's columns of
-    committed text, which are not written while it drafts, and writes the K/V of later tokens into a tail:
+    """K/V of a copy of the target that drafts ahead of it (SA §4.1). The copy reads the target's columns of committed
+    text, which stay as they are while it drafts, and writes K/V of later tokens into a tail:
 
         target's columns        t t t t t x x x .     row of L = 6 committed tokens; x: verification may write them
         tail, size 4                      d d d d     position t is column t % 4
-                                          ^ L - 1, which the target has not computed
+                                          ^ L - 1, not computed by the target
 
     Committing moves no K/V: committed positions are read from the target's columns from then on. The target never
     reads the tail, so a drafter that fails, or hangs and resumes later, changes no token.

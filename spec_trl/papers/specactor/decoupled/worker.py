@@ -1,4 +1,4 @@
-"""The drafter's side of decoupled execution: continues its drafts, and drops those that differ from the target.
+"""Continues drafts, and drops those that differ from the target: the drafter's side.
 
 Verifier and worker exchange messages: a kind and a flat int64 tensor in host memory, a few hundred bytes per round.
 """
@@ -59,9 +59,8 @@ class DraftWorker:
     Args:
         drafter: used only in the thread or process of the worker.
         session: of the mirrored rows, without target.
-        vocabulary: number of tokens.
-        target: the target's cache, where a copy of the target may read it: from DRAFT to its answer a row's columns
-            before its last committed token's must stay as they are.
+        target: the target's cache, if a copy of the target may read it: from DRAFT to its answer a row's columns
+            before its last committed token's must not change.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class DraftWorker:
         drafter.begin(session)
 
     def handle(self, kind: Kind, values: Tensor) -> Tensor:
-        """Carries out one message; returns the window that answers DRAFT, and else an empty tensor.
+        """Carries out one message; returns the window for DRAFT, else an empty tensor.
 
         Raises:
             ValueError: the message does not fit the rows.
@@ -176,10 +175,9 @@ def work(
     """Carries out messages until CLOSE. An error of the drafter is the answer until the next generation.
 
     Args:
-        drafter: of the worker.
         begin: makes the worker of a generation from BEGIN's content.
         receive: waits for the next message.
-        answer: sends a WINDOW's content, or the error of a drafter that failed.
+        answer: sends a WINDOW's content, or the error of a failed drafter.
     """
     worker: DraftWorker | None = None
     failure: Exception | None = None
@@ -197,7 +195,7 @@ def work(
                 drafter.end()
         if kind in (Kind.DRAFT, Kind.END):
             answer(values if failure is None else failure)
-    del failure  # its traceback references this frame, which references the caches
+    del failure  # its traceback references this frame, and so the caches
 
 
 def _require(is_right: bool, message: str, what: str) -> None:

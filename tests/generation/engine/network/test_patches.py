@@ -192,5 +192,5 @@ def test_what_no_copy_can_follow_is_refused(holder: str, monkeypatch: pytest.Mon
         "callable": Callable_(),
         "wrapper": lambda *args, **kwargs: type(layer).forward(wrapper[0].model.layers[1], *args, **kwargs),
     }[holder]
-    with pytest.raises(ValueError, match="forward of 'model.layers.1' was replaced on the instance.*forward_hook"):
+    with pytest.raises(ValueError, match="forward of 'model.layers.1' was replaced by a function.*forward_hook"):
         generate(model, PROMPTS, "self")

@@ -1,4 +1,4 @@
-"""Triton kernels of the engine. Modules here import Triton: ask `run_on` first."""
+"""Holds the engine's Triton kernels. Modules here import Triton: ask `run_on` first."""
 
 import functools
 from collections.abc import Callable, Sequence

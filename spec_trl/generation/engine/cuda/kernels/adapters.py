@@ -1,4 +1,4 @@
-"""What LoRA adapters add to the products of their layers, in Triton. Importing this file imports Triton.
+"""Adds LoRA adapters to the products of their layers, in Triton. Importing this file imports Triton.
 
     out[row, n] = y[row, n] + scaling * sum over r of b[n, r] * (sum over k of a[r, k] * x[row, k])
 
@@ -84,7 +84,7 @@ def _adapted(
     INPUTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A tile of y with what one adapter adds, `[M, N]` in the dtype of y."""
+    """A tile of y plus one adapter, `[M, N]` in the dtype of y."""
     r = tl.arange(0, BLOCK_R)  # [R]
     if SPLITS:
         low = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
@@ -162,8 +162,7 @@ def _side_by_side(
 
 @operator("lora_sums", _parts_of)
 def lora_sums(x: Tensor, a: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Sums over inputs that :func:`add_lora` needs, in parts: `[layers, splits, rows, R]` float32. Arguments are those
-    of :func:`add_lora`."""
+    """Sums over inputs for :func:`add_lora`, in parts: `[layers, splits, rows, R]` float32; the same arguments."""
     parts = _parts_of(x, a, dtype)
     rows, inputs = parts.shape[2], x.shape[-1]
     tile, warps = _tile(rows, dtype)
@@ -216,14 +215,14 @@ def add_lora(
     dtype: torch.dtype,
     gated: bool = False,
 ) -> Tensor:
-    """The outputs of up to three layers that share their input, with what their adapters add, side by side.
+    """The outputs of up to three layers of one input, with their adapters, side by side.
 
     Args:
         x: `[..., in]` contiguous, of :data:`DTYPES`, as all that follow.
         ys: per layer `[..., out]` contiguous, of one dtype, without the adapter.
         a, b: per layer `[rank, in]` and `[out, rank]` contiguous, all of one rank.
-        scalings: per layer, of what the adapter adds.
-        dtype: in which the adapters compute.
+        scalings: per layer, of the adapter.
+        dtype: of the adapters' arithmetic.
         gated: returns silu(gate) * up for the two layers gate and up, of equally many outputs.
 
     Returns:
@@ -251,7 +250,6 @@ def add_lora(
 
 
 def _filled(group: Sequence[T]) -> list[T]:
-    """One element per layer that a kernel may have; it does not read those past the last layer."""
     return [*group, *[group[-1]] * (MOST_LAYERS - len(group))]
 
 
@@ -266,5 +264,4 @@ def _tile(rows: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _inputs(tile: int, dtype: torch.dtype) -> int:
-    """Inputs at a time."""
     return 64 if tile == 64 or dtype == torch.float32 else 128

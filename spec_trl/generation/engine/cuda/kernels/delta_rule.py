@@ -1,10 +1,10 @@
-"""The gated delta rule over a few tokens per row, in Triton. Importing this file imports Triton.
+"""Computes the gated delta rule over a few tokens per row, in Triton. Importing this file imports Triton.
 
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q     (Yang et al. 2024, arXiv 2412.06464, equation 10)
 
 A program holds some columns of the state of a head of a row in registers, over all tokens. So a verification reads the
 states once and writes none; a commit reads and writes them once; a captured step writes those of the rows in use. One
-piece of machine code does all, whatever the numbers of rows and tokens: their bits are equal. Sums are float32.
+piece of machine code serves any numbers of rows and tokens: the bits are equal. Sums are float32.
 """
 
 from collections.abc import Callable, Mapping
@@ -120,7 +120,7 @@ def delta_rule(
 ) -> tuple[Tensor, Callable[[Tensor], None]]:
     """The gated delta rule, or Kimi's, whose decay is by channel: see
     :func:`~.delta_rule`. `state` is float32; other tensors are of any dtype.
-    `writes` may be `[B]` int64: which rows write, those without a 0. With `initial_state` the scan begins there.
+    `writes` may be `[B]` int64: rows with a 0 do not write. With `initial_state` the scan begins there.
     """
     query, key, value, g, beta = (given[name] for name in ("query", "key", "value", "g", "beta"))
     norms, begin = given["use_qk_l2norm_in_kernel"], given.get("initial_state")

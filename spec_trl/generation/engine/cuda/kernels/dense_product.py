@@ -1,4 +1,4 @@
-"""The product of a dense layer with one order of summation for every number of rows, in Triton. Import it only where
+"""Multiplies dense layers with the same order of summation for every number of rows, in Triton. Import it only where
 Triton is wanted.
 
     y[row, output] = round(sum over k of x[row, k] * weight[output, k] + bias[output])
@@ -95,12 +95,12 @@ def _shapes(x: Tensor, weight: Tensor, _bias: object = None) -> Tensor:
 def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x times weight, plus bias: the bits of a row depend on that row, weight and bias alone. No gradient.
 
-    A call compiles a kernel where a layer's shape or strides are new; so call once before capturing.
+    A call compiles a kernel for new shapes or strides of a layer: call once before capturing.
 
     Args:
         x: `[..., in]` float32, bfloat16 or float16, any strides.
         weight: `[out, in]` of the same dtype, any strides: it is read as it lies.
-        bias: `[out]` contiguous, likewise; None: there is none.
+        bias: `[out]` contiguous, likewise; None: no bias.
 
     Returns:
         `[..., out]` contiguous, in the dtype of x.

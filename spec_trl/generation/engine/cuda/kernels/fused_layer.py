@@ -1,4 +1,4 @@
-"""The operations of a decoder layer between its matrix products, in Triton. Importing this file imports Triton.
+"""Computes a decoder layer's operations between its matrix products, in Triton. Importing this file imports Triton.
 
 A small operation on a GPU takes the time of its launch. An eager layer has some thirty of them; here they are five:
 
@@ -33,7 +33,7 @@ _OPTIONS = dict(enable_fp_fusion=False)
 
 @triton.jit
 def _rounded_product(x: tl.tensor, y: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
-    """x * y, rounded to the dtype of y, which is that of x or wider."""
+    """x * y, rounded to the dtype of y, x's or a wider one."""
     return (x.to(WIDE) * y.to(WIDE)).to(y.dtype)
 
 
@@ -110,7 +110,8 @@ def _cache_offset(
     row: tl.tensor, head: tl.tensor, column: tl.tensor,
     row_stride: tl.tensor, head_stride: tl.tensor, column_stride: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Where a buffer of the cache holds a head's states of a row's column; nothing else here knows its layout."""
+    """Offset of a head's states of a row's column in a buffer of the cache: the only code here that knows the
+    layout."""
     return row * row_stride + head * head_stride + column * column_stride
 
 
@@ -245,7 +246,7 @@ def add_rms_norm(
     branch_weight: Tensor | None = None,
     branch_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """x + residual, both `[..., hidden]` contiguous, in the dtype of `residual`, which is that of x or float32; and
+    """x + residual, both `[..., hidden]` contiguous, in the dtype of `residual`, x's or float32; and
     :func:`rms_norm` of that. With a `branch_weight` x is normed before, by a norm of the same `shift`."""
     total, out = torch.empty_like(residual), torch.empty_like(residual, dtype=dtype)
     _norm(x, residual, branch_weight, weight, total, out, branch_eps, eps, shift)
@@ -268,7 +269,7 @@ def silu_multiply(gate: Tensor, up: Tensor) -> Tensor:
 
 @operator("gelu_multiply", _same)
 def gelu_multiply(gate: Tensor, up: Tensor) -> Tensor:
-    """The same for the GELU that is approximated by tanh."""
+    """The same for the GELU by tanh."""
     return _multiply(gate, up, "gelu")
 
 
@@ -320,9 +321,9 @@ def rotate_and_write(
         keys, values: `[rows, kv_heads, columns, d]`, the cache's buffers.
         to_rows, to_columns: `[B, q]` int64, the row and the column of the buffers that each token is written to; they
             must lie within them.
-        query_weight, key_weight: `[d]`, of norms that come before the rotation; None: there are none.
+        query_weight, key_weight: `[d]`, of norms before the rotation; None: no norms.
         eps, shift: of the norms.
-        half: of the elements of a head that are rotated, the first ones; None: of all.
+        half: half of the number of a head's rotated first elements; None: of all.
 
     Returns:
         The rotated queries `[B, heads, q, d]`, contiguous.
@@ -396,7 +397,7 @@ def _wide(x: Tensor) -> tl.dtype:
 
 
 def _goes_with(x: Tensor, wide: Tensor) -> bool:
-    """Whether `wide` has the dtype of x, or float32 where x is as narrow as autocast makes it."""
+    """Whether `wide` has the dtype of x, or float32 beside autocast's narrow x."""
     return wide.dtype == x.dtype or (wide.dtype == torch.float32 and x.dtype.itemsize == 2)
 
 

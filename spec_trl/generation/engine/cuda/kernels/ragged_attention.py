@@ -1,10 +1,11 @@
-"""Attention of prompts, steps and drafts over the ragged cache in Triton. Import it only where Triton is wanted.
+"""Computes attention of prompts, steps and drafts over the ragged cache, in Triton. Import it only where Triton is
+wanted.
 
 A row's queries see columns of the cache from a first to a last one, both read from tensors: the shapes, and with
 them a captured CUDA graph, are the same however long the rows are, and what lies past a row's end is never read.
 
 One program takes a share of one row's columns (split K/V, Dao et al., "Flash-Decoding", 2023) for one K/V head and all
-the queries on it; a second kernel merges the shares in a fixed order: no atomics, the same bits at each call.
+the queries on it; a second kernel merges the shares in a fixed order: no atomics, the same bits at every call.
 
 How many queries share a program, and where shares begin, follows the batch, and with it the order of sums. Not so in
 exact calls: one tile for every number of queries, blocks and shares at fixed columns. One piece of machine code then
@@ -30,7 +31,7 @@ from . import WORK_SPACE, operator
 _QUERY_TILE = 128 * 128  # most folded queries times d per program; further ones read K/V again, from L2 as a rule
 _BLOCK_M = 128  # most of them where d is small
 _BLOCK_N = 64  # columns per step of the loop
-_BLOCK_FLOAT32 = 16  # both, in float32, which is multiplied without tensor cores: larger ones spill registers
+_BLOCK_FLOAT32 = 16  # both, in float32, without tensor cores: larger ones spill registers
 _TILE_BYTES = 16384  # of K or V per step: wider heads take fewer columns
 _NUM_STAGES = 2
 _PROGRAMS_PER_SM = 4  # that splitting aims at
@@ -65,13 +66,13 @@ def _share(
 
 @triton.jit
 def _capped(scores: tl.tensor, cap: tl.tensor) -> tl.tensor:
-    """The softcap of scores that hold the factor 2 log2(e): tanh(s) = sign(s) (1 - t) / (1 + t) with t = exp(-2 |s|),
-    which never overflows."""
+    """The softcap of scores with the factor 2 log2(e): tanh(s) = sign(s) (1 - t) / (1 + t) with t = exp(-2 |s|),
+    without overflow."""
     power = tl.exp2(-tl.abs(scores))
     return tl.where(scores < 0, -cap, cap) * (1 - power) / (1 + power)
 
 
-# What is not specialised would be compiled anew for 1, for multiples of 16 and for others.
+# Unspecialised numbers: others would be compiled anew for 1, for multiples of 16 and for the rest.
 @triton.jit(
     do_not_specialize=["columns", "splits", "length", "first_row", "first_step", "last_row", "last_step", "table_row"]
 )
@@ -232,7 +233,7 @@ def ragged_decode_attention(
 ) -> Tensor:
     """Attention of queries over columns of their row in the cache; no gradient. It takes about :data:`WORK_SPACE`.
 
-    A call compiles kernels where shapes or strides are new; so call once before capturing.
+    A call compiles kernels for new shapes or strides: call once before capturing.
 
     Args:
         query: `[B, heads, q, d]` float32, bfloat16 or float16, any strides.

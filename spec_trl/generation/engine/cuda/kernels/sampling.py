@@ -1,9 +1,9 @@
-"""Sampling in Triton: draws tokens in one pass over the logits, and finds where top-p cuts, without a sort. Import it
-only where Triton is wanted.
+"""Draws tokens in one pass over the logits, and finds the cut of top-p without a sort, in Triton. Import it only where
+Triton is wanted.
 
 `fused_draw` draws what `engine.noise` draws in torch, whose noise costs as many bytes as float32 logits, written and
 read again: here it is hashed in registers. Each program reads a chunk of one row once and leaves four numbers. A
-second kernel merges a row's chunks in a fixed order: no atomics, the same bits at each call.
+second kernel merges a row's chunks in a fixed order: no atomics, the same bits at every call.
 
 `top_p_floors` searches the cut among all numbers of the logits' dtype, in the order of their bits, 16 ways at a time:
 a pass over the logits sums the probability at or below each of 16 thresholds, and the next pass divides the range
@@ -33,7 +33,7 @@ _UNIT = tl.constexpr(_TO_UNIT)
 def _gumbel(key: tl.tensor, token: tl.tensor) -> tl.tensor:
     """Standard Gumbel noise of (key, token): int64 scalar and int32 `[n]` to float32 `[n]`.
 
-    The bits are those of `noise._hash_into`, in unsigned numbers, which wrap and shift logically.
+    The bits are those of `noise._hash_into`, in unsigned numbers, with wrapping and logical shifts.
     """
     low = key.to(tl.uint32)
     high = (key >> 32).to(tl.uint32)
@@ -97,7 +97,6 @@ def _merge_chunks(
     reciprocal: tl.tensor, chunks: tl.tensor, logit_row: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row's draw from its chunks."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)  # [chunks]
     at = stat_ptr + (row * chunks + chunk) * 3
@@ -198,7 +197,6 @@ def _number(key: tl.tensor, reciprocal: tl.tensor, INT: tl.constexpr, DTYPE: tl.
 def _load(
     logit_ptr: tl.tensor, token: tl.tensor, vocabulary: tl.tensor, reciprocal: tl.tensor, floor: tl.tensor
 ) -> tl.tensor:
-    """x of some tokens; -inf below the floor."""
     x = tl.load(logit_ptr + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32) * reciprocal
     return tl.where(x < floor, float("-inf"), x)
 
@@ -289,7 +287,6 @@ def _finish(
     FLOORS: tl.constexpr, INT: tl.constexpr, WAYS: tl.constexpr, STEPS: tl.constexpr, ALL_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Floor and first token of one row."""
     row = tl.program_id(0).to(tl.int64)
     low, _, bound, below, taken = _range(
         peak_ptr, key_ptr, sum_ptr, part_ptr, removed, row, tl.num_programs(0), chunks, STEPS, INT, WAYS,
