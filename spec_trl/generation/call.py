@@ -24,6 +24,7 @@ from .options import SpeculativeConfig
 from .planner.control import Control
 from .refusals import ALWAYS, MEDIA, REJECTION, STATES, Asked, Features, check, of_drafting
 from .registry import CHOOSING, DRAFTERS, strategies
+from .session import Session
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Call:
 
 
 def check_call(
-    snapshot: Snapshot,
+    session: Session,
     model: PreTrainedModel,
     input_ids: Tensor,
     processors: LogitsProcessorList,
@@ -71,14 +72,12 @@ def check_call(
     request_ids: Sequence[int] | None,
     inputs: Mapping[str, Any],
 ) -> Call:
-    """Checks the arguments of a call; `snapshot`: of the model; `inputs`: prepared by `generate`, and with underscores
-    by the keyword. Raises ValueError, before any work, for a call that cannot be served."""
-    inputs = dict(inputs)
-    assistant, streamer, shown = (
-        inputs.pop("_assistant", None),
-        inputs.pop("_streamer", None),
-        inputs.pop("_media", ()),
-    )
+    """Checks the arguments of a call in its `session`; `inputs`: prepared by `generate`, and with underscores by the
+    keyword. Raises ValueError, before any work, for a call that cannot be served."""
+    inputs, snapshot = dict(inputs), session.snapshot
+    assert snapshot is not None
+    assistant, streamer = inputs.pop("_assistant", None), inputs.pop("_streamer", None)
+    shown = inputs.pop("_media", ())
     batch, width = input_ids.shape
     capacity, do_sample = min(batch, config.max_batch_size or batch), bool(settings.do_sample)
     new_tokens = min([each.max_length for each in criteria if type(each) is MaxLengthCriteria]) - width

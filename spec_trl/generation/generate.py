@@ -29,8 +29,9 @@ from .call import Call, check_call
 from .engine.drafter import Drafter
 from .engine.forwards.runner import EagerRunner
 from .engine.forwards.runner_choice import exactness, runner_for
+from .engine.kv.base import Capacity
 from .engine.kv.cache import autocast_dtype
-from .engine.kv.row_memory import Capacity, plan_memory, watch_memory
+from .engine.kv.row_memory import plan_memory, watch_memory
 from .engine.lockstep import RolloutInStep
 from .engine.network.products import copied_bytes
 from .engine.record import Completion
@@ -84,16 +85,14 @@ def speculative_decoding(
     """Batched, lossless speculative decoding, as `generate(custom_generate=speculative_decoding)` calls it.
 
     Args:
-        model: the target.
-        input_ids: `[B, width]` int64, left-padded.
+        model, input_ids: the target, and `[B, width]` int64, left-padded.
         logits_processor, stopping_criteria, generation_config: prepared by `generate`; act as in `generate`.
         assistant_strategy: the drafters, see docs/drafters.md.
         speculative_config: options, a :class:`SpeculativeConfig` or a dict of its fields.
         drafter: a drafter or several, instead of those of the strategy.
         request_ids: B ints that key the noise with the seed; by default 0..B. Equal seed and ids sample equal tokens.
         control: decides in every round when drafters draft; by default made from the config.
-        make_queue: makes the queue of requests, possibly shared with other ranks (:class:`~.SharedPool`); rows
-            decoded by another rank have a length of 0 here.
+        make_queue: makes the queue. Rows that another rank of a :class:`~.SharedPool` decodes have a length of 0.
         model_kwargs: `attention_mask` and other inputs that `generate` prepares.
 
     Returns:
@@ -104,36 +103,22 @@ def speculative_decoding(
         FloatingPointError: the target's logits are NaN.
     """
     config, began = SpeculativeConfig.coerce(speculative_config), time.perf_counter()
-    with Session.lend(model) as session, ExitStack() as claims, ExitStack() as preparation:
-        preparation.enter_context(keeping_generators())
-        assert session.snapshot is not None
-        call = check_call(
-            session.snapshot, model, input_ids, logits_processor, stopping_criteria, generation_config,
-            assistant_strategy, config, drafter, control, request_ids, model_kwargs,
-        )  # fmt: skip
-        drafters, control = make_drafting(session, call, claims)
-        capacity = plan_memory(session, call, drafters, max(config.first_draft_length, control.most_drafted))
-        ahead = config.specactor.decoupled_execution != "never" and load("papers.specactor.decoupled.execution")
-        if ahead:
-            drafters = ahead.decoupled(drafters, call, capacity.rows)
-        for each in drafters:
-            each.check_length(capacity.columns)
-        runner = runner_for(
-            session, model, call.family, config, capacity, exact=config.exact is True, offsets=call.has_offsets
-        )
-        copied = 0 if autocast_dtype(model.device) is None else copied_bytes(runner.network)
-        # Exactness is tried without media.
-        exact = None if call.media else exactness(call.snapshot, model, config, runner.network)
-        preparation.close()
+    with Session.lend(model) as session, ExitStack() as claims:
+        with keeping_generators():
+            call = check_call(
+                session, model, input_ids, logits_processor, stopping_criteria, generation_config,
+                assistant_strategy, config, drafter, control, request_ids, model_kwargs,
+            )  # fmt: skip
+            drafters, control = make_drafting(session, call, claims)
+            capacity = plan_memory(session, call, drafters, max(config.first_draft_length, control.most_drafted))
+            ahead = config.specactor.decoupled_execution != "never" and load("papers.specactor.decoupled.execution")
+            drafters = ahead.decoupled(drafters, call, capacity.rows) if ahead else drafters
+            runner = runner_for(session, model, call.family, config, capacity, config.exact is True, call.has_offsets)
+            copied = 0 if autocast_dtype(model.device) is None else copied_bytes(runner.network)
+            # Exactness is tried without media.
+            exact = None if call.media else exactness(call.snapshot, model, config, runner.network)
         rollout = _rollout(call, capacity, drafters, control, runner, copied, make_queue)
-        try:
-            completions, statistics = rollout.run()
-        except BaseException:
-            with suppress(Exception):
-                rollout.end()
-            session.shadow = None
-            session.drop_runner()  # its cache may hold broken K/V
-            raise
+        completions, statistics = _run(rollout, session)
         statistics.exact, statistics.copied_bytes = exact, copied
         statistics.setup_seconds = time.perf_counter() - began - statistics.seconds
         if ahead:
@@ -142,8 +127,6 @@ def speculative_decoding(
         del rollout, runner
         if not config.keep_graphs:
             session.drop_runner()
-    if call.streamer is not None:
-        call.streamer.end()
     return _assemble(call, completions, statistics)
 
 
@@ -191,6 +174,17 @@ def _rollout(
     )  # fmt: skip
 
 
+def _run(rollout: Rollout, session: Session) -> tuple[list[Completion | None], SpeculationStatistics]:
+    try:
+        return rollout.run()
+    except BaseException:
+        with suppress(Exception):
+            rollout.end()
+        session.shadow = None
+        session.drop_runner()  # its cache may hold broken K/V
+        raise
+
+
 def _stream(streamer: BaseStreamer, tokens: Tensor) -> None:
     """Gives `tokens` `[n]` to the streamer as `generate` does: one by one, `[1]` each."""
     for token in tokens.cpu().split(1):
@@ -200,6 +194,8 @@ def _stream(streamer: BaseStreamer, tokens: Tensor) -> None:
 def _assemble(
     call: Call, completions: list[Completion | None], statistics: SpeculationStatistics
 ) -> SpeculativeOutput | Tensor:
+    if call.streamer is not None:
+        call.streamer.end()
     input_ids, device = call.input_ids, call.input_ids.device
     lengths = torch.tensor([0 if completion is None else len(completion.tokens) for completion in completions])  # [B]
     new = torch.full((len(completions), int(lengths.max())), call.padding, dtype=input_ids.dtype)  # [B, new]

@@ -18,8 +18,8 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from ..generation.engine.forwards.runner import EagerRunner
 from ..generation.engine.forwards.runner_choice import exactness, runner_for
+from ..generation.engine.kv.base import Capacity
 from ..generation.engine.kv.cache import autocast_dtype
-from ..generation.engine.kv.row_memory import Capacity
 from ..generation.engine.network.family import Family
 from ..generation.engine.network.shadow import decoder_layers
 from ..generation.engine.network.snapshot import snapshot_of

@@ -26,8 +26,8 @@ from ...generation.engine.cuda.graph_runner import CAPTURE_AFTER
 from ...generation.engine.drafter import Drafter
 from ...generation.engine.forwards.model_costs import model_constants
 from ...generation.engine.forwards.runner_choice import captures, runner_for
+from ...generation.engine.kv.base import Capacity
 from ...generation.engine.kv.memory import free_memory
-from ...generation.engine.kv.row_memory import Capacity
 from ...generation.engine.network.family import Family
 from ...generation.engine.requirements import position_limit
 from ...generation.engine.rollout import RequestQueue, Rollout

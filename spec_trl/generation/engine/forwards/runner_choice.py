@@ -1,7 +1,6 @@
 """Chooses the runner of a call: captured forwards, C++ on a CPU, or eager; reuses the session's runner."""
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -11,7 +10,7 @@ from ...options import SpeculativeConfig
 from ...session import Session, Shadow
 from ..cuda.graph_capture import SMALLEST_COLUMNS, CudaRecorder, GraphBudget, cache_rows
 from ..cuda.graph_runner import GraphRunner
-from ..kv.base import KVCache, pages_of
+from ..kv.base import Capacity, KVCache, pages_of
 from ..kv.cache import autocast_dtype
 from ..kv.memory import free_memory
 from ..kv.pages import PagedCache
@@ -22,10 +21,6 @@ from ..network.snapshot import Snapshot, addresses
 from ..network.swap import not_exact
 from .exactness import inexact_parts
 from .runner import EagerRunner, cpu_runner
-
-
-if TYPE_CHECKING:
-    from ..kv.row_memory import Capacity
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:
@@ -80,7 +75,7 @@ def runner_for(
     model: PreTrainedModel,
     family: Family,
     config: SpeculativeConfig,
-    capacity: "Capacity",
+    capacity: Capacity,
     exact: bool = False,
     offsets: bool = False,
 ) -> EagerRunner:

@@ -50,6 +50,26 @@ class Window:
     is_allocated: bool = False
 
 
+@dataclass(frozen=True)
+class Capacity:
+    """Memory of a call.
+
+    Attributes:
+        rows: most in flight.
+        columns: of a row, for tokens and drafts. "none" has the same: attention over another width differs in the last
+            bits.
+        pages: of a pool; None: there is no pool.
+        graphs: bytes that captured forwards may take.
+        needs: of the rows, a :class:`~.RowNeeds`; None: not planned.
+    """
+
+    rows: int
+    columns: int
+    pages: int | None = None
+    graphs: float | None = None
+    needs: Any = None
+
+
 class KVCache(Cache, ABC):
     """K/V of `rows` rows with up to `columns` columns each; row b's token at position t is column t.
 

@@ -21,7 +21,7 @@ from ..network.attention import MaskPlan, attends, calls_attention, reads_spans
 from ..network.products import bytes_of_copies
 from ..parked_rows import ParkedRows
 from ..rows import Integers, Request, Rows
-from .base import PAGE_COLUMNS, KVCache, pages_of
+from .base import PAGE_COLUMNS, Capacity, KVCache, pages_of
 from .cache import autocast_dtype
 from .memory import check_memory, free_memory, takes_memory_late
 from .pages import PagedCache
@@ -122,34 +122,16 @@ def mask_bytes(model: PreTrainedModel, dtype: torch.dtype, tokens: int, columns:
     return squares * (1 + (types + in_layer) * dtype.itemsize)  # 1: what is masked
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """Memory of a call.
-
-    Attributes:
-        rows: most in flight.
-        columns: of a row, for tokens and drafts. "none" has the same: attention over another width differs in the last
-            bits.
-        pages: of a pool; None: there is no pool.
-        graphs: bytes that captured forwards may take.
-        needs: of the rows.
-    """
-
-    rows: int
-    columns: int
-    pages: int | None = None
-    graphs: float | None = None
-    needs: RowNeeds = RowNeeds(0.0, 0.0, 0.0)
-
-
 def plan_memory(session: Session, call: "Call", drafters: Sequence[Drafter], drafted: int) -> Capacity:
     """Plans the memory of `call` with its `drafters`, which draft at most `drafted` tokens of a row. Warns, once per
     device, if captured forwards have less memory than the config allows them.
 
     Raises:
-        ValueError: the least number of rows does not fit.
+        ValueError: the least number of rows does not fit, or a drafter does not reach so far.
     """
     config, device, rows, columns = call.config, call.model.device, call.capacity, call.longest + drafted
+    for drafter in drafters:
+        drafter.check_length(columns)
     in_pool, late = takes_pool(config, device, call.family), takes_memory_late(device)
     # One row is alone in memory, so nothing is divided.
     free = free_for_cache(session, device) if in_pool or rows > 1 else 0

@@ -49,6 +49,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
+def _span(
+    first_at: tl.tensor, last_at: tl.tensor, asked: tl.tensor, columns: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """First and last column of each query `[M]`; those that are not `asked` get the empty span (1, 0)."""
+    first, last = tl.load(first_at, mask=asked, other=1), tl.load(last_at, mask=asked, other=0)
+    return tl.maximum(first, 0).to(tl.int32), tl.minimum(last, columns - 1).to(tl.int32)
+
+
+@triton.jit
 def _share(
     begin: tl.tensor, end: tl.tensor, split: tl.tensor, splits: tl.tensor,
     PAGE: tl.constexpr, SHARE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -62,6 +71,20 @@ def _share(
     # Shares that differ by a block at most. Splits beyond the number of blocks get none.
     start = begin + split * blocks // splits * BLOCK_N
     return start, tl.minimum(end, begin + (split + 1) * blocks // splits * BLOCK_N)
+
+
+@triton.jit
+def _added(
+    scores: tl.tensor, value: tl.tensor, maximum: tl.tensor, total: tl.tensor, partial: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """The running softmax after one more block of scores `[M, N]` and values `[N, E]`: maximum and sum `[M]` of the
+    weights, and weighted values `[M, E]`."""
+    higher = tl.maximum(maximum, tl.max(scores, 1))  # [M]
+    shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf would be NaN
+    weights = tl.exp2(scores - shift[:, None])  # [M, N]
+    decay = tl.exp2(maximum - shift)  # [M]
+    partial = tl.dot(weights.to(value.dtype), value, partial * decay[:, None], input_precision="ieee")
+    return higher, total * decay + tl.sum(weights, 1), partial
 
 
 @triton.jit
@@ -103,12 +126,10 @@ def _attend(
     d = tl.arange(0, BLOCK_D)  # [D]
     e = tl.arange(0, BLOCK_E)  # [E]
     step = m % length
-
-    # Out-of-range queries get the empty span (1, 0).
-    first = tl.load(first_ptr + row * first_row + step * first_step, mask=m < folded, other=1)
-    last = tl.load(last_ptr + row * last_row + step * last_step, mask=m < folded, other=0)
-    first = tl.maximum(first, 0).to(tl.int32)  # [M]
-    last = tl.minimum(last, columns - 1).to(tl.int32)  # [M]
+    first, last = _span(
+        first_ptr + row * first_row + step * first_step, last_ptr + row * last_row + step * last_step,
+        m < folded, columns,
+    )  # [M] each
     seen_from = tl.min(tl.where(first <= last, first, columns), 0)
     seen_until = tl.max(tl.where(first <= last, last + 1, 0), 0)
     start, end = _share(seen_from, seen_until, split, splits, PAGE, SHARE, BLOCK_N)
@@ -145,13 +166,7 @@ def _attend(
             scores = _capped(scores, cap)
         seen = (column[None, :] >= first[:, None]) & (column[None, :] <= last[:, None]) & (column < end)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(maximum, tl.max(scores, 1))  # [M]
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf would be NaN
-        weights = tl.exp2(scores - shift[:, None])  # [M, N]
-        decay = tl.exp2(maximum - shift)  # [M]
-        total = total * decay + tl.sum(weights, 1)
-        partial = tl.dot(weights.to(value.dtype), value, partial * decay[:, None], input_precision="ieee")
-        maximum = higher
+        maximum, total, partial = _added(scores, value, maximum, total, partial)
 
     kv_heads = tl.num_programs(0) // query_blocks
     to = ((row * kv_heads + head) * splits + split) * folded + m  # [M], in [B, kv, splits, groups * q]
@@ -220,17 +235,9 @@ def _shapes(query: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:
 
 @operator("ragged_decode_attention", _shapes)
 def ragged_decode_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    first: Tensor,
-    last: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    table: Tensor | None = None,
-    exact: bool = False,
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, first: Tensor, last: Tensor, scale: float,
+    softcap: float | None = None, sinks: Tensor | None = None, table: Tensor | None = None, exact: bool = False,
+) -> Tensor:  # fmt: skip
     """Attention of queries over columns of their row in the cache; no gradient. It takes about :data:`WORK_SPACE`.
 
     A call compiles kernels for new shapes or strides: call once before capturing.
@@ -278,22 +285,17 @@ def ragged_decode_attention(
     at_once = max(WORK_SPACE // (batch * heads * splits * (value_dim + 2) * torch.float32.itemsize), 1)  # queries
     if at_once < length:
         some = (part.split(at_once, dim) for part, dim in ((query, 2), (first, 1), (last, 1)))
-        for part, (queries, begins, ends) in zip(out.split(at_once, 1), zip(*some, strict=True), strict=True):
-            part.copy_(
-                ragged_decode_attention(queries, keys, values, begins, ends, scale, softcap, sinks, table, exact)
-            )
+        for part, (queries, begin, end) in zip(out.split(at_once, 1), zip(*some, strict=True), strict=True):
+            part.copy_(ragged_decode_attention(queries, keys, values, begin, end, scale, softcap, sinks, table, exact))
         return out
     partial = query.new_empty(batch, kv_heads, splits, folded, value_dim, dtype=torch.float32)
     maximum = query.new_empty(batch, kv_heads, splits, folded, dtype=torch.float32)
     total = torch.empty_like(maximum)
-    if softcap is None:
-        factor, cap = scale * _LOG2E, 0.0
-    else:
-        factor, cap = 2 * scale / softcap * _LOG2E, softcap * _LOG2E
+    factor, cap = (scale, 0.0) if softcap is None else (2 * scale / softcap, softcap)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         _attend[(kv_heads * blocks, splits, batch)](
             query, keys, values, first, last, first if table is None else table, partial, maximum, total,
-            factor, cap, columns, splits, length,
+            factor * _LOG2E, cap * _LOG2E, columns, splits, length,
             *query.stride(), *keys.stride()[:3], *values.stride()[:3], *first.stride(), *last.stride(),
             0 if table is None else table.stride(0),
             GROUPS=groups, HEAD_DIM=head_dim, VALUE_DIM=value_dim, PAGE=page,
