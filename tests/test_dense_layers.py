@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from spec_trl import once
 from spec_trl.generation.engine.network import products
 from spec_trl.generation.engine.network.products import ACTIVATIONS, Product
 from spec_trl.generation.engine.network.shadow import make_shadow, share_weights
@@ -201,7 +200,7 @@ def test_which_modules_are_activations() -> None:
 @pytest.fixture
 def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without any of the instructions."""
-    monkeypatch.setattr(once, "seen", set())
+    monkeypatch.setattr(cpu_products, "seen", set())
     monkeypatch.setattr(cpu_products, "MIN_WEIGHTS", 1)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)

@@ -183,13 +183,13 @@ MIN_WEIGHTS = 1 << 18  # of the layer: with fewer, the time of the call itself d
 MIN_GAIN = 1.2  # least speedup that is worth reloading a model
 
 
-_seen: set[str] = set()
+seen: set[str] = set()
 
 
 def first_time(subject: str) -> bool:
     """Whether `subject`, which a process says or measures once, is new; from then on it is not."""
-    is_new = subject not in _seen
-    _seen.add(subject)
+    is_new = subject not in seen
+    seen.add(subject)
     return is_new
 
 

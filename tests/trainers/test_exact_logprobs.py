@@ -62,9 +62,9 @@ class Compared(SpecRLOOTrainer):
 
     apart: list[float]
 
-    def _sample(self, *given: Any) -> Any:
-        self.sampled = super()._sample(*given)
-        return self.sampled
+    def _in_turn(self, completions: Any) -> Any:
+        self.sampled = completions
+        return super()._in_turn(completions)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers import LogitsProcessorList
 
-from spec_trl import once
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.cuda import graph_runner
 from spec_trl.generation.engine.cuda.graph_capture import Outputs, Recording
 from spec_trl.generation.engine.drafter import NetworkDraft
 from spec_trl.generation.engine.kv import row_memory
+from spec_trl.native import cpu_products
 from tests.conftest import tiny_llama
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
 from tests.generation.engine.tape import check_drafts as check
@@ -227,7 +227,7 @@ def test_little_memory_makes_captured_forwards_fewer_before_rows(
     plain = generate(model, SIXTY_FOUR, "none", {"runner": "eager"}, **LENGTHS)
     monkeypatch.setattr(tape, "bytes", lambda: tape.recorded << 22)  # four captures take 16 MiB
     monkeypatch.setattr(row_memory, "LEAST_GRAPH_MEMORY", 0)
-    monkeypatch.setattr(once, "seen", set())
+    monkeypatch.setattr(cpu_products, "seen", set())
     monkeypatch.setattr(row_memory, "free_for_cache", lambda *_: NEEDED + left)
     with pytest.warns(UserWarning) as seen:
         found = [generate(model, SIXTY_FOUR, "self", config, **LENGTHS) for _ in range(2)]

@@ -14,7 +14,6 @@ from torch.nn.utils import parametrize, prune
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import spec_trl
-from spec_trl import once
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import load_assistant
 from spec_trl.generation.engine.drafter import DraftSession
@@ -319,6 +318,7 @@ def test_the_quantized_copy_reads_the_targets_own(tape, monkeypatch: pytest.Monk
 
 
 def test_a_call_that_fails_frees_them(tape) -> None:
+    gc.collect()  # those of earlier tests
     model, started = one_layer(), alive()
 
     def fail(*_: Any) -> Tensor:
@@ -353,7 +353,7 @@ def test_room_for_rows_counts_them(tape) -> None:
 
 @pytest.fixture
 def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "seen", set())
+    monkeypatch.setattr(cpu_products, "seen", set())
 
 
 def test_stacked_experts_are_said_to_be_cast(no_warnings_yet: None) -> None:
