@@ -1,6 +1,6 @@
 """Decodes for the keyword `assistant_strategy` of `generate`.
 
-A call passes these components, in this order. Each knows the `Call`, and none imports this file.
+A call passes these components, in this order. None imports this file.
 
     check_call     call.py           checks the arguments: a frozen `Call`, or one error before any work
     make_drafting  strategies.py     the drafters of the call, and the control that decides when they draft

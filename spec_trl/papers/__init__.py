@@ -1,5 +1,5 @@
-"""Loads modules by name, above all those of papers, when an option or a file needs them. The default never loads them
-(`tests/test_imports.py`)."""
+"""Loads modules by name, above all those of papers, when an option or a file needs them. The default loads only
+their options (`tests/test_imports.py`)."""
 
 from importlib import import_module
 from types import ModuleType

@@ -27,8 +27,8 @@ class SpecGRPOConfig(RolloutOptions, GRPOConfig):
 class SpecGRPOTrainer(SpeculativeRollouts, GRPOTrainer):
     """[`~trl.GRPOTrainer`] with lossless speculative rollouts (EfficientRollout, Algorithm 1).
 
-    The drafter follows the policy. In every decoding round the times of earlier rounds, and a calibrated roofline if
-    there is one, decide whether to draft; a controller adapts the draft length to the block efficiency. Rollouts and
+    The drafter follows the policy. In every decoding round the planner decides by the times of earlier rounds, and a
+    calibrated roofline if there is one, whether to draft and how far. Rollouts and
     steps are logged in `output_dir/rollout_log.jsonl`, which `spec-trl report` draws; `train` ends with a line that
     says whether drafting helped. With exact verification completions, losses and weights are those of
     `assistant_strategy="none"`. With a `rollout_func`, which generates by itself, nothing is drafted.

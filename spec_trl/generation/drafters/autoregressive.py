@@ -72,7 +72,7 @@ class NetworkDrafter(TrainableDrafter):
             own = self._family.cache.for_network(self.network, rows.capacity, rows.columns) if tail is None else tail
             self._runner = EagerRunner(self.network, own)
         self.cache = self._runner.cache
-        # What text has left in scans is apart from what drafts leave, which may be rejected.
+        # Drafts advance a copy of the recurrent states, since drafts may be rejected.
         with_text = self.drafts_ahead or not self._owns_cache
         self._drafting = self._runner if with_text else self._runner.for_drafter(self.network, True, self._made_of)
 

@@ -272,7 +272,7 @@ class Rollout:
         steps = rows.generated[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, γ + 1]
         coins, residual = (position_keys(derive(rows.streams, purpose), steps) for purpose in (1, 2))
         # Also test a draft that ends the text (a processor refuses to go on after it): skipping it would make endings
-        # rarer than the target makes them. If accepted, it takes the place of the round's own token.
+        # rarer than the target makes them. If accepted, it is the round's last token: no bonus token follows.
         tested = torch.minimum(lengths, could + 1)  # [B]
         drawn = verify_rejection(logits, proposal, tested, coins, residual, self.want_logprobs)
         return replace(drawn, most=could if drawn.most is None else drawn.most.minimum(could))

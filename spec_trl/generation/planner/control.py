@@ -16,7 +16,7 @@ NO_METHOD = "none"  # plain decoding, where methods are named
 MAX_EMPTY_ROUNDS = 0.25
 """Most rounds that waiting with empty rows may cost: an empty row costs a round divided by the number of rows. A
 forward over several short prompts takes little longer than over one, so admitting several rows at once saves time. The
-largest simulated value (benchmarks/admission.py) that lengthens no case by more than 0.2 %."""
+largest value that lengthened no simulated case by more than 0.2 %."""
 
 
 class PlainRounds(NamedTuple):

@@ -13,7 +13,8 @@ from typing import Any
 
 UPDATES = 1000
 """An update is expected to close 1 / UPDATES of the gap of log τ to its ceiling: between 1/600 (EAGLE-3, greedy) and
-1/4000 (small LM, sampled) in benchmarks/results/tts_drafters.json. In so many updates that may change by as much."""
+1/4000 (small LM, sampled) by `python -m benchmarks.tts drafters`. Over that many updates the share itself may double
+or halve."""
 TRIAL = 0.01
 """Share of the rounds' seconds that updates of unknown value may take. The planner's budget gets 1.5 times as much."""
 FIRST = 2

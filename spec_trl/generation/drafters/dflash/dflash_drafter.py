@@ -25,7 +25,7 @@ class DFlashDrafter(FeatureDrafter):
     """
 
     strategy = "dflash"
-    weight_rate = 0.25  # measured: benchmarks/results/tts_rates.json
+    weight_rate = 0.25  # found by `python -m benchmarks.tts rates`
     network: DFlashNetwork
     config: DFlashConfig
     network_type = DFlashNetwork

@@ -182,8 +182,8 @@ def watch_memory(call: "Call", capacity: Capacity, rows: Rows, cache: KVCache, c
 class RowMemory:
     """Admits rows while memory lasts, and names rows that leave when it ends (preemption).
 
-    Lengths are unknown. So rows are admitted while memory lasts for as many more tokens per row as it has generated, a
-    good guess for long-tailed lengths, at least a page. If memory ends earlier, the shortest rows leave, whose K/V is
+    Lengths are unknown. So admission assumes that every row doubles its generated text, a good guess for long-tailed
+    lengths, or grows by a page if that is more. If memory ends earlier, the shortest rows leave, whose K/V is
     cheapest to compute again. They wait until another row has ended. Parked rows leave first.
 
     Attributes:
