@@ -96,12 +96,16 @@ def test_a_row_has_the_same_bits_in_every_forward(family: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_under_autocast_the_copies_are_multiplied_so(family: str, on_a_gpu) -> None:
-    network = make_shadow(model_of(family), exact=True)
+def test_under_autocast_the_copies_are_multiplied_so(
+    family: str, on_a_gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, exactly, dtypes = make_shadow(model_of(family), exact=True), products.multiply_exactly, set()
+    monkeypatch.setattr(products, "multiply_exactly", lambda *xwb: dtypes.add(xwb[1].dtype) or exactly(*xwb))
     with torch.autocast("cpu", torch.float16):
         make_copies(network)
         assert any(isinstance(module, Product) and module.copies for module in network.modules())
         check_bits(network)
+    assert dtypes == {torch.float16}
 
 
 def test_without_a_gpu_a_shadow_stays_as_it_is() -> None:

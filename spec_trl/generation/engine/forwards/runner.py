@@ -444,5 +444,4 @@ class CompiledRunner(EagerRunner):
 def cpu_runner(network: PreTrainedModel, cache: KVCache) -> EagerRunner:
     """Makes a runner with C++ attention if that serves `network`, else an eager one."""
     has_attention = network.device.type == "cpu" and network.dtype in SCALARS and compiler() is not None
-    is_served = has_attention and calls_attention(network)
-    return (CompiledRunner if is_served else EagerRunner)(network, cache)
+    return (CompiledRunner if has_attention and calls_attention(network) else EagerRunner)(network, cache)
