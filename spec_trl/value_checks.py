@@ -9,6 +9,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -140,13 +141,18 @@ class DeclaredOptions:
             value = vars(self).get(name, declared.default)  # a class variable has none
             if value is declared.default:
                 continue
+            kinds = kinds_of(declared)
+            if isinstance(value, str) and float in kinds and str not in kinds:  # YAML reads 1e-3 as text
+                with suppress(ValueError):
+                    value = float(value)
+                object.__setattr__(self, name, value)
             if isinstance(declared.default, DeclaredOptions):
                 object.__setattr__(self, name, declared.default.coerce(value))
-            elif isinstance(value, list | tuple) and Sequence in kinds_of(declared):  # the group checks its entries
+            elif isinstance(value, list | tuple) and Sequence in kinds:  # the group checks its entries
                 object.__setattr__(self, name, tuple(value))
             else:
                 place = name if self.group == DeclaredOptions.group else f"{self.group}.{name}"
-                require_value(place, value, kinds_of(declared), **declared.metadata.get("bounds", {}))
+                require_value(place, value, kinds, **declared.metadata.get("bounds", {}))
 
     @classmethod
     def remedy(cls, name: str, known: Iterable[str]) -> str:

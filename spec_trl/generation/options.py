@@ -22,6 +22,7 @@ _RENAMED = {"draft_lengths": "draft_length", "rollout_batch_size": "max_batch_si
 
 def place_of(name: str) -> str | None:
     """The text that sets an option by its own or its earlier `name`; None: unknown name."""
+    name = name.rpartition(".")[2]
     for wanted in (_RENAMED.get(name, name), re.sub("^(tts|best_of_n|sd|roofline|draft)_", "", name)):
         for group, _, inner in (place.rpartition(".") for place in OPTIONS):
             if inner == wanted:

@@ -29,14 +29,15 @@ DRAFT_LENGTHS = (5, 7, 9, 11)
 """Γ of ER §3.3, where draft_length is not given."""
 _INSTEAD = {
     "drafter": "Name it by assistant_strategy.",
+    "no_drafter_adaptation": "Give drafter_adaptation=False.",
     "max_prompt_length": "TRL has it no longer: cut prompts in the dataset.",
 } | {
     f"drafter_{name}": f'Give drafter_adaptation={{"{name}": ...}}.'
     for name in ("learning_rate", "hidden_weight", "token_weight")
 }
 """Replacements for names of `generate` and of other releases of TRL or of this package."""
-_BOOLS = {"true": True, "false": False}
-"""Bools as a command line writes them."""
+_BOOLS = dict.fromkeys(("true", "yes", "t", "y", "1"), True) | dict.fromkeys(("false", "no", "f", "n", "0"), False)
+"""Bools as transformers' command line reads them."""
 
 
 @dataclass

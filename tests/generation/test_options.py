@@ -174,9 +174,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
         ("tts_stride", '"tts": {"stride"'), ("best_of_n_race", '"specactor": {"race"'),
         ("draft_lengths", '"draft_length"'), ("decoupled_execution", '"specactor": {"decoupled_execution"'),
         ("sd_margin", '"efficient_rollout": {"margin"'), ("rollout_batch_size", '"max_batch_size"'),
-        ("draft_length_up", '"efficient_rollout": {"draft_length_up"'),
+        ("draft_length_up", '"efficient_rollout": {"draft_length_up"'), ("tts.stride", '"tts": {"stride"'),
     )),
 ]  # fmt: skip
+
+
+def test_numbers_that_yaml_reads_as_text() -> None:
+    config = SpeculativeConfig(tts={"learning_rate": "1e-3"}, efficient_rollout={"margin": "2e-1"})
+    assert (config.tts.learning_rate, config.efficient_rollout.margin) == (0.001, 0.2)
+    with pytest.raises(ValueError, match="^tts.learning_rate='fast'"):
+        SpeculativeConfig(tts={"learning_rate": "fast"})
 
 
 @pytest.mark.parametrize(("bad", "message"), BAD, ids=lambda value: str(value) if isinstance(value, dict) else "")

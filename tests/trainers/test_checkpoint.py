@@ -3,6 +3,7 @@ where completions depend on it, else a warning names it. Runs go on from them in
 was killed; `test_training.py` has runs that go on within their first epoch, with all that they had learned."""
 
 import json
+import pickle
 import shutil
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import spec_trl
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.planner.acceptance import Drafts
 from spec_trl.generation.planner.clock import VERSION, Clock
@@ -28,6 +30,18 @@ def history() -> dict[str, Any]:
     drafter = HistoryDrafter(100)
     drafter.remember([1, 2], [3, 4, 5])
     return drafter.state_dict()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "spec_grpo_config.SpecGRPOConfig", "spec_rloo_trainer.SpecRLOOConfig", "spec_gmpo_trainer.SpecGMPOConfig",
+        "spec_distillation_trainer.SpecDistillationConfig", "spec_grpo_trainer.SpecGRPOTrainer",
+    ],
+)  # fmt: skip
+def test_training_args_of_earlier_releases_find_their_class(place: str) -> None:
+    module, name = place.split(".")
+    assert pickle.loads(f"cspec_trl.trainers.{module}\n{name}\n.".encode()) is getattr(spec_trl, name)
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
