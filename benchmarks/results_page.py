@@ -60,6 +60,7 @@ CLAIMS = {
     "rollout_batch1": "none / |model / transformers assisted",
     "rollout_qwen_fp32": "self / ours none|none / transformers generate$",
     "control_machine_stories": r"(batch \d+|first call) / none",
+    "control_constants": "as it is",
     "control_regret": "mean over worlds|worst eight",
     "identity_grid_bits": "rows",
     "sampler_mismatch": ": TRL's",

@@ -120,9 +120,10 @@ REFUSALS = [
 _READ_BY = {
     "ngram_size": "ngram", "history_max_tokens": "history", "tts": "tts", "drafters": "best_of_n",
     "assistants": "best_of_n", "budget": "best_of_n", "race": "best_of_n",
+    **dict.fromkeys(("draft_ranks", "draft_length_up", "draft_length_down", "draft_length_patience"), "trainers"),
 }  # fmt: skip
-"""Strategy or drafter by an option's name or group. Options of all drafters, and of the quantized copy, which most
-strategies use, are left out: strategies are compared under one config."""
+"""Strategy, drafter or trainers by an option's name or group. Left out are options of all drafters and of the
+quantized copy, which most strategies use: strategies are compared under one config."""
 
 
 def check(features: Features) -> None:
@@ -162,7 +163,7 @@ def of_drafting(
     return {
         "assistant_strategy": words,
         "another strategy": words,
-        "an option of one strategy": own and _unread(strategy, options or config),
+        "an option of one strategy": own and _unread(strategy, options or config, options is not None),
         "assistant_model": assistant is not None,
         "a strategy without assistant": lambda: own and assistant_of(strategy) == "none" and words,
         "several drafters": lambda: (strategy in CHOOSING if own else len(kinds()) > 1) and words,
@@ -187,10 +188,11 @@ def of_drafting(
     }
 
 
-def _unread(strategy: str, config: "SpeculativeConfig") -> str:
+def _unread(strategy: str, config: "SpeculativeConfig", in_trainer: bool) -> str:
     """Names a non-default option in `config` that `strategy` does not read, or "". `"none"` may have any, for
     comparisons."""
     reading = {"auto": {"history"}, "best_of_n": {"best_of_n", *config.specactor.drafters}}.get(strategy, {strategy})
+    reading = reading | {"trainers"} if in_trainer else reading
     for name, group in vars(config).items() if strategy != "none" else ():
         default = getattr(type(config), name)
         if group is default:

@@ -27,7 +27,8 @@ NAMES = sorted(
     for path in BENCHMARKS.rglob("*.py")
     if 'if __name__ == "__main__"' in path.read_text() and path.parent.name != "gpu"
 )
-UNTIMED = {"control_regret", "identity", "identity_grid", "kv_memory", "paper.specactor", "sampler_mismatch"}
+UNTIMED = {"control_constants", "control_regret", "identity", "identity_grid", "kv_memory"}
+UNTIMED |= {"paper.specactor", "sampler_mismatch"}
 """Those whose findings no clock decides."""
 LONG = ("paper.specactor",)  # whole clusters; tests/specactor simulates smaller ones
 GPU = {

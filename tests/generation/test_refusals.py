@@ -133,7 +133,8 @@ CASES: dict[str, list[Door]] = {
     "speculative_config x no assistant_strategy": [call(None, {"draft_length": 3})],
     "an option of one strategy x another strategy": [
         call("self", {"tts": {"rank": 16}}), call("history", {"ngram_size": 2}),
-        call("auto", {"specactor": {"race": False}}),
+        call("auto", {"specactor": {"race": False}}), call("self", RANK), speculate(**RANK),
+        call("self", {"efficient_rollout": {"draft_length_patience": 3}}),
         options(tts={"rank": 16}), speculate(ngram_size=2),
     ],
     "assistant_model x a strategy without assistant": [

@@ -70,7 +70,13 @@ def class_in_shadow(module: nn.Module, place: Place) -> Any:
 
 def explain(model: PreTrainedModel) -> str:
     """Says what generation replaces in its copy of the module tree of `model`, a line per class of modules: how many
-    there are, by what they are replaced and why, or why they stay. Changes nothing."""
+    there are, by what they are replaced and why, or why they stay. Changes nothing.
+
+    Raises:
+        ValueError: `model` is no PreTrainedModel, and wraps none.
+    """
+    if not isinstance(model, nn.Module) or not any(isinstance(one, PreTrainedModel) for one in model.modules()):
+        raise ValueError(f"model={type(model).__name__} is no model of transformers; pass a PreTrainedModel.")
     place = Place(exact=False, on_cpu=model.device.type == "cpu")
     counts: Counter[tuple[str, str, str]] = Counter()
     for module in model.modules():

@@ -61,6 +61,9 @@ def test_explain_says_what_is_replaced_and_why_not(fresh: LlamaForCausalLM) -> N
     assert any(re.match(r"Linear \(15\) -> ProductOfLinear: products sum in one order", line) for line in lines)
     assert "Embedding (1) stays: no row of the table is about it" in lines
     assert "LlamaMLP (1) stays: its forward was replaced" in lines
+    for other in (torch.nn.Linear(2, 2), "a/b"):
+        with pytest.raises(ValueError, match="is no model of transformers"):
+            explain(other)
 
 
 def test_tied_and_repeated_modules_stay_one() -> None:
