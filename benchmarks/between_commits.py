@@ -1,6 +1,7 @@
 """What this checkout takes, against an earlier commit: rollouts, long prompts and one-token calls, in turns.
 
-One process per version holds a model, and only one of them runs at a time. Rows have random prompts of one length and
+One process per version holds a model, and only one of them runs at a time. Each visit starts new processes, since two
+processes of one version differ by up to 20 % (virtual machine, two cores). Rows have random prompts of one length and
 generate a fixed number of tokens, so that both versions do the same work.
 
     python -m benchmarks.between_commits fb4fef4 --models ../shared/models/SmolLM2-135M-Instruct
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +25,7 @@ from .workload import STORY_MODEL
 
 
 ROOT = Path(__file__).parents[1]
+ONE_TOKEN = "a call for one token"
 WARM_UPS = 2  # calls of a cell by each version, of which the first packs, compiles and probes
 
 # Runs in the process of a version: reads one cell a line, answers with seconds and the number of draft tokens. It uses
@@ -56,20 +58,21 @@ for line in sys.stdin:
 
 
 @contextmanager
-def version(tree: Path, model: str, dtype: str, options: argparse.Namespace) -> Iterator[subprocess.Popen[str]]:
-    """The process of the version that lies in `tree`, with `model` loaded."""
-    with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {"PYTHONPATH": str(tree), "SPEC_TRL_CACHE": cache}
-        worker = subprocess.Popen(
-            [sys.executable, "-c", WORKER, model, dtype, str(options.threads), str(options.seed)],
-            cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        try:
-            _answer(worker)
-            yield worker
-        finally:
-            worker.kill()
-            worker.wait()
+def version(
+    tree: Path, cache: Path, model: str, dtype: str, options: argparse.Namespace
+) -> Iterator[subprocess.Popen[str]]:
+    """The process of the version that lies in `tree`, with `model` loaded and what it compiles in `cache`."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "SPEC_TRL_CACHE": str(cache)}
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, model, dtype, str(options.threads), str(options.seed)],
+        cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        _answer(worker)
+        yield worker
+    finally:
+        worker.kill()
+        worker.wait()
 
 
 def _answer(worker: subprocess.Popen[str]) -> str:
@@ -101,25 +104,35 @@ def cells_of(options: argparse.Namespace) -> list[dict[str, Any]]:
         {"what": f"prompts of {long} tokens, {rows} rows", "strategy": "none", "rows": rows, "prompt": long, "new": 1}
         for rows in options.rows[:2]
     ]
-    one = [{"what": "a call for one token", "strategy": "none", "rows": 1, "prompt": 16, "new": 1}]
+    one = [{"what": ONE_TOKEN, "strategy": "none", "rows": 1, "prompt": 16, "new": 1}]
     return [cell | shape for cell in (*rollouts, *prompts, *one)]
 
 
-def measure(before: Path, model: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds of every cell, by both versions in turns, and the tokens that the last call of each drafted."""
-    found = []
-    with version(before, model, dtype, options) as old, version(ROOT, model, dtype, options) as new:
-        for cell in cells_of(options):
-            runs: dict[str, list[float]] = {"before": [], "now": []}
-            drafted = {}
-            repeats = options.repeats * (10 if cell["what"] == "a call for one token" else 1)
-            for turn in range(WARM_UPS + repeats):
-                for name in rotated(["before", "now"], turn):
-                    taken, drafted[name] = call(old if name == "before" else new, cell)
-                    runs[name].append(taken)
-            runs = {name: own[WARM_UPS:] for name, own in runs.items()}
-            found.append({"model": Path(model).name, "dtype": dtype, "seconds": runs, "drafted": drafted} | cell)
-            print(findings(found[-1:])[0], flush=True)
+def measure(folder: Path, model: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds of every cell, by both versions in turns, and the tokens that the last call of each drafted.
+
+    Args:
+        folder: With the earlier version's code, and room for what both versions compile.
+    """
+    found = [
+        {"model": Path(model).name, "dtype": dtype, "seconds": {"before": [], "now": []}, "drafted": {}} | cell
+        for cell in cells_of(options)
+    ]
+    trees = {"before": folder, "now": ROOT}
+    for visit in range(options.visits):
+        with ExitStack() as stack:
+            processes = {
+                name: stack.enter_context(version(trees[name], folder / name, model, dtype, options))
+                for name in rotated(list(trees), visit)
+            }
+            for cell in found:
+                repeats = options.repeats * (10 if cell["what"] == ONE_TOKEN else 1)
+                for turn in range(WARM_UPS + repeats):
+                    for name in rotated(list(trees), turn):
+                        taken, cell["drafted"][name] = call(processes[name], cell)
+                        if turn >= WARM_UPS:
+                            cell["seconds"][name].append(taken)
+                print(findings([cell])[0], flush=True)
     return found
 
 
@@ -135,7 +148,7 @@ def findings(cells: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    tiny = f"HEAD --models {STORY_MODEL} --dtypes float32 --strategies none --rows 1 --tokens 2 --repeats 1"
+    tiny = f"HEAD --models {STORY_MODEL} --dtypes float32 --strategies none --rows 1 --tokens 2 --repeats 1 --visits 1"
     parser = Options(__doc__, "between_commits", tiny)
     add = parser.add_argument
     add("commit", help="the earlier commit")
@@ -146,8 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--tokens", type=int, default=32, help="that a row generates")
     add("--prompt-tokens", type=int, default=1000, help="of long prompts")
     add("--draft-length", type=int, default=3, help="of strategies that draft")
-    add("--repeats", type=int, default=5, help="of a cell by each version")
-    options = parser.read(arguments, "rows", "tokens", "prompt_tokens", "repeats")
+    add("--repeats", type=int, default=5, help="of a cell by each version in a visit")
+    add("--visits", type=int, default=3, help="each with new processes")
+    options = parser.read(arguments, "rows", "tokens", "prompt_tokens", "repeats", "visits")
     machine = begin(options)
     cells: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -162,9 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_result(
         options.output, "rollouts", f"This checkout against {options.commit}",
         f"Random prompts, {options.tokens} tokens a row, T = 1, γ = {options.draft_length} in every round of what "
-        f"drafts. Earlier over later seconds of {options.repeats} neighbouring calls (processor seconds and ten times "
-        "as many for one token): median, lowest and highest.",
-        machine, options.repeats, findings(cells), {"options": shown(options), "cells": cells},
+        f"drafts. Earlier over later seconds of {options.repeats} neighbouring calls in {options.visits} visits, new "
+        "processes (processor seconds and ten times as many for one token): median, lowest and highest.",
+        machine, options.visits, findings(cells), {"options": shown(options), "cells": cells},
     )  # fmt: skip
 
 
