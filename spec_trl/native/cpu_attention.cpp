@@ -12,13 +12,10 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_bfloat16.h"
 #include "cpu_structs.h"
 #include "cpu_tiles.h"
 #include "cpu_vectors.h"
-
-struct Bfloat16 {
-  uint16_t bits;
-};
 
 // Sums are in float32, of double in double.
 using Real = std::conditional_t<std::is_same_v<SCALAR, double>, double, float>;
@@ -40,9 +37,9 @@ constexpr int64_t FEW = 4;  // with more queries, narrow keys and values are con
 
 typedef Real Vector __attribute__((vector_size(LANES * sizeof(Real)), aligned(sizeof(Real)), may_alias));
 typedef Integer Integers __attribute__((vector_size(LANES * sizeof(Real))));
-typedef uint16_t Narrow __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
 #include "cpu_exp.h"
+#include "cpu_scalars.h"
 
 struct alignas(64) Query {
   Vector scaled[VECTORS], sum[VECTORS], total;
@@ -50,30 +47,6 @@ struct alignas(64) Query {
   int64_t from, to;  // its columns, the last one excluded
   SCALAR* output;
 };
-
-template <typename T>
-static Vector load(const T* from) {
-  if constexpr (std::is_same_v<T, Real>) {
-    return *(const Vector*)from;
-  } else if constexpr (std::is_same_v<T, Bfloat16>) {
-    return (Vector)(__builtin_convertvector(*(const Narrow*)from, Integers) << 16);
-  } else {
-    typedef T Halves __attribute__((vector_size(LANES * sizeof(T)), aligned(sizeof(T)), may_alias));
-    return __builtin_convertvector(*(const Halves*)from, Vector);
-  }
-}
-
-template <typename T>
-static void store(T* to, Vector value) {
-  if constexpr (std::is_same_v<T, Real>) {
-    *(Vector*)to = value;
-  } else if constexpr (std::is_same_v<T, Bfloat16>) {
-    const Integers bits = (Integers)value, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // ties to even
-    *(Narrow*)to = __builtin_convertvector(value == value ? rounded : Integers{} + 0x7fc0, Narrow);
-  } else {
-    for (int64_t l = 0; l < LANES; ++l) to[l] = (T)value[l];
-  }
-}
 
 static Vector tanh_of(Vector x) {
   const Vector most = Vector{} + (Real)(sizeof(Real) == 8 ? 20 : 10);  // from there on it is 1

@@ -1,6 +1,6 @@
 // Matrix products of a few rows, over float32, bfloat16, 8-bit or 4-bit weights; x and y in float32 or bfloat16.
 // An element of the result is summed in one order, whatever the number of rows or threads: in float32 the sums of every
-// eighth or sixteenth product, and these pairwise; on AMX in the order of its tiles.
+// eighth or sixteenth product, and these pairwise; in bfloat16 by AVX-512 of pairs, on AMX in the order of its tiles.
 
 #include <algorithm>
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "cpu_bfloat16.h"
 #include "cpu_structs.h"
 #include "cpu_tiles.h"
 #include "cpu_vectors.h"
@@ -34,23 +35,6 @@ constexpr int64_t BLOCK_BYTES = 1 << 14;  // of weights, which stay in the L1 ca
 constexpr int64_t COLUMNS = 4 * LANES;    // outputs at once, of weights that lie transposed
 constexpr int64_t PACKED_BYTES = 1 << 20;  // of rows of x at once, which stay in the L2 cache for all outputs
 constexpr int64_t TILE = 16;              // rows of an AMX tile, and its columns of float32
-
-struct Bfloat16 {
-  uint16_t bits;
-  operator float() const {
-    const uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    std::memcpy(&value, &wide, 4);
-    return value;
-  }
-};
-
-static Bfloat16 narrowed(float value) {  // to the nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if (value != value) return {(uint16_t)(bits >> 16 | 64)};
-  return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
-}
 
 // Where results go: rows `stride` apart
 struct Output {
@@ -141,6 +125,55 @@ __attribute__((noinline)) static Vector with_rest(Vector total, const NUMBER* we
   return total;
 }
 
+// Rows of x that a call multiplies
+struct Inputs {
+  const float* x;  // null: every matrix reads `narrow`
+  int64_t stride;
+  const float* sums;  // [rows, groups]: of x over each group of 4-bit codes
+  int64_t groups;
+  const Bfloat16* narrow;  // the same rows; null: x was given in float32
+  int64_t narrow_stride;
+  Inputs after(int64_t rows) const {
+    return {x ? x + rows * stride : x, stride, sums + rows * groups, groups,
+            narrow ? narrow + rows * narrow_stride : narrow, narrow_stride};
+  }
+};
+
+// Whether `by_pair` multiplies, in bfloat16
+static bool has_pairs(const Matrix& w) {
+#ifdef __AVX512BF16__
+  return w.bits == 16 && !w.is_transposed;
+#else
+  return false;
+#endif
+}
+
+#ifdef __AVX512BF16__
+// OUT outputs of ROWS rows of x: each lane sums every sixteenth pair of products
+template <int ROWS, int OUT>
+static void by_pair(const Matrix& w, const Bfloat16* x, int64_t x_stride, int64_t first, Vector (*sums)[ROWS]) {
+  const Bfloat16* weights = (const Bfloat16*)w.weights + first * w.in;
+  __m512 totals[OUT][ROWS];
+  for (int o = 0; o < OUT; ++o)
+    for (int m = 0; m < ROWS; ++m) totals[o][m] = _mm512_setzero_ps();
+  const auto add = [&](int64_t k, __mmask32 mask) {
+    __m512bh inputs[ROWS];
+    for (int m = 0; m < ROWS; ++m) inputs[m] = (__m512bh)_mm512_maskz_loadu_epi16(mask, x + m * x_stride + k);
+    for (int o = 0; o < OUT; ++o) {
+      const Bfloat16* at = weights + o * w.in + k;
+      __builtin_prefetch((const char*)at + AHEAD);
+      const __m512bh weight = (__m512bh)_mm512_maskz_loadu_epi16(mask, at);
+      for (int m = 0; m < ROWS; ++m) totals[o][m] = _mm512_dpbf16_ps(totals[o][m], weight, inputs[m]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + 32 <= w.in; k += 32) add(k, ~(__mmask32)0);
+  if (k < w.in) add(k, ((__mmask32)1 << (w.in - k)) - 1);
+  for (int o = 0; o < OUT; ++o)
+    for (int m = 0; m < ROWS; ++m) sums[o][m] = (Vector)totals[o][m];
+}
+#endif
+
 // OUT outputs of ROWS rows of x, without scales
 template <typename NUMBER, int ROWS, int OUT>
 static void by_row(const Matrix& w, const float* x, int64_t x_stride, int64_t first, Vector (*sums)[ROWS]) {
@@ -229,25 +262,40 @@ static void by_group(const Matrix& w, const float* x, int64_t x_stride, const fl
 }
 
 template <int ROWS, int OUT>
-static void outputs(const Matrix& w, const float* x, int64_t x_stride, const float* x_sums, const Output& to,
-                    int64_t first) {
+static void outputs(const Matrix& w, const Inputs& from, const Output& to, int64_t first) {
   Vector sums[OUT][ROWS] = {};
   switch (w.bits) {
-    case 4: by_group<ROWS, OUT>(w, x, x_stride, x_sums, first, sums); break;
-    case 8: by_row<int8_t, ROWS, OUT>(w, x, x_stride, first, sums); break;
-    case 16: by_row<Bfloat16, ROWS, OUT>(w, x, x_stride, first, sums); break;
-    default: by_row<float, ROWS, OUT>(w, x, x_stride, first, sums);
+    case 4: by_group<ROWS, OUT>(w, from.x, from.stride, from.sums, first, sums); break;
+    case 8: by_row<int8_t, ROWS, OUT>(w, from.x, from.stride, first, sums); break;
+    case 16:
+#ifdef __AVX512BF16__
+      if (from.narrow) {
+        by_pair<ROWS, OUT>(w, from.narrow, from.narrow_stride, first, sums);
+        break;
+      }
+#endif
+      by_row<Bfloat16, ROWS, OUT>(w, from.x, from.stride, first, sums);
+      break;
+    default: by_row<float, ROWS, OUT>(w, from.x, from.stride, first, sums);
   }
 #ifdef __AVX512F__
-  if (ROWS == 4 && OUT == 4 && !to.is_narrow) {
+  if (ROWS == 4 && OUT == 4) {
     Vector by_row[16];
     for (int i = 0; i < 16; ++i) by_row[i] = sums[i % OUT][i / OUT % ROWS];
-    float totals[16];
-    _mm512_storeu_ps(totals, sums_of(by_row));
     const __m128 scales = w.bits == 8 ? _mm_loadu_ps(w.scales + first) : _mm_set1_ps(1);
-    const __m128 bias = w.bias ? _mm_loadu_ps((const float*)w.bias + first) : _mm_setzero_ps();
-    for (int m = 0; m < ROWS; ++m)
-      _mm_storeu_ps((float*)to.y + m * to.stride + first, _mm_fmadd_ps(_mm_loadu_ps(totals + 4 * m), scales, bias));
+    __m128 bias = _mm_setzero_ps();
+    if (w.bias && !to.is_narrow) bias = _mm_loadu_ps((const float*)w.bias + first);
+    if (w.bias && to.is_narrow)
+      bias = (__m128)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)((const Bfloat16*)w.bias + first))), 16);
+    const Vector totals =
+        (Vector)_mm512_fmadd_ps(sums_of(by_row), _mm512_broadcast_f32x4(scales), _mm512_broadcast_f32x4(bias));
+    for (int m = 0; m < ROWS; ++m) {
+      const int64_t at = m * to.stride + first;
+      if (!to.is_narrow)
+        std::memcpy((float*)to.y + at, (const float*)&totals + 4 * m, 16);
+      else
+        for (int o = 0; o < OUT; ++o) ((Bfloat16*)to.y)[at + o] = narrowed(totals[4 * m + o]);
+    }
     return;
   }
 #endif
@@ -257,18 +305,17 @@ static void outputs(const Matrix& w, const float* x, int64_t x_stride, const flo
 }
 
 template <int ROWS>
-static void rows(const Matrix& w, const float* x, int64_t x_stride, const float* x_sums, const Output& to, int64_t first,
-                 int64_t end) {
+static void rows(const Matrix& w, const Inputs& from, const Output& to, int64_t first, int64_t end) {
   constexpr int OUT = ROWS > 1 ? MOST_OUT : 4;
   for (; w.is_transposed && first < end; first += COLUMNS) {
     const int64_t count = std::min(COLUMNS, end - first);
     if (w.bits == 16)
-      by_column<Bfloat16, ROWS, COLUMNS / LANES>(w, x, x_stride, to, first, count);
+      by_column<Bfloat16, ROWS, COLUMNS / LANES>(w, from.x, from.stride, to, first, count);
     else
-      by_column<float, ROWS, COLUMNS / LANES>(w, x, x_stride, to, first, count);
+      by_column<float, ROWS, COLUMNS / LANES>(w, from.x, from.stride, to, first, count);
   }
-  for (; first + OUT <= end; first += OUT) outputs<ROWS, OUT>(w, x, x_stride, x_sums, to, first);
-  for (; first < end; ++first) outputs<ROWS, 1>(w, x, x_stride, x_sums, to, first);
+  for (; first + OUT <= end; first += OUT) outputs<ROWS, OUT>(w, from, to, first);
+  for (; first < end; ++first) outputs<ROWS, 1>(w, from, to, first);
 }
 
 // Sums of x over each group of the inputs, [count, in / group]
@@ -379,8 +426,7 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
   tiles = is_narrow && in % 32 == 0 && has_tiles();
   for (int64_t n = 0; n < number; ++n) tiles = tiles && matrices[n].bits == 16 && !matrices[n].is_transposed;
 #endif
-  bool widens = is_narrow;  // x, for outputs that no tile computes
-  if (tiles) widens = std::any_of(matrices, matrices + number, [](const Matrix& w) { return w.out % TILE; });
+  const bool widens = is_narrow && !std::all_of(matrices, matrices + number, has_pairs);
   std::vector<float> wide(widens ? count * in : 0);
   for (int64_t m = 0; widens && m < count; ++m)
     for (int64_t k = 0; k < in; ++k) wide[m * in + k] = ((const Bfloat16*)x)[m * x_stride + k];
@@ -418,17 +464,18 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
 #endif
     for (int64_t n = 0, column = 0; n < number; column += matrices[n++].out) {
       const Matrix w = matrices[n];
-      const int64_t groups = x_sums[n].size() / count, unit = w.is_transposed ? COLUMNS : MOST_OUT;
+      const int64_t unit = w.is_transposed ? COLUMNS : MOST_OUT;
+      const Inputs from = {inputs, input_stride, x_sums[n].data(), (int64_t)x_sums[n].size() / count,
+                           is_narrow ? (const Bfloat16*)x : nullptr, x_stride};
       const int64_t share = (w.out / threads + unit) / unit * unit;
       const int64_t block = std::max(unit, std::min(BLOCK_BYTES * 8 / (in * w.bits), share) / unit * unit);
 #pragma omp for schedule(static) nowait
       for (int64_t first = tiles ? w.out / TILE * TILE : 0; first < w.out; first += block) {
         const int64_t end = std::min(w.out, first + block);
         for (int64_t m = 0; m < count; m += 4) {
-          const float *from = inputs + m * input_stride, *sums = x_sums[n].data() + m * groups;
           const Output to = Output{y, y_stride, (bool)is_narrow}.after(m, column);
           constexpr decltype(&rows<1>) of[] = {rows<1>, rows<2>, rows<3>, rows<4>};
-          of[std::min<int64_t>(4, count - m) - 1](w, from, input_stride, sums, to, first, end);
+          of[std::min<int64_t>(4, count - m) - 1](w, from.after(m), to, first, end);
         }
       }
     }

@@ -4,8 +4,8 @@ Attention reads the columns of a row, without a mask, so a row's output does not
 columns. It is compiled once per element type and head size, in about a second (`native_code.py`).
 
 The operations between matrix products replace some thirty small torch calls. They have the arguments of those in
-`kernels/fused_layer.py`. For few tokens in float32 a whole layer is one call, which gets the addresses of its weights:
-collected once, and again if a weight has moved.
+`kernels/fused_layer.py`, in float32 and bfloat16. For few tokens a whole layer is one call, which gets the addresses
+of its weights: collected once, and again if a weight has moved.
 """
 
 import ctypes
@@ -100,10 +100,10 @@ _Strides = ctypes.c_int64 * 2
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the functions take `x`: float32, in inference mode (in forwards of the compiled runner), and not under
-    autocast. In float64 the norms of families still compute in float32, and would round differently here."""
-    fits = x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    return fits and torch.is_inference_mode_enabled() and library() is not None
+    """Whether the functions take `x`: float32 or bfloat16, in inference mode (in forwards of the compiled runner), and
+    not under autocast. In float64 the norms of families still compute in float32, and would round differently here."""
+    fits = x.dtype in cpu_products.DTYPES and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    return fits and torch.is_inference_mode_enabled() and library(x.dtype) is not None
 
 
 @untraced
@@ -111,7 +111,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`[..., hidden]` contiguous, normed over its last dimension and times `weight` `[hidden]`."""
     out, size = torch.empty_like(x), x.shape[-1]
     rows, threads = x.numel() // size, _threads(out)
-    library().rms_norm(x.data_ptr(), None, weight.data_ptr(), None, out.data_ptr(), rows, size, eps, threads)
+    library(x.dtype).rms_norm(x.data_ptr(), None, weight.data_ptr(), None, out.data_ptr(), rows, size, eps, threads)
     return out
 
 
@@ -120,7 +120,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """x + residual, both `[..., hidden]` contiguous, and :func:`rms_norm` of that."""
     total, out, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
     pointers = [tensor.data_ptr() for tensor in (x, residual, weight, total, out)]
-    library().rms_norm(*pointers, x.numel() // size, size, eps, _threads(out))
+    library(x.dtype).rms_norm(*pointers, x.numel() // size, size, eps, _threads(out))
     return total, out
 
 
@@ -132,7 +132,7 @@ def silu_multiply(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.reshape(-1, size), up.reshape(-1, size)
     strides = _Strides(gate.stride(0), up.stride(0))
     pointers = gate.data_ptr(), up.data_ptr(), out.data_ptr()
-    library().silu_multiply(*pointers, len(gate), size, strides, _threads(out))
+    library(gate.dtype).silu_multiply(*pointers, len(gate), size, strides, _threads(out))
     return out
 
 
@@ -162,7 +162,7 @@ def rotate_and_write(
     )  # fmt: skip
     tensors = query, key, value, cos, sin, keys, values, to_rows, to_columns
     weights = (None if weight is None else weight.data_ptr() for weight in (query_weight, key_weight))
-    function = library().rotate_and_write
+    function = library(query.dtype).rotate_and_write
     function(*(tensor.data_ptr() for tensor in tensors), *weights, out.data_ptr(), sizes, eps)
     return out
 
@@ -172,9 +172,9 @@ def _threads(out: Tensor) -> int:
 
 
 @functools.cache
-def library() -> Any:
-    """The compiled functions; None without a compiler."""
-    functions = load(SOURCES / "cpu_layer.cpp")
+def library(dtype: torch.dtype) -> Any:
+    """The functions compiled for `dtype`; None without a compiler."""
+    functions = load(SOURCES / "cpu_layer.cpp", SCALAR=SCALARS[dtype])
     if functions is not None:
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
         functions.decoder_layer.argtypes = [pointer, pointer]
@@ -234,30 +234,30 @@ class OneCall:
         self._projections, self._norms, self._scale = modules, norms, attention.scaling
         self._head_dim = attention.head_dim
         self._pointers: list[int] = []
-        self._attend = attention_function(torch.float32, self._head_dim)
+        self._dtype: torch.dtype | None = None
         self._heads = modules[0].out_features // self._head_dim
         self._kv_heads = modules[1].out_features // self._head_dim
-        self._served = self._attend is not None
-        functions = (cpu_products.library().multiply, self._attend) if self._served else ()
-        self._functions = [cpu_products.address(function) for function in functions]
+        self._served = True
 
     def __call__(
         self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Tensor, cache: RaggedLayer
     ) -> Tensor | None:
-        """The layer's output for `hidden_states` [B, q, hidden] float32; None if it is not served, or watched.
+        """The layer's output for `hidden_states` [B, q, hidden] in float32 or bfloat16, the dtype of its weights; None
+        if it is not served, or watched.
 
         Args:
-            cosine, sine: [B, q, head_dim] float32.
+            cosine, sine: [B, q, head_dim] in that dtype.
             spans: of attention, `[B, 1, q, 2 or 4]` int64.
             cache: of the layer's K/V.
         """
-        if not self._served or any(self._hooks) or spans.is_floating_point() or not cpu_products.serves(torch.float32):
+        dtype = hidden_states.dtype
+        if not self._served or any(self._hooks) or spans.is_floating_point() or not cpu_products.serves(dtype):
             return None
         tensors: list[Any] = [where[name] for where, name in self._tensors]
         # 0 if numbers are not contiguous, as in a transposed weight at the same address.
         pointers = [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in tensors]
-        if pointers != self._pointers:
-            self._describe(pointers)
+        if pointers != self._pointers or dtype != self._dtype:
+            self._describe(pointers, dtype)
         batch, count, _ = hidden_states.shape
         if batch * count > self._most_rows:
             return None
@@ -274,19 +274,21 @@ class OneCall:
             *cosine.stride()[:2], *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(), *keys.stride()[:3],
             torch.get_num_threads(), *self._functions,
         )  # fmt: skip
-        library().decoder_layer(self._described, call)
+        library(dtype).decoder_layer(self._described, call)
         for flags in self._flags:
             flags["called"] = True
         return hidden
 
-    def _describe(self, pointers: list[int]) -> None:
-        matrices = [_matrix_of(module) for module in self._projections]
+    def _describe(self, pointers: list[int], dtype: torch.dtype) -> None:
+        matrices = [_matrix_of(module, dtype) for module in self._projections]
         self._most_rows = min([cpu_products.MOST_ROWS, *(module.max_rows for module in self._quantized)])
-        weights = [_Norm(None, 0.0) if norm is None else _norm_of(norm) for norm in self._norms]
-        self._pointers = pointers
-        if None in matrices or None in weights:
+        weights = [_Norm(None, 0.0) if norm is None else _norm_of(norm, dtype) for norm in self._norms]
+        self._pointers, self._dtype = pointers, dtype
+        attend = attention_function(dtype, self._head_dim)
+        if None in matrices or None in weights or attend is None:
             self._most_rows = 0
             return
+        self._functions = [cpu_products.address(function) for function in (cpu_products.library().multiply, attend)]
         layer = _Layer((Matrix * 7)(*matrices), (_Norm * 6)(*weights), self._scale)  # type: ignore[misc]
         self._described = ctypes.byref(layer)
 
@@ -304,20 +306,20 @@ def _is_served(module: nn.Module) -> bool:
     return is_native and module.inverse_scales is None
 
 
-def _matrix_of(module: Any) -> Matrix | None:
+def _matrix_of(module: Any, dtype: torch.dtype) -> Matrix | None:
     """None if C++ cannot read a tensor."""
     bias = module.bias
-    if bias is not None and not _is_plain(bias):
+    if bias is not None and not _is_plain(bias, dtype):
         return None
     if isinstance(module, QuantizedLinear):
         return module.packed.matrix(bias)  # type: ignore[operator]
-    return cpu_products.dense_matrix(module.weight, bias) if _is_plain(module.weight) else None
+    return cpu_products.dense_matrix(module.weight, bias) if _is_plain(module.weight, dtype) else None
 
 
-def _norm_of(module: Any) -> _Norm | None:
+def _norm_of(module: Any, dtype: torch.dtype) -> _Norm | None:
     """None if C++ cannot read it."""
-    return _Norm(module.weight.data_ptr(), module.variance_epsilon) if _is_plain(module.weight) else None
+    return _Norm(module.weight.data_ptr(), module.variance_epsilon) if _is_plain(module.weight, dtype) else None
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return cpu_products.is_readable(tensor) and tensor.dtype == torch.float32
+def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return cpu_products.is_readable(tensor) and tensor.dtype == dtype

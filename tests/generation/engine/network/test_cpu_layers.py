@@ -291,19 +291,26 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_layer_is_that_of_the_family(served: list[bool], family: str, threads: int) -> None:
+def test_a_layer_is_that_of_the_family(served: list[bool], family: str, threads: int, dtype: torch.dtype) -> None:
     before = torch.get_num_threads()
-    network = make_shadow(model_of(family, torch.float32))
+    network = make_shadow(model_of(family, dtype))
     expected = run(network)
     assert not served, "an eager forward runs the modules as they are"
     torch.set_num_threads(threads)
     try:
-        compare(run(network, kind=CompiledRunner), expected)
+        whole = run(network, kind=CompiledRunner)
     finally:
         torch.set_num_threads(before)
+    compare(whole, expected)
     assert served == [True] * LAYERS * FORWARDS
+    for layer in network.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda module, given, output: None)
+    served.clear()
+    assert torch.equal(run(network, kind=CompiledRunner), whole), "the parts of a watched layer, in C++ too"
+    assert served == [False] * LAYERS * FORWARDS
 
 
 def test_chains_are_served(served: list[bool]) -> None:
