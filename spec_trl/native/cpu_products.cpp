@@ -1,6 +1,10 @@
-// Matrix products of a few rows, over float32, bfloat16, 8-bit or 4-bit weights; x and y in float32 or bfloat16.
-// An element of the result is summed in one order, whatever the number of rows or threads: in float32 the sums of every
-// eighth or sixteenth product, and these pairwise; in bfloat16 by AVX-512 of pairs, on AMX in the order of its tiles.
+// Matrix products with weights in float32, bfloat16, 8 or 4 bits; x and y in float32 or bfloat16.
+//
+// The lanes of a register are rows of x, and a weight is broadcast to all of them. So rows share every load of a weight,
+// and an element of the result is summed in one order, whatever the number of rows, threads or lanes: even and odd words
+// of its inputs, each in turn, then both sums. A word has one float32, two bfloat16, or four codes of 8 bits, whose
+// products are summed as integers; there x is rounded to 8 bits by row, as a draft may be. On AMX the order in bfloat16 is
+// that of its tiles.
 
 #include <algorithm>
 #include <cstdint>
@@ -15,26 +19,46 @@
 #if !defined(__FMA__) && !defined(__aarch64__)
 #error "without fused multiply-add this is slower than torch"
 #endif
-#ifdef __AVX512F__
-constexpr int LANES = 16;
-constexpr int MOST_OUT = 4;  // outputs at once, with several rows: as many sums as the registers hold
-#else
-constexpr int LANES = 8;
-constexpr int MOST_OUT = 2;
+#ifdef __AVX2__
+#define HAS_BYTES 1  // sums of products of bytes
 #endif
 
-typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Shorts __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
-
-constexpr int64_t AHEAD = 8192;           // bytes that are prefetched: some CPUs prefetch too little by themselves
-constexpr int64_t ROWS_AHEAD = 8;         // the same, of weights that lie transposed
-constexpr int64_t PER_THREAD = 1 << 17;   // weights: with fewer, a second thread saves less than waking it takes
-constexpr int64_t BLOCK_BYTES = 1 << 14;  // of weights, which stay in the L1 cache for the next rows
-constexpr int64_t COLUMNS = 4 * LANES;    // outputs at once, of weights that lie transposed
+constexpr int SUMS = WIDEST == 64 ? 12 : 6;  // registers of half of the sums; the others hold the second half, x, weights
+constexpr int MOST_VECTORS = WIDEST == 32 ? 2 : 4;  // of rows at once
+constexpr int64_t MOST_ROWS = MOST_VECTORS * WIDEST / 4;
+constexpr int64_t TILE = 16;               // rows of an AMX tile, and its columns of float32
+constexpr int64_t CHUNK = 48;            // outputs, whose weights stay in the L2 cache for the next rows
+constexpr int64_t PART = 16;             // words of x that a thread packs at once, and the least outputs of a chunk
+typedef float Values[CHUNK][MOST_ROWS];  // of a chunk: [output][lane]
+constexpr int64_t PER_THREAD = 1 << 17;  // weights: with fewer, a second thread saves less than waking it takes
+constexpr int64_t COLUMNS = WIDEST;      // outputs at once, of weights that lie transposed: four registers
+constexpr int64_t ROWS_AHEAD = 8;        // prefetched, of weights that lie transposed
+constexpr int64_t X_BYTES = 1 << 18;       // of rows of x at once, a part of the L2 cache
 constexpr int64_t PACKED_BYTES = 1 << 20;  // of rows of x at once, which stay in the L2 cache for all outputs
-constexpr int64_t TILE = 16;              // rows of an AMX tile, and its columns of float32
+
+template <int64_t BYTES>
+struct Register {
+  typedef float Floats __attribute__((vector_size(BYTES)));
+  typedef int32_t Integers __attribute__((vector_size(BYTES)));
+};
+
+template <typename T>
+static inline __attribute__((always_inline)) T read(const void* from) {  // at any address
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+// A value that the compiler does not read from memory again, once for every use.
+template <typename V>
+static inline __attribute__((always_inline)) V in_register(V value) {
+#ifdef __AVX512F__
+  asm("" : "+v"(value));
+#elif defined(__AVX2__)
+  asm("" : "+x"(value));
+#endif
+  return value;
+}
 
 // Where results go: rows `stride` apart
 struct Output {
@@ -44,300 +68,423 @@ struct Output {
   Output after(int64_t rows, int64_t columns) const {
     return {(char*)y + (rows * stride + columns) * (is_narrow ? 2 : 4), stride, is_narrow};
   }
-  void set(int64_t row, int64_t column, float total, float scale, const void* bias) const {
+  float bias(const Matrix& w, int64_t column) const {
+    if (!w.bias) return 0;
+    return is_narrow ? (float)((const Bfloat16*)w.bias)[column] : ((const float*)w.bias)[column];
+  }
+  void set(int64_t row, int64_t column, float value) const {
     const int64_t at = row * stride + column;
     if (is_narrow)
-      ((Bfloat16*)y)[at] = narrowed(fused(total, scale, bias ? (float)((const Bfloat16*)bias)[column] : 0));
+      ((Bfloat16*)y)[at] = narrowed(value);
     else
-      ((float*)y)[at] = fused(total, scale, bias ? ((const float*)bias)[column] : 0);
+      ((float*)y)[at] = value;
   }
 };
 
-#ifdef __AVX512F__
-static float sum(Vector v) {
-  __m512 s = (__m512)v;
-  s = _mm512_add_ps(s, _mm512_permute_ps(s, 0b01001110));  // the order of `sums_of`
-  s = _mm512_add_ps(s, _mm512_permute_ps(s, 0b10110001));
-  s = _mm512_add_ps(s, _mm512_shuffle_f32x4(s, s, 0b10110001));
-  s = _mm512_add_ps(s, _mm512_shuffle_f32x4(s, s, 0b01001110));
-  return _mm512_cvtss_f32(s);
-}
+// ---- rows of x in words, by lanes ----------------------------------------------------------------------------------
 
-// The sums of 16 vectors, with a third of the additions that take them one by one.
-static __m512 sums_of(const Vector* v) {
-  __m512 two[8], four[4], eight[2];
-  for (int i = 0; i < 8; ++i) {
-    const __m512 a = (__m512)v[2 * i], b = (__m512)v[2 * i + 1];
-    two[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  }
-  for (int i = 0; i < 4; ++i) {
-    const __m512d a = (__m512d)two[2 * i], b = (__m512d)two[2 * i + 1];
-    four[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
-  }
-  for (int i = 0; i < 2; ++i) {
-    const __m512 a = four[2 * i], b = four[2 * i + 1];
-    eight[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-  }
-  return _mm512_add_ps(_mm512_shuffle_f32x4(eight[0], eight[1], 0x88), _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd));
-}
-#else
-static float sum(Vector v) {
-  for (int width = LANES / 2; width; width /= 2)
-    for (int l = 0; l < width; ++l) v[l] += v[l + width];
-  return v[0];
-}
+enum Kind { SINGLES, PAIRS, CODES_8, CODES_4, KINDS };  // what is in a word; the codes of 4 bits have their own order
+
+static Kind kind_of(const Matrix& w, bool is_narrow) {
+#ifdef HAS_BYTES
+  if (w.bits == 4) return CODES_4;
+  if (w.bits == 8 && w.in % 4 == 0) return CODES_8;
 #endif
-
-static Integers words_at(const uint16_t* from) {
-#ifdef __AVX512F__
-  return (Integers)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
-#elif defined(__AVX2__)
-  return (Integers)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
-#else
-  return __builtin_convertvector(*(const Shorts*)from, Integers);
-#endif
+  return w.bits == 16 && is_narrow ? PAIRS : SINGLES;
 }
 
-static Vector vector_at(const float* from) { return *(const Vector*)from; }
-static Vector vector_at(const Bfloat16* from) { return (Vector)(words_at((const uint16_t*)from) << 16); }
-static Vector vector_at(const int8_t* from) {
-#ifdef __AVX512F__
-  return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-#elif defined(__AVX2__)
-  return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-#else
-  return __builtin_convertvector(*(const Bytes*)from, Vector);
-#endif
-}
-
-// The last `count` numbers of a row, and zeros.
-template <typename NUMBER>
-static Vector rest(const NUMBER* from, int64_t count) {
-  Vector padded = {};
-  for (int64_t l = 0; l < count; ++l) padded[l] = from[l];
-  return padded;
-}
-
-// Adds the last `count` products to `total`. Not inline, for that would spill the sums of the caller's loop to memory.
-template <typename NUMBER>
-__attribute__((noinline)) static Vector with_rest(Vector total, const NUMBER* weights, const float* x, int64_t count) {
-  for (int64_t l = 0; l < count; ++l) total[l] = fused<float>(weights[l], x[l], total[l]);
-  return total;
-}
-
-// Rows of x that a call multiplies
-struct Inputs {
-  const float* x;  // null: every matrix reads `narrow`
-  int64_t stride;
-  const float* sums;  // [rows, groups]: of x over each group of 4-bit codes
-  int64_t groups;
-  const Bfloat16* narrow;  // the same rows; null: x was given in float32
-  int64_t narrow_stride;
-  Inputs after(int64_t rows) const {
-    return {x ? x + rows * stride : x, stride, sums + rows * groups, groups,
-            narrow ? narrow + rows * narrow_stride : narrow, narrow_stride};
-  }
+// Rows of x that are multiplied at once
+struct Group {
+  int64_t first, rows, lanes;
 };
 
-// Whether `by_pair` multiplies, in bfloat16
-static bool has_pairs(const Matrix& w) {
-#ifdef __AVX512BF16__
-  return w.bits == 16 && !w.is_transposed;
+static Group group_at(int64_t first, int64_t count) {
+  const int64_t rows = std::min(count - first, MOST_ROWS);
+  int64_t lanes = 4;
+  while (lanes < rows) lanes *= 2;
+  return {first, rows, lanes};
+}
+
+// x [rows, words of 4 bytes], the last word padded with zeros, as [group][word][lane]
+struct Packed {
+  int64_t bytes, words;  // of a row
+  std::vector<uint32_t> x;
+  std::vector<float> scales;  // [group][lane]: of codes
+  std::vector<float> sums;    // [group][part][lane]: of codes, with a minus
+  int64_t parts;              // of the inputs, with a scale and a zero of weights
+  const uint32_t* at(const Group& g) const { return x.data() + g.first * words; }
+};
+
+// The words k..end of the rows of a group: `from` gives a row's bytes.
+template <typename From>
+static void spread(const Group& g, int64_t bytes, int64_t k, int64_t end, uint32_t* to, From from) {
+#ifdef __AVX512F__
+  for (; k < end; k += 16)
+    for (int64_t lane = 0; lane < g.lanes; lane += 16) {
+      Words lines[16] = {};
+      const int64_t left = std::min<int64_t>(64, bytes - 4 * k);
+      for (int64_t m = lane; m < std::min(lane + 16, g.rows); ++m)
+        if (left == 64)
+          lines[m - lane] = read<Words>(from(m) + 4 * k);
+        else
+          std::memcpy(&lines[m - lane], from(m) + 4 * k, left);
+      transpose(lines);
+      for (int64_t i = 0; i < std::min<int64_t>(16, end - k); ++i)
+        std::memcpy(to + (k + i) * g.lanes + lane, &lines[i], 4 * std::min<int64_t>(16, g.lanes));
+    }
 #else
-  return false;
+  std::fill(to + k * g.lanes, to + end * g.lanes, 0);
+  for (int64_t m = 0; m < g.rows; ++m)
+    for (int64_t i = k; i < end; ++i)
+      std::memcpy(to + i * g.lanes + m, from(m) + 4 * i, std::min<int64_t>(4, bytes - 4 * i));
 #endif
 }
 
+// The input that position i of a row of codes of 4 bits has: a byte of the weights has inputs 16 apart, a word 32.
+static int64_t input_of(int64_t i) {
+  const int64_t half = i % 64 / 32, l = i % 32 / 2;
+  return i / 64 * 64 + 16 * half + 32 * (i % 2) + l;
+}
+
+// The largest code of x. Without an instruction for four products, two of weights of 8 bits must fit 16 bits.
+static float most_code(Kind kind) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  return 127;
+#else
+  return kind == CODES_8 ? 64 : 127;
+#endif
+}
+
+// Codes of a row of x, and their scale: x = scale * code
+static float round_to_codes(const float* x, int64_t in, float most_code, int8_t* codes) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < in; ++i) most = std::max(most, read<uint32_t>(x + i) & 0x7fffffff);
+  const float largest = read<float>(&most), inverse = largest > 0 ? most_code / largest : 0;
+  for (int64_t i = 0; i < in; ++i) {
+    const float shifted = x[i] * inverse + 12582912.f;  // 1.5 * 2^23: a number that is added to it is rounded
+    codes[i] = (int8_t)read<int32_t>(&shifted);
+  }
+  return largest / most_code;
+}
+
+// Makes room for `count` rows.
+static void reserve(Packed& to, Kind kind, const Matrix& w, int64_t count) {
+  const Group last = group_at((count - 1) / MOST_ROWS * MOST_ROWS, count);
+  const int64_t lanes = last.first + last.lanes;
+  to.bytes = kind == SINGLES ? 4 * w.in : kind == PAIRS ? 2 * w.in : w.in;
+  to.words = (to.bytes + 3) / 4;
+  to.parts = kind == CODES_4 ? w.in / w.group : 1;
+  const auto grow = [](auto& of, int64_t size) { of.resize(std::max<int64_t>(of.size(), size)); };
+  grow(to.x, lanes * to.words);
+  if (kind < CODES_8) return;
+  grow(to.scales, lanes);
+  grow(to.sums, lanes * to.parts);
+}
+
+// Rows of a group as codes; `x` in float32.
+static void pack_codes(Packed& to, Kind kind, const float* x, int64_t stride, const Group& g) {
+  const int64_t in = to.bytes, each = in / to.parts;
+  std::vector<int8_t> codes(g.rows * in), plain(in);
+  for (int64_t row = 0; row < g.rows; ++row) {
+    int8_t* own = codes.data() + row * in;
+    to.scales[g.first + row] = round_to_codes(x + (g.first + row) * stride, in, most_code(kind), plain.data());
+    for (int64_t i = 0; i < in; ++i) own[i] = plain[kind == CODES_8 ? i : input_of(i)];
+    for (int64_t p = 0; p < to.parts; ++p) {
+      int32_t sum = 0;
+      for (int64_t i = p * each; i < (p + 1) * each; ++i) sum += own[i];
+      to.sums[g.first * to.parts + p * g.lanes + row] = -sum;
+    }
+  }
+  spread(g, in, 0, to.words, to.x.data() + g.first * to.words, [&](int64_t row) { return (char*)&codes[row * in]; });
+}
+
+// ---- products -------------------------------------------------------------------------------------------------------
+
+// total + the products of a word of weights with words of x, of which a lane is a row
+template <Kind KIND, typename V>
+static inline __attribute__((always_inline)) V plus(V total, V x, uint32_t weights) {
+  if constexpr (KIND == SINGLES) {
+    return fused(all_of<V>(read<float>(&weights)), x, total);
+  } else {
 #ifdef __AVX512BF16__
-// OUT outputs of ROWS rows of x: each lane sums every sixteenth pair of products
-template <int ROWS, int OUT>
-static void by_pair(const Matrix& w, const Bfloat16* x, int64_t x_stride, int64_t first, Vector (*sums)[ROWS]) {
-  const Bfloat16* weights = (const Bfloat16*)w.weights + first * w.in;
-  __m512 totals[OUT][ROWS];
-  for (int o = 0; o < OUT; ++o)
-    for (int m = 0; m < ROWS; ++m) totals[o][m] = _mm512_setzero_ps();
-  const auto add = [&](int64_t k, __mmask32 mask) {
-    __m512bh inputs[ROWS];
-    for (int m = 0; m < ROWS; ++m) inputs[m] = (__m512bh)_mm512_maskz_loadu_epi16(mask, x + m * x_stride + k);
+    if constexpr (sizeof(V) == 64)
+      return (V)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)_mm512_set1_epi32(weights));
+    if constexpr (sizeof(V) == 32)
+      return (V)_mm256_dpbf16_ps((__m256)total, (__m256bh)x, (__m256bh)_mm256_set1_epi32(weights));
+    if constexpr (sizeof(V) == 16)
+      return (V)_mm_dpbf16_ps((__m128)total, (__m128bh)x, (__m128bh)_mm_set1_epi32(weights));
+#endif
+    typedef typename Register<sizeof(V)>::Integers Integers;
+    const Integers both = (int32_t)weights - Integers{}, upper = Integers{} + (int32_t)0xffff0000;
+    total = fused((V)(both << 16), (V)((Integers)x << 16), total);
+    return fused((V)(both & upper), (V)((Integers)x & upper), total);
+  }
+}
+
+#ifdef HAS_BYTES
+// The same of four codes without a sign, and four of x
+template <typename I>
+static inline __attribute__((always_inline)) I plus_codes(I total, I x, I codes) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  if constexpr (sizeof(I) == 64) return (I)_mm512_dpbusd_epi32((__m512i)total, (__m512i)codes, (__m512i)x);
+  if constexpr (sizeof(I) == 32) return (I)_mm256_dpbusd_epi32((__m256i)total, (__m256i)codes, (__m256i)x);
+  if constexpr (sizeof(I) == 16) return (I)_mm_dpbusd_epi32((__m128i)total, (__m128i)codes, (__m128i)x);
+#else  // whose products' sums of two fit 16 bits
+#ifdef __AVX512BW__
+  if constexpr (sizeof(I) == 64)
+    return total + (I)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)codes, (__m512i)x), _mm512_set1_epi16(1));
+#endif
+  if constexpr (sizeof(I) == 32)
+    return total + (I)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, (__m256i)x), _mm256_set1_epi16(1));
+  if constexpr (sizeof(I) == 16)
+    return total + (I)_mm_madd_epi16(_mm_maddubs_epi16((__m128i)codes, (__m128i)x), _mm_set1_epi16(1));
+#endif
+}
+#endif
+
+// Sums of OUT outputs whose weights begin at `weights`, rows `bytes` long, for lanes of x; without scales
+template <Kind KIND, int OUT, int VECTORS, typename V>
+static inline __attribute__((always_inline)) void add_words(const char* weights, int64_t bytes, const uint32_t* x,
+                                                            V (*sums)[VECTORS]) {
+  constexpr int64_t LANES = sizeof(V) / 4;
+  V totals[2][OUT][VECTORS] = {};  // of even and of odd words
+  const auto add = [&](int64_t k, int which, auto word) __attribute__((always_inline)) {
+    V inputs[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) inputs[v] = in_register(read<V>(x + (k * VECTORS + v) * LANES));
     for (int o = 0; o < OUT; ++o) {
-      const Bfloat16* at = weights + o * w.in + k;
-      __builtin_prefetch((const char*)at + AHEAD);
-      const __m512bh weight = (__m512bh)_mm512_maskz_loadu_epi16(mask, at);
-      for (int m = 0; m < ROWS; ++m) totals[o][m] = _mm512_dpbf16_ps(totals[o][m], weight, inputs[m]);
+      const uint32_t of_output = word(weights + o * bytes + 4 * k);
+      for (int v = 0; v < VECTORS; ++v) totals[which][o][v] = plus<KIND>(totals[which][o][v], inputs[v], of_output);
     }
   };
+  const auto word = [](const char* from) __attribute__((always_inline)) { return read<uint32_t>(from); };
+  const int64_t words = bytes / 4;
+  const char* next = weights + OUT * bytes;
   int64_t k = 0;
-  for (; k + 32 <= w.in; k += 32) add(k, ~(__mmask32)0);
-  if (k < w.in) add(k, ((__mmask32)1 << (w.in - k)) - 1);
-  for (int o = 0; o < OUT; ++o)
-    for (int m = 0; m < ROWS; ++m) sums[o][m] = (Vector)totals[o][m];
-}
-#endif
-
-// OUT outputs of ROWS rows of x, without scales
-template <typename NUMBER, int ROWS, int OUT>
-static void by_row(const Matrix& w, const float* x, int64_t x_stride, int64_t first, Vector (*sums)[ROWS]) {
-  const NUMBER* weights = (const NUMBER*)w.weights + first * w.in;
-  Vector totals[OUT][ROWS] = {};  // in registers, as what `sums` points to would not be
-  int64_t k = 0;
-  for (; k + LANES <= w.in; k += LANES) {
-    Vector inputs[ROWS];
-    for (int m = 0; m < ROWS; ++m) inputs[m] = vector_at(x + m * x_stride + k);
-    for (int o = 0; o < OUT; ++o) {
-      const NUMBER* at = weights + o * w.in + k;
-      __builtin_prefetch((const char*)at + AHEAD);
-      const Vector weight = vector_at(at);
-      for (int m = 0; m < ROWS; ++m) totals[o][m] = fused(weight, inputs[m], totals[o][m]);
-    }
+  for (; k + 2 <= words; k += 2) {
+    if (k % 16 == 0)
+      for (int o = 0; o < OUT; ++o) __builtin_prefetch(next + 4 * k * OUT + 64 * o);
+    add(k, 0, word);
+    add(k + 1, 1, word);
   }
+  if (k < words) add(k, 0, word);
+  const auto half = [](const char* from) __attribute__((always_inline)) { return (uint32_t)read<uint16_t>(from); };
+  if (bytes % 4 && k == words) add(words, 0, half);  // beyond it are numbers of another row
+  if (bytes % 4 && k != words) add(words, 1, half);
   for (int o = 0; o < OUT; ++o)
-    for (int m = 0; m < ROWS; ++m)
-      sums[o][m] = k == w.in ? totals[o][m]
-                             : with_rest(totals[o][m], weights + o * w.in + k, x + m * x_stride + k, w.in - k);
+    for (int v = 0; v < VECTORS; ++v) sums[o][v] = totals[0][o][v] + totals[1][o][v];
 }
 
-// `count` outputs from `first` on, up to VECTORS * LANES, of weights that lie [in, out]
-template <typename NUMBER, int ROWS, int VECTORS>
-static void by_column(const Matrix& w, const float* x, int64_t x_stride, const Output& to, int64_t first,
-                      int64_t count) {
-  const NUMBER* at = (const NUMBER*)w.weights + first;
-  Vector sums[VECTORS][ROWS] = {};
-  for (int64_t k = 0; k < w.in; ++k, at += w.out)
-    for (int v = 0; v < VECTORS && v * LANES < count; ++v) {
-      __builtin_prefetch(at + v * LANES + ROWS_AHEAD * w.out);
-      const int64_t left = count - v * LANES;
-      const Vector weight = left >= LANES ? vector_at(at + v * LANES) : rest(at + v * LANES, left);
-      for (int m = 0; m < ROWS; ++m) sums[v][m] = fused(weight, all_of<Vector>(x[m * x_stride + k]), sums[v][m]);
-    }
-  for (int64_t o = 0; o < count; ++o)
-    for (int m = 0; m < ROWS; ++m) to.set(m, first + o, sums[o / LANES][m][o % LANES], 1, w.bias);
-}
-
-static Vector values_of(Integers codes) {
-#ifdef __AVX512F__
-  const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return (Vector)_mm512_permutexvar_ps((__m512i)codes, values);  // looks at the lowest four bits alone
-#else
-  return __builtin_convertvector(codes & 15, Vector);
-#endif
-}
-
-// x_sums [rows, in / group]: of x over each group
-template <int ROWS, int OUT>
-static void by_group(const Matrix& w, const float* x, int64_t x_stride, const float* x_sums, int64_t first,
-                     Vector (*sums)[ROWS]) {
-  float zeros[OUT][ROWS] = {};  // sums of x * scale * zero, which are subtracted
-  const int64_t groups = w.in / w.group;
-  const uint16_t* codes = (const uint16_t*)w.weights + first * w.in / 4;
-  for (int64_t g = 0; g < groups; ++g) {
-    Vector part[OUT][ROWS] = {};
-    for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 64)
-      for (int half = 0; half < 16; half += LANES) {
-        Integers words[OUT];
-        for (int o = 0; o < OUT; ++o) {
-          const uint16_t* at = codes + (o * w.in + k) / 4 + half;
-          __builtin_prefetch((const char*)at + AHEAD);
-          words[o] = words_at(at);
-        }
-        for (int j = 0; j < 4; ++j) {
-          Vector inputs[ROWS];
-          for (int m = 0; m < ROWS; ++m) inputs[m] = vector_at(x + m * x_stride + k + 16 * j + half);
-          for (int o = 0; o < OUT; ++o) {
-            const Vector weight = values_of(words[o] >> (4 * j));
-            for (int m = 0; m < ROWS; ++m) part[o][m] = fused(weight, inputs[m], part[o][m]);
-          }
+#ifdef HAS_BYTES
+// The same of codes, whose scales and zeros change every `w.in / x.parts` inputs. Not inline, for then `sums` would take
+// the registers of x.
+template <int BITS, int OUT, int VECTORS, typename V>
+static __attribute__((noinline)) void add_codes(const Matrix& w, const char* codes, const Packed& x, const Group& g,
+                                                int64_t first, V (*sums)[VECTORS]) {
+  typedef typename Register<sizeof(V)>::Integers Integers;
+  constexpr int64_t LANES = sizeof(V) / 4, EACH = 8 * 8 / BITS;  // words of x for eight words of codes
+  const uint32_t* words = x.at(g);
+  const int64_t bytes = w.in * BITS / 8, steps = x.words / x.parts;
+  const char* next = codes + OUT * bytes;
+  for (int64_t part = 0; part < x.parts; ++part) {
+    Integers totals[OUT][VECTORS] = {};
+    const auto add = [&](int64_t k, int64_t at) __attribute__((always_inline)) {
+      Integers inputs[VECTORS], others[VECTORS];  // these, eight words behind, for upper halves of bytes
+      for (int v = 0; v < VECTORS; ++v) {
+        inputs[v] = in_register(read<Integers>(words + (k * VECTORS + v) * LANES));
+        if (BITS == 4) others[v] = in_register(read<Integers>(words + ((k + 8) * VECTORS + v) * LANES));
+      }
+      for (int o = 0; o < OUT; ++o) {
+        const Integers both = in_register(Integers{} + read<int32_t>(codes + o * bytes + at));
+        const Integers lower = BITS == 8 ? both ^ (int32_t)0x80808080 : both & 0x0f0f0f0f, upper = both >> 4 & 0x0f0f0f0f;
+        for (int v = 0; v < VECTORS; ++v) {
+          totals[o][v] = plus_codes(totals[o][v], inputs[v], lower);
+          if (BITS == 4) totals[o][v] = plus_codes(totals[o][v], others[v], upper);
         }
       }
+    };
+    for (int64_t k = part * steps; k < (part + 1) * steps; k += EACH) {
+      const int64_t at = k * BITS / 2;
+      if (at % 64 == 0)
+        for (int o = 0; o < OUT; ++o) __builtin_prefetch(next + at * OUT + 64 * o);
+      for (int64_t i = 0; i < std::min<int64_t>(8, (part + 1) * steps - k); ++i) add(k + i, at + 4 * i);
+    }
+    const float* of_x = x.sums.data() + g.first * x.parts + part * g.lanes;
     for (int o = 0; o < OUT; ++o) {
-      const int64_t at = (first + o) * groups + g;
-      const float zero = w.scales[at] * w.zeros[at];
-      for (int m = 0; m < ROWS; ++m) {
-        sums[o][m] = fused(part[o][m], all_of<Vector>(w.scales[at]), sums[o][m]);
-        zeros[o][m] = fused(x_sums[m * groups + g], zero, zeros[o][m]);
+      const int64_t place = (first + o) * x.parts + part;
+      const V zero = all_of<V>(BITS == 8 ? 128.f : (float)w.zeros[place]), scale = all_of<V>(w.scales[place]);
+      for (int v = 0; v < VECTORS; ++v) {
+        const V product = fused(zero, read<V>(of_x + v * LANES), __builtin_convertvector(totals[o][v], V));
+        sums[o][v] = fused(product, scale, sums[o][v]);
       }
     }
   }
-  for (int o = 0; o < OUT; ++o)
-    for (int m = 0; m < ROWS; ++m) sums[o][m][0] -= zeros[o][m];
+  for (int v = 0; v < VECTORS; ++v) {
+    const V scale = read<V>(x.scales.data() + g.first + v * LANES);
+    for (int o = 0; o < OUT; ++o) sums[o][v] = sums[o][v] * scale;
+  }
+}
+#endif
+
+// OUT outputs of a group of rows into `values`; `weights` of the first, of another matrix than `w` if they were unpacked
+template <Kind KIND, int OUT, int VECTORS, typename V>
+static void outputs(const Matrix& w, const char* weights, int64_t bytes, const Packed& x, const Group& g,
+                    float (*values)[MOST_ROWS], int64_t first) {
+  V sums[OUT][VECTORS] = {};
+  if constexpr (KIND == SINGLES || KIND == PAIRS)
+    add_words<KIND, OUT>(weights, bytes, x.at(g), sums);
+#ifdef HAS_BYTES
+  else
+    add_codes<KIND == CODES_8 ? 8 : 4, OUT>(w, weights, x, g, first, sums);
+#endif
+  for (int o = 0; o < OUT; ++o) std::memcpy(values[o], sums[o], sizeof sums[o]);
 }
 
-template <int ROWS, int OUT>
-static void outputs(const Matrix& w, const Inputs& from, const Output& to, int64_t first) {
-  Vector sums[OUT][ROWS] = {};
-  switch (w.bits) {
-    case 4: by_group<ROWS, OUT>(w, from.x, from.stride, from.sums, first, sums); break;
-    case 8: by_row<int8_t, ROWS, OUT>(w, from.x, from.stride, first, sums); break;
-    case 16:
-#ifdef __AVX512BF16__
-      if (from.narrow) {
-        by_pair<ROWS, OUT>(w, from.narrow, from.narrow_stride, first, sums);
-        break;
-      }
-#endif
-      by_row<Bfloat16, ROWS, OUT>(w, from.x, from.stride, first, sums);
-      break;
-    default: by_row<float, ROWS, OUT>(w, from.x, from.stride, first, sums);
-  }
+// Outputs first..end, a chunk
+template <Kind KIND, int VECTORS, typename V>
+static void rows(const Matrix& w, const char* weights, int64_t bytes, const Packed& x, const Group& g,
+                 float (*values)[MOST_ROWS], int64_t first, int64_t end) {
+  constexpr int OUT = SUMS / VECTORS, FEWER = OUT > 4 ? 4 : 1;
+  for (; first + OUT <= end; first += OUT, weights += OUT * bytes, values += OUT)
+    outputs<KIND, OUT, VECTORS, V>(w, weights, bytes, x, g, values, first);
+  for (; first + FEWER <= end; first += FEWER, weights += FEWER * bytes, values += FEWER)
+    outputs<KIND, FEWER, VECTORS, V>(w, weights, bytes, x, g, values, first);
+  for (; first < end; ++first, weights += bytes, ++values)
+    outputs<KIND, 1, VECTORS, V>(w, weights, bytes, x, g, values, first);
+}
+
+// Rounds the values of a chunk of outputs, with their biases, to y.
+static void write(const Matrix& w, const Values& values, const Group& g, const Output& to, int64_t first, int64_t end) {
 #ifdef __AVX512F__
-  if (ROWS == 4 && OUT == 4) {
-    Vector by_row[16];
-    for (int i = 0; i < 16; ++i) by_row[i] = sums[i % OUT][i / OUT % ROWS];
-    const __m128 scales = w.bits == 8 ? _mm_loadu_ps(w.scales + first) : _mm_set1_ps(1);
-    __m128 bias = _mm_setzero_ps();
-    if (w.bias && !to.is_narrow) bias = _mm_loadu_ps((const float*)w.bias + first);
-    if (w.bias && to.is_narrow)
-      bias = (__m128)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)((const Bfloat16*)w.bias + first))), 16);
-    const Vector totals =
-        (Vector)_mm512_fmadd_ps(sums_of(by_row), _mm512_broadcast_f32x4(scales), _mm512_broadcast_f32x4(bias));
-    for (int m = 0; m < ROWS; ++m) {
-      const int64_t at = m * to.stride + first;
-      if (!to.is_narrow)
-        std::memcpy((float*)to.y + at, (const float*)&totals + 4 * m, 16);
-      else
-        for (int o = 0; o < OUT; ++o) ((Bfloat16*)to.y)[at + o] = narrowed(totals[4 * m + o]);
+  if (g.rows > 4) {
+    for (int64_t o = 0; o < end - first; o += 16) {
+      const int64_t count = std::min<int64_t>(16, end - first - o);
+      Register<64>::Floats bias = {};
+      for (int64_t i = 0; w.bias && i < count; ++i) bias[i] = to.bias(w, first + o + i);
+      for (int64_t lane = 0; lane < g.rows; lane += 16) {
+        Words lines[16];
+        for (int64_t i = 0; i < 16; ++i) lines[i] = read<Words>(values[o + i] + lane);
+        transpose(lines);
+        const int64_t bytes = to.is_narrow ? 2 * count : 4 * count;
+        for (int64_t m = 0; m < std::min<int64_t>(16, g.rows - lane); ++m) {
+          const auto value = (Register<64>::Floats)lines[m] + bias;
+          void* at = to.after(g.first + lane + m, first + o).y;
+          const Words bits = (Words)value, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+          const auto narrow = __builtin_convertvector(value == value ? rounded : bits >> 16 | 64, Halves);
+          if (count < 16)
+            std::memcpy(at, to.is_narrow ? (const void*)&narrow : &value, bytes);
+          else if (to.is_narrow)
+            std::memcpy(at, &narrow, sizeof narrow);
+          else
+            std::memcpy(at, &value, sizeof value);
+        }
+      }
     }
     return;
   }
 #endif
-  for (int o = 0; o < OUT; ++o)
-    for (int m = 0; m < ROWS; ++m)
-      to.set(m, first + o, sum(sums[o][m]), w.bits == 8 ? w.scales[first + o] : 1, w.bias);
-}
-
-template <int ROWS>
-static void rows(const Matrix& w, const Inputs& from, const Output& to, int64_t first, int64_t end) {
-  constexpr int OUT = ROWS > 1 ? MOST_OUT : 4;
-  for (; w.is_transposed && first < end; first += COLUMNS) {
-    const int64_t count = std::min(COLUMNS, end - first);
-    if (w.bits == 16)
-      by_column<Bfloat16, ROWS, COLUMNS / LANES>(w, from.x, from.stride, to, first, count);
-    else
-      by_column<float, ROWS, COLUMNS / LANES>(w, from.x, from.stride, to, first, count);
+  for (int64_t o = 0; o < end - first; ++o) {
+    const float bias = to.bias(w, first + o);
+    for (int64_t m = 0; m < g.rows; ++m) to.set(g.first + m, first + o, values[o][m] + bias);
   }
-  for (; first + OUT <= end; first += OUT) outputs<ROWS, OUT>(w, from, to, first);
-  for (; first < end; ++first) outputs<ROWS, 1>(w, from, to, first);
 }
 
-// Sums of x over each group of the inputs, [count, in / group]
-static std::vector<float> group_sums(const Matrix& w, const float* x, int64_t x_stride, int64_t count) {
-  const int64_t groups = w.bits == 4 ? w.in / w.group : 0;
-  std::vector<float> sums(count * groups);
-  for (int64_t m = 0; m < count; ++m)
-    for (int64_t g = 0; g < groups; ++g) {
-      Vector total = {};
-      for (int64_t k = g * w.group; k < (g + 1) * w.group; k += LANES) total += vector_at(x + m * x_stride + k);
-      sums[m * groups + g] = sum(total);
+// Outputs first..end of the rows from `row` to `last`
+template <Kind KIND>
+static void by_words(const Matrix& w, const char* weights, int64_t bytes, const Packed& x, int64_t row, int64_t last,
+                     const Output& to, int64_t first, int64_t end) {
+  for (int64_t m = row; m < last; m += MOST_ROWS) {
+    const Group g = group_at(m, last);
+    alignas(64) Values values;
+    const auto go = [&](auto run) {
+      run(w, weights, bytes, x, g, values, first, end);
+      write(w, values, g, to, first, end);
+    };
+    constexpr int64_t WIDE = WIDEST / 4;
+    if (g.lanes == 4)
+      go(rows<KIND, 1, Register<16>::Floats>);
+    else if (WIDE == 16 && g.lanes == 8)
+      go(rows<KIND, 1, Register<WIDEST == 64 ? 32 : WIDEST>::Floats>);
+    else if (g.lanes == WIDE)
+      go(rows<KIND, 1, Register<WIDEST>::Floats>);
+    else if (g.lanes == 2 * WIDE)
+      go(rows<KIND, 2, Register<WIDEST>::Floats>);
+    else
+      go(rows<KIND, MOST_VECTORS, Register<WIDEST>::Floats>);
+  }
+}
+
+// The weights of outputs first..end as words of `kind`, in `scratch` if they do not lie so
+static const char* unpacked(const Matrix& w, Kind kind, int64_t first, int64_t end, std::vector<char>& scratch) {
+  const char* from = (const char*)w.weights + first * w.in * w.bits / 8;
+  if (kind != SINGLES || w.bits == 32) return from;
+  scratch.resize(4 * (end - first) * w.in);
+  float* to = (float*)scratch.data();
+  for (int64_t o = first; o < end; ++o, to += w.in) {
+    const Bfloat16* halves = (const Bfloat16*)w.weights + o * w.in;
+    const int8_t* codes = (const int8_t*)w.weights + o * w.in;
+    if (w.bits == 16)
+      for (int64_t i = 0; i < w.in; ++i) to[i] = halves[i];
+    if (w.bits == 8)
+      for (int64_t i = 0; i < w.in; ++i) to[i] = w.scales[o] * codes[i];
+    for (int64_t i = 0; w.bits == 4 && i < w.in; i += 64) {
+      const uint16_t* words = (const uint16_t*)w.weights + (o * w.in + i) / 4;
+      const int64_t part = (o * w.in + i) / w.group;
+      for (int64_t j = 0; j < 64; ++j)
+        to[i + j] = w.scales[part] * ((words[j % 16] >> j / 16 * 4 & 15) - w.zeros[part]);
     }
-  return sums;
+  }
+  return scratch.data();
 }
 
-// Whether many rows too are multiplied as fast as by torch in bfloat16: by tiles, or where the CPU has no instructions.
-extern "C" int64_t reads_prompts() {
-#if defined(__AVX512BF16__) || !defined(__x86_64__)
-  return has_tiles();
-#else
-  return 1;
+static void chunk(const Matrix& w, Kind kind, const Packed& x, int64_t row, int64_t last, const Output& to,
+                  int64_t first, int64_t end) {
+  static thread_local std::vector<char> scratch;
+  const char* weights = unpacked(w, kind, first, end, scratch);
+  switch (kind) {
+    case PAIRS: return by_words<PAIRS>(w, weights, 2 * w.in, x, row, last, to, first, end);
+#ifdef HAS_BYTES
+    case CODES_8: return by_words<CODES_8>(w, weights, w.in, x, row, last, to, first, end);
+    case CODES_4: return by_words<CODES_4>(w, weights, w.in / 2, x, row, last, to, first, end);
 #endif
+    default: by_words<SINGLES>(w, weights, 4 * w.in, x, row, last, to, first, end);
+  }
+}
+
+// `count` outputs from `first` on, up to COLUMNS, of weights that lie [in, out]: lanes are outputs
+template <typename NUMBER, int ROWS>
+static void by_column(const Matrix& w, const float* x, int64_t x_stride, const Output& to, int64_t first,
+                      int64_t count) {
+  typedef Register<WIDEST>::Floats Floats;
+  constexpr int64_t LANES = WIDEST / 4, VECTORS = COLUMNS / LANES;
+  const NUMBER* at = (const NUMBER*)w.weights + first;
+  Floats sums[VECTORS][ROWS] = {};
+  for (int64_t k = 0; k < w.in; ++k, at += w.out)
+    for (int v = 0; v < VECTORS && v * LANES < count; ++v) {
+      __builtin_prefetch(at + v * LANES + ROWS_AHEAD * w.out);
+      float weights[LANES] = {};
+      if (count - v * LANES >= LANES)
+        for (int64_t l = 0; l < LANES; ++l) weights[l] = at[v * LANES + l];
+      else
+        for (int64_t l = 0; l < count - v * LANES; ++l) weights[l] = at[v * LANES + l];
+      for (int m = 0; m < ROWS; ++m)
+        sums[v][m] = fused(read<Floats>(weights), all_of<Floats>(x[m * x_stride + k]), sums[v][m]);
+    }
+  for (int64_t o = 0; o < count; ++o)
+    for (int m = 0; m < ROWS; ++m) to.set(m, first + o, sums[o / LANES][m][o % LANES] + to.bias(w, first + o));
+}
+
+static void by_columns(const Matrix& w, const float* x, int64_t x_stride, int64_t count, const Output& to,
+                       int64_t first, int64_t end) {
+  for (; first < end; first += COLUMNS)
+    for (int64_t m = 0; m < count; m += 4) {
+      constexpr decltype(&by_column<float, 1>) singles[] = {by_column<float, 1>, by_column<float, 2>,
+                                                            by_column<float, 3>, by_column<float, 4>};
+      constexpr decltype(&by_column<float, 1>) halves[] = {by_column<Bfloat16, 1>, by_column<Bfloat16, 2>,
+                                                           by_column<Bfloat16, 3>, by_column<Bfloat16, 4>};
+      const int64_t several = std::min<int64_t>(4, count - m) - 1;
+      (w.bits == 16 ? halves : singles)[several](w, x + m * x_stride, x_stride, to.after(m, 0), first,
+                                                 std::min(COLUMNS, end - first));
+    }
 }
 
 #ifdef __AMX_BF16__
@@ -375,14 +522,14 @@ static void by_tile(const Matrix& w, const Bfloat16* packed, int64_t count, cons
   if (OUT > 1) _tile_stored(2, totals[OUT - 1][0], 64);
   if (OUT > 1 && ROWS > 1) _tile_stored(3, totals[OUT - 1][ROWS - 1], 64);
   for (int o = 0; o < OUT; ++o) {
-    Vector bias = {};
-    if (w.bias) bias = vector_at((const Bfloat16*)w.bias + first + o * TILE);
+    Register<64>::Floats bias;
+    for (int64_t i = 0; i < TILE; ++i) bias[i] = to.bias(w, first + o * TILE + i);
     for (int64_t start = 0; start < count; start += TILE) {
       Words sums[TILE];  // by output, then by row
       std::memcpy(sums, totals[o][start / TILE], sizeof(sums));
       transpose(sums);
       for (int64_t m = start; m < std::min(count, start + TILE); ++m) {
-        const __m256bh narrow = _mm512_cvtneps_pbh((__m512)((Vector)sums[m - start] + bias));
+        const __m256bh narrow = _mm512_cvtneps_pbh((__m512)((Register<64>::Floats)sums[m - start] + bias));
         std::memcpy((Bfloat16*)to.y + m * to.stride + first + o * TILE, &narrow, 32);
       }
     }
@@ -402,7 +549,7 @@ static void by_tiles(const Matrix& w, const Bfloat16* packed, int64_t count, con
 
 // x [rows, in], rows a stride apart, as [rows / TILE, in / 2, TILE, 2]; the last group is padded with any numbers.
 // Threads share the work, and wait for each other.
-static void pack(const Bfloat16* x, int64_t stride, int64_t rows, int64_t in, uint32_t* to) {
+static void pack_tiles(const Bfloat16* x, int64_t stride, int64_t rows, int64_t in, uint32_t* to) {
 #pragma omp for schedule(static)
   for (int64_t m = 0; m < rows; m += TILE)
     for (int64_t k = 0; k < in; k += 2 * TILE) {
@@ -421,26 +568,36 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
                          int64_t y_stride, int64_t most_threads, int64_t is_narrow) {
   if (!count) return;
   const int64_t in = matrices->in;
+  int64_t weights = 0;
+  for (int64_t n = 0; n < number; ++n) weights += matrices[n].out * in;
+  const int64_t threads = std::min(most_threads, 1 + weights / PER_THREAD);
   bool tiles = false;
 #ifdef __AMX_BF16__
   tiles = is_narrow && in % 32 == 0 && has_tiles();
   for (int64_t n = 0; n < number; ++n) tiles = tiles && matrices[n].bits == 16 && !matrices[n].is_transposed;
 #endif
-  const bool widens = is_narrow && !std::all_of(matrices, matrices + number, has_pairs);
-  std::vector<float> wide(widens ? count * in : 0);
-  for (int64_t m = 0; widens && m < count; ++m)
-    for (int64_t k = 0; k < in; ++k) wide[m * in + k] = ((const Bfloat16*)x)[m * x_stride + k];
+  const auto start = [&](const Matrix& w) { return tiles ? w.out / TILE * TILE : 0; };
+  std::vector<float> wide;  // x, for what reads no bfloat16
+  for (int64_t n = 0; n < number && wide.empty(); ++n)
+    if (is_narrow && (matrices[n].is_transposed || kind_of(matrices[n], true) != PAIRS)) wide.resize(count * in);
+  if (!wide.empty())
+    for (int64_t m = 0; m < count; ++m)
+      for (int64_t k = 0; k < in; ++k) wide[m * in + k] = ((const Bfloat16*)x)[m * x_stride + k];
   const float* inputs = is_narrow ? wide.data() : (const float*)x;
   const int64_t input_stride = is_narrow ? in : x_stride;
-  int64_t weights = 0;
-  std::vector<std::vector<float>> x_sums;
+  static thread_local Packed own[KINDS];  // whose memory stays
+  Packed* packed = own;
+  bool has[KINDS] = {};
   for (int64_t n = 0; n < number; ++n) {
-    weights += matrices[n].out * in;
-    x_sums.push_back(group_sums(matrices[n], inputs, input_stride, count));
+    const Kind kind = kind_of(matrices[n], is_narrow);
+    if (matrices[n].is_transposed || start(matrices[n]) == matrices[n].out || has[kind]) continue;
+    has[kind] = true;
+    reserve(packed[kind], kind, matrices[n], count);
+    for (int64_t m = 0; kind >= CODES_8 && m < count; m += MOST_ROWS)
+      pack_codes(packed[kind], kind, inputs, input_stride, group_at(m, count));
   }
-  const int64_t threads = std::min(most_threads, 1 + weights / PER_THREAD);
   const int64_t most_rows = std::max(PACKED_BYTES / (in * 2) / (2 * TILE), (int64_t)1) * 2 * TILE;
-  std::vector<uint32_t> packed(tiles ? (std::min(count, most_rows) + TILE) * in / 2 : 0);
+  std::vector<uint32_t> by_tiles_of(tiles ? (std::min(count, most_rows) + TILE) * in / 2 : 0);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
 #ifdef __AMX_BF16__
@@ -448,36 +605,51 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
     if (tiles) shapes.emplace(TILE);
     for (int64_t row = 0; tiles && row < count; row += most_rows) {
       const int64_t many = std::min(count - row, most_rows);
-      pack((const Bfloat16*)x + row * x_stride, x_stride, many, in, packed.data());
+      pack_tiles((const Bfloat16*)x + row * x_stride, x_stride, many, in, by_tiles_of.data());
       for (int64_t n = 0, column = 0; n < number; column += matrices[n++].out) {
         const Matrix& w = matrices[n];
         const Output to = Output{y, y_stride, true}.after(row, column);
+        const Bfloat16* from = (const Bfloat16*)by_tiles_of.data();
 #pragma omp for schedule(static) nowait
         for (int64_t pair = 0; pair < w.out / (2 * TILE); ++pair)
-          by_tiles(w, (const Bfloat16*)packed.data(), many, to, pair * 2 * TILE, (pair + 1) * 2 * TILE);
+          by_tiles(w, from, many, to, pair * 2 * TILE, (pair + 1) * 2 * TILE);
 #pragma omp single nowait
-        by_tiles(w, (const Bfloat16*)packed.data(), many, to, w.out / (2 * TILE) * 2 * TILE, w.out / TILE * TILE);
+        by_tiles(w, from, many, to, w.out / (2 * TILE) * 2 * TILE, w.out / TILE * TILE);
       }
 #pragma omp barrier
     }
     shapes.reset();
 #endif
-    for (int64_t n = 0, column = 0; n < number; column += matrices[n++].out) {
-      const Matrix w = matrices[n];
-      const int64_t unit = w.is_transposed ? COLUMNS : MOST_OUT;
-      const Inputs from = {inputs, input_stride, x_sums[n].data(), (int64_t)x_sums[n].size() / count,
-                           is_narrow ? (const Bfloat16*)x : nullptr, x_stride};
-      const int64_t share = (w.out / threads + unit) / unit * unit;
-      const int64_t block = std::max(unit, std::min(BLOCK_BYTES * 8 / (in * w.bits), share) / unit * unit);
-#pragma omp for schedule(static) nowait
-      for (int64_t first = tiles ? w.out / TILE * TILE : 0; first < w.out; first += block) {
-        const int64_t end = std::min(w.out, first + block);
-        for (int64_t m = 0; m < count; m += 4) {
-          const Output to = Output{y, y_stride, (bool)is_narrow}.after(m, column);
-          constexpr decltype(&rows<1>) of[] = {rows<1>, rows<2>, rows<3>, rows<4>};
-          of[std::min<int64_t>(4, count - m) - 1](w, from.after(m), to, first, end);
-        }
+    for (const Kind kind : {SINGLES, PAIRS}) {
+      if (!has[kind]) continue;
+      Packed& to = packed[kind];
+      const int64_t parts = (to.words + PART - 1) / PART, groups = (count + MOST_ROWS - 1) / MOST_ROWS;
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < groups * parts; ++i) {
+        const Group g = group_at(i / parts * MOST_ROWS, count);
+        const int64_t k = i % parts * PART, end = std::min(k + PART, to.words);
+        const char* from = kind == PAIRS ? (const char*)x : (const char*)inputs;
+        const int64_t stride = kind == PAIRS ? 2 * x_stride : 4 * input_stride;
+        spread(g, to.bytes, k, end, to.x.data() + g.first * to.words,
+               [&](int64_t row) { return from + (g.first + row) * stride; });
       }
     }
+    const int64_t block = std::max(MOST_ROWS, X_BYTES / (in * 4) / MOST_ROWS * MOST_ROWS);
+    for (int64_t row = 0; row < count; row += block)
+      for (int64_t n = 0, column = 0; n < number; column += matrices[n++].out) {
+        const Matrix w = matrices[n];
+        const Kind kind = kind_of(w, is_narrow);
+        const Output to = Output{y, y_stride, (bool)is_narrow}.after(0, column);
+        const int64_t last = std::min(count, row + block);
+        const int64_t size = w.is_transposed ? COLUMNS : w.out < 4 * threads * CHUNK ? PART : CHUNK;
+#pragma omp for schedule(static) nowait
+        for (int64_t first = start(w); first < w.out; first += size) {
+          const int64_t end = std::min(w.out, first + size);
+          if (w.is_transposed)
+            by_columns(w, inputs + row * input_stride, input_stride, last - row, to.after(row, 0), first, end);
+          else
+            chunk(w, kind, packed[kind], row, last, to, first, end);
+        }
+      }
   }
 }

@@ -1,5 +1,5 @@
-"""Multiplies matrices with few rows on a CPU, over dense, 8-bit or 4-bit weights, in C++. Results for a token do not
-depend on the forward's other tokens.
+"""Multiplies matrices on a CPU, over dense, 8-bit or 4-bit weights, in C++. Results for a token do not depend on the
+forward's other tokens.
 
 Drafting and verifying multiply one to a few dozen rows, for which reading the weights takes the time. An element of a
 product is summed in the same order for any number of rows (`cpu_products.cpp`). A warning names a 16-bit dtype that is
@@ -28,9 +28,8 @@ from .native_code import load, untraced
 
 CODE_BLOCK = 64
 """Inputs whose 4-bit codes lie in one block; they divide the inputs of a quantized matrix."""
-MOST_ROWS = 16
-"""Most rows at which a packed weight takes no longer than oneDNN over the dense one, but for a few shapes
-(benchmarks/dense_linear.py)."""
+MOST_ROWS = 32
+"""Most rows at which a 4-bit weight takes no longer than the dense one, in bfloat16 (benchmarks/dense_linear.py)."""
 DTYPES = {torch.float32: 32, torch.bfloat16: 16}
 """Dtypes of x, y and dense weights, and their bits."""
 
@@ -70,8 +69,8 @@ _phase = _Phase()
 
 @contextmanager
 def reading_prompts() -> Iterator[None]:
-    """Makes :func:`serves` False within the block, in this thread, where oneDNN's products of many rows (prompts) are
-    faster. Steps never compute tokens of a prompt: its sums may have another order."""
+    """Makes :func:`serves` False within the block, in this thread, for float32, in which oneDNN's products of many rows
+    (prompts) are faster. Steps never compute tokens of a prompt: its sums may have another order."""
     before, _phase.reads_prompts = _phase.reads_prompts, True
     try:
         yield
@@ -81,10 +80,7 @@ def reading_prompts() -> Iterator[None]:
 
 def serves(dtype: torch.dtype) -> bool:
     """Whether products in `dtype` are served on this machine, in this phase."""
-    functions = library()
-    return functions is not None and (
-        not _phase.reads_prompts or (dtype == torch.bfloat16 and functions.reads_prompts() == 1)
-    )
+    return library() is not None and (not _phase.reads_prompts or dtype == torch.bfloat16)
 
 
 @untraced

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <utility>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 #ifdef __AMX_BF16__
@@ -22,9 +22,25 @@ static V halves(V a, V b, std::index_sequence<LANE...>) {
   return __builtin_shufflevector(a, b, from(LANE)...);
 }
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 typedef uint32_t Words __attribute__((vector_size(64), aligned(2), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+
+template <int64_t HALF = 8>
+static void transpose(Words* rows) {
+  constexpr auto lanes = std::make_index_sequence<16>();
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < 16; ++i)
+    if (!(i & HALF)) {
+      const Words first = rows[i], second = rows[i + HALF];
+      rows[i] = halves<HALF, false>(first, second, lanes);
+      rows[i + HALF] = halves<HALF, true>(first, second, lanes);
+    }
+  if constexpr (HALF > 1) transpose<HALF / 2>(rows);
+}
+#endif
+
+#ifdef __AVX512BF16__
 typedef Words Tile[16];  // of pairs: row k holds numbers 2 k and 2 k + 1 of 16 sums
 
 #ifdef __AMX_BF16__
@@ -95,19 +111,6 @@ static void multiply(float* sums, int64_t sum_stride, const void* a, int64_t a_s
     for (int i = 0; i < 4; ++i)
       for (int j = 0; j < 4; ++j) _mm512_storeu_ps(at(i) + 16 * j, sum[i][j]);
   }
-}
-
-template <int64_t HALF = 8>
-static void transpose(Words* rows) {
-  constexpr auto lanes = std::make_index_sequence<16>();
-#pragma GCC unroll 16
-  for (int64_t i = 0; i < 16; ++i)
-    if (!(i & HALF)) {
-      const Words first = rows[i], second = rows[i + HALF];
-      rows[i] = halves<HALF, false>(first, second, lanes);
-      rows[i + HALF] = halves<HALF, true>(first, second, lanes);
-    }
-  if constexpr (HALF > 1) transpose<HALF / 2>(rows);
 }
 #else
 [[maybe_unused]] static bool has_tiles() { return false; }

@@ -1,4 +1,4 @@
-"""Products of few rows in C++: right, and an element the same bits whatever the number of rows and threads."""
+"""Products in C++: right, and an element the same bits whatever the number of rows and threads."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ Products = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 def dense(out: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Products]:
     weight, bias = torch.randn(out, size, dtype=dtype), torch.randn(out, dtype=dtype)
-    x = torch.randn(33, size, dtype=dtype)
+    x = torch.randn(70, size, dtype=dtype)
     return x, lambda x: (
         cpu_products.multiply_matrix(cpu_products.dense_matrix(weight, bias), x),
         x.double() @ weight.double().T + bias,
@@ -35,7 +35,7 @@ def dense(out: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Products]:
 def quantized(out: int, size: int, group: int | None) -> tuple[Tensor, Products]:
     bits, kinds = (4, (NativeInt4, ReferenceInt4)) if group else (8, (NativeInt8, ReferenceInt8))
     layer = LayerSpec(out, size, bits, group or size, torch.float32, None, torch.device("cpu"))
-    weight, bias, x = torch.randn(out, size), torch.randn(out), torch.randn(33, size)
+    weight, bias, x = torch.randn(out, size), torch.randn(out), torch.randn(70, size)
     packed, exact = (kind(layer) for kind in kinds)
     for each in (packed, exact):
         RoundToNearest().quantize_(weight, each)
@@ -55,12 +55,13 @@ def test_products(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, products = dense(*shape, dtype) if len(shape) == 2 else quantized(*shape)
     threads = torch.get_num_threads()
     whole, exact = products(x)
-    assert (whole.double() - exact).norm() < (2e-6 if dtype == torch.float32 else 2e-3) * exact.norm()
+    rounding = 2e-3 if dtype == torch.bfloat16 else 2e-6 if shape in DENSE else 0.012  # of y; of x, to 8 bits
+    assert (whole.double() - exact).norm() < rounding * exact.norm()
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
             assert torch.equal(products(x)[0], whole)
-            for rows in (1, 2, 3, 4, 5, 6, 7, 16):
+            for rows in (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65):
                 assert torch.equal(products(x[3 : 3 + rows])[0], whole[3 : 3 + rows]), rows
     finally:
         torch.set_num_threads(threads)

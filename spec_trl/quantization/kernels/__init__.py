@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from ...native.cpu_products import DTYPES
 from .base import LayerSpec, PackedWeight, QuantizedRows
 from .bitsandbytes_nf4 import BitsAndBytesNF4Cpu, BitsAndBytesNF4Cuda
 from .kernel_times import announce, choose_measured, default_kernel, known_table
@@ -84,7 +85,7 @@ def _choose(name: str, layer: LayerSpec, measures: bool) -> tuple[type[PackedWei
         return fitting
     if name != "auto" or layer.device.type != "cuda":
         native = [kernel for kernel in fitting if issubclass(kernel, Native)]
-        if name == "auto" and native and layer.policy_dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
+        if name == "auto" and native and layer.policy_dtype in DTYPES and not torch.is_autocast_enabled("cpu"):
             return native[0], None, True
         preferred = name == "auto" and OnnxRuntimeInt4 in fitting and is_fastest(layer)
         return OnnxRuntimeInt4 if preferred else fitting[0], None, True

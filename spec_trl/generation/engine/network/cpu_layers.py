@@ -10,6 +10,7 @@ of its weights: collected once, and again if a weight has moved.
 
 import ctypes
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -281,7 +282,7 @@ class OneCall:
 
     def _describe(self, pointers: list[int], dtype: torch.dtype) -> None:
         matrices = [_matrix_of(module, dtype) for module in self._projections]
-        self._most_rows = min([cpu_products.MOST_ROWS, *(module.max_rows for module in self._quantized)])
+        self._most_rows = min([sys.maxsize, *(module.max_rows for module in self._quantized)])
         weights = [_Norm(None, 0.0) if norm is None else _norm_of(norm, dtype) for norm in self._norms]
         self._pointers, self._dtype = pointers, dtype
         attend = attention_function(dtype, self._head_dim)
