@@ -66,9 +66,9 @@ def context_of(rows, length):
         if context:
             l.llama_free(context)
         options = l.llama_context_default_params()
-        options.n_ctx, options.n_seq_max, options.n_batch = -(-rows * length // 256) * 256, rows, SIZE
+        options.n_ctx, options.n_seq_max, options.n_batch = rows * -(-length // 256) * 256, rows, SIZE
         options.n_threads = options.n_threads_batch = threads
-        options.kv_unified, options.no_perf = True, True
+        options.no_perf = True
         context, shape = l.llama_init_from_model(model, options), (rows, length)
         assert context, "no context"
     return context
@@ -114,7 +114,9 @@ OPENVINO_WORKER = """
 import numpy, openvino, openvino_genai as genai
 precision = {"float32": "f32", "bfloat16": "bf16"}[dtype]
 options = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": threads}
-pipeline = genai.ContinuousBatchingPipeline(folder, genai.SchedulerConfig(), "CPU", options)
+scheduler = genai.SchedulerConfig()
+scheduler.max_num_batched_tokens = 8192  # prompts of 64 rows: a tenth faster or more than with the default of 256
+pipeline = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", options)
 
 def prepare(prompts, longest, new, seed, greedy):
     configs = []

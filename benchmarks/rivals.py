@@ -3,8 +3,9 @@
 One process per way holds the model, and only one of them runs at a time. Every way gets the same token ids and samples
 at temperature 1 from the whole vocabulary until each row has its tokens, whatever ends a text. llama.cpp and OpenVINO
 have weights of the dtype, converted by their own tools, and what was fastest of their settings: K and V in float16,
-which is their default in both dtypes; llama.cpp one cache for all sequences and its own sampler; OpenVINO continuous
-batching, which beat the batch of `LLMPipeline` at 16 rows, without the prefixes of earlier calls.
+which is their default in both dtypes; llama.cpp a cache of its own for each sequence, which from 16 rows on beats one
+for all, and its own sampler; OpenVINO continuous batching, which from 16 rows on beats the batch of a stateful
+`LLMPipeline`, with large batches of prompts and without the prefixes of earlier calls.
 
 They need an environment of their own, as their tools want an older transformers; the converter of llama.cpp lies in
 the source of its package alone. The build takes some minutes:
