@@ -10,11 +10,11 @@ for all, and its own sampler; OpenVINO continuous batching, which from 16 rows o
 They need an environment of their own, as their tools want an older transformers; the converter of llama.cpp lies in
 the source of its package alone. The build takes some minutes:
 
-    python -m venv rivals
-    rivals/bin/pip download --no-deps --no-binary llama-cpp-python --dest rivals llama-cpp-python
-    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" rivals/bin/pip install \\
-        rivals/llama_cpp_python-*.tar.gz openvino-genai optimum-intel sentencepiece
-    python -m benchmarks.rivals --environment rivals --model ../shared/models/SmolLM2-135M-Instruct \\
+    python -m venv ../rivals
+    ../rivals/bin/pip download --no-deps --no-binary llama-cpp-python --dest ../rivals llama-cpp-python
+    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" ../rivals/bin/pip install \\
+        ../rivals/llama_cpp_python-*.tar.gz openvino-genai optimum-intel sentencepiece
+    python -m benchmarks.rivals --environment ../rivals --model ../shared/models/SmolLM2-135M-Instruct \\
         --prompts ../shared/data/gsm8k/test.jsonl
 """
 
