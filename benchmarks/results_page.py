@@ -66,7 +66,7 @@ CLAIMS = {
     "sampler_mismatch": ": TRL's",
     "exact_logprobs": "forward with|both with|sampler, exact_logprobs",
     "between_commits": "rows",
-    **dict.fromkeys((f"between_commits_house{part}" for part in ("", "_prompts", "_small")), "rows"),
+    **dict.fromkeys((f"between_commits_house{part}" for part in ("", "_small")), "rows"),
     **dict.fromkeys(("cpu_attention", "dense_linear", "states", "registers"), ""),
     "kv_memory": "K/V",
     "specactor": "SpecActor over veRL;",
