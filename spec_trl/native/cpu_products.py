@@ -69,8 +69,8 @@ _phase = _Phase()
 
 @contextmanager
 def reading_prompts() -> Iterator[None]:
-    """Makes :func:`serves` False for float32 within the block, in this thread: oneDNN's products of many rows (prompts)
-    are faster. Steps never compute tokens of a prompt: its sums may have another order."""
+    """Makes :func:`serves` False for float32 within the block, in this thread: oneDNN multiplies many rows (prompts)
+    faster. Steps never compute tokens of a prompt: its sums may have another order."""
     before, _phase.reads_prompts = _phase.reads_prompts, True
     try:
         yield
