@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....native import cpu_sampling
+
 
 # Elements hashed at a time: the scratch of a chunk stays in a CPU's cache; a GPU takes larger chunks, for fewer
 # launches.
@@ -90,6 +92,8 @@ def _counters(vocabulary: int, device: torch.device) -> Tensor:
 
 def gumbel_noise(keys: Tensor, vocabulary: int) -> Tensor:
     """Standard Gumbel noise `[n, vocabulary]` float32 for `keys` `[n]` int64."""
+    if keys.device.type == "cpu" and cpu_sampling.library() is not None:
+        return cpu_sampling.gumbel_noise(keys, vocabulary)
     noise = torch.empty(keys.shape[0], vocabulary, dtype=torch.float32, device=keys.device)  # [n, V]
     counters = _counters(vocabulary, keys.device)  # [V]
     rows = max(1, (CPU_CHUNK if keys.device.type == "cpu" else _GPU_CHUNK) // vocabulary)
@@ -119,8 +123,9 @@ class RoundNoise:
 
     @functools.cached_property
     def block(self) -> Tensor | None:
-        """The whole noise `[B, count, vocabulary]`, computed once; None: too large."""
-        if self.keys.numel() * self._vocabulary > _ROUND_BUDGET:
+        """The whole noise `[B, count, vocabulary]`, computed once; None: too large, or as fast to compute as to read."""
+        is_fast = self.keys.device.type == "cpu" and cpu_sampling.library() is not None
+        if is_fast or self.keys.numel() * self._vocabulary > _ROUND_BUDGET:
             return None
         return gumbel_noise(self.keys.view(-1), self._vocabulary).view(*self.keys.shape, self._vocabulary)
 
@@ -178,6 +183,8 @@ def draw(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs
     count = logits.shape[1]
     if noise is None:
         scores, tokens = logits.max(dim=-1)
+    elif cpu_sampling.serves(logits):
+        scores, tokens = cpu_sampling.draw(logits, noise.keys[:, first : first + count])
     elif noise.block is not None:
         scores, tokens = sample(logits, noise.at(first, count))
     else:  # the noise of one position at a time bounds the memory
@@ -199,6 +206,8 @@ def widen(logits: Tensor) -> Tensor:
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     """log softmax(logits) at `tokens`: `[..., vocabulary]`, `[...]` -> `[...]`."""
+    if cpu_sampling.serves(logits):
+        return cpu_sampling.token_logprobs(logits, tokens)
     # One kernel; logsumexp's exponentials of unlikely tokens are denormal, and a CPU takes 15 times as long.
     return logits.log_softmax(dim=-1).gather(-1, tokens[..., None]).squeeze(-1)
 

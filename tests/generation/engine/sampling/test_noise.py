@@ -12,6 +12,7 @@ from spec_trl.generation.engine.sampling import noise
 from spec_trl.generation.engine.sampling.noise import (
     RoundNoise,
     derive,
+    draw,
     gumbel_noise,
     position_keys,
     sample,
@@ -20,6 +21,14 @@ from spec_trl.generation.engine.sampling.noise import (
     uniform_coins,
     widen,
 )
+from spec_trl.native import cpu_sampling
+from spec_trl.native.native_code import compiler
+
+
+@pytest.fixture
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, or without a compiler."""
+    monkeypatch.setattr(cpu_sampling, "library", lambda: None)
 
 
 def noise_of(seed: int, requests: int, positions: int, vocabulary: int) -> torch.Tensor:
@@ -51,7 +60,7 @@ def test_tails_are_finite_and_long() -> None:
     assert torch.stack(extremes).max() > 13  # the largest of 10 million: 16.7 on average
 
 
-def test_the_largest_hash_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_hash_is_finite(in_torch: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two ends of the 31 bits that noise is made of."""
     for bits, expected in ((0, 32 * math.log(2)), (0x7FFFFFFF, -math.log(24 * math.log(2)))):
         monkeypatch.setattr(noise, "_hash_into", lambda keys, counters, out, scratch, bits=bits: out.fill_(bits))
@@ -111,7 +120,7 @@ def test_no_stream_is_a_copy_of_another() -> None:
     assert len(fingerprints) == 24 * 24
 
 
-def test_round_noise_is_the_noise_of_its_positions() -> None:
+def test_round_noise_is_the_noise_of_its_positions(in_torch: None) -> None:
     streams, positions = stream_keys(0, torch.arange(3)), torch.tensor([0, 5, 2])
     keys = position_keys(streams, positions[:, None] + torch.arange(1000))  # [3, 1000]
     block, later = RoundNoise(keys[:, :4].clone(), 50), RoundNoise(keys[:, 2:4].clone(), 50)
@@ -164,7 +173,32 @@ def test_logprobs_and_their_precision() -> None:
     assert widen(logits.bfloat16()).dtype == torch.float32 and widen(logits).dtype == torch.float64
 
 
-def test_noise_of_later_rounds_is_the_noise_of_these_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.instructions
+@pytest.mark.parametrize("vocabulary", [1, 13, 8193, 20_000])
+def test_in_cpp_draws_are_those_of_torch(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = position_keys(stream_keys(3, torch.arange(20)), torch.arange(5).expand(20, -1))  # [20, 5]
+    ours = gumbel_noise(keys.flatten(), vocabulary)
+    logits = torch.randn(20, 5, vocabulary, generator=torch.Generator().manual_seed(0)) * 3
+    logits[0, 0, vocabulary // 2], logits[1, 0], logits[2, 0, vocabulary // 3 :] = torch.nan, -torch.inf, -torch.inf
+    logits[3, 0] = 1.0
+    threads = torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        drawn = draw(logits, RoundNoise(keys, vocabulary), 0, want_logprobs=True)
+        alone = draw(logits[4:5, 2:3], RoundNoise(keys[4:5], vocabulary), 2, want_logprobs=True)
+        assert torch.equal(alone.logprobs, drawn.logprobs[4:5, 2:3])
+    torch.set_num_threads(threads)
+    scores, tokens = sample(logits, ours.view_as(logits))
+    torch.testing.assert_close(drawn.scores, scores, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(drawn.tokens.flatten()[6:], tokens.flatten()[6:])  # any token of a broken row is right
+    monkeypatch.setattr(cpu_sampling, "library", lambda: None)
+    torch.testing.assert_close(ours, gumbel_noise(keys.flatten(), vocabulary), rtol=0, atol=2e-6)
+    expected = token_logprobs(logits, drawn.tokens)
+    torch.testing.assert_close(drawn.logprobs, expected, rtol=0, atol=1e-5, equal_nan=True)
+
+
+def test_noise_of_later_rounds_is_the_noise_of_these_rounds(in_torch: None, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, hashed = Rows(3, 60, torch.device("cpu")), []
     rows.admit([Request(i, torch.arange(n), 50, 7 * i) for i, n in enumerate([3, 5, 9])])
     gumbel = noise.gumbel_noise
