@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..native.cpu_products import library
+from ..native.cpu_products import DTYPES, library
 from ..value_checks import require_choice
 from .awq import ActivationAware, ActivationStatistics
 from .experts import QuantizedExperts, holds_stacked_weights, inspect_experts, is_experts, matrices_of, matrix_names
@@ -170,13 +170,12 @@ def _build(shadow: PreTrainedModel, wanted: Scheme, kernel: str, lm_head: str, m
 
 
 def choose_scheme(name: str, kernel: str, policy: PreTrainedModel) -> Scheme:
-    """The scheme called `name`. "auto" is 8 bits, which keep more drafts, for a float32 policy on a CPU with our C++,
-    else 4 bits (ER §3.1): about a quarter of the packed weights' bytes there and for 16-bit policies, an eighth for
-    other float32 ones."""
+    """The scheme called `name`. "auto" is 8 bits, which keep more drafts, for a policy in float32 or bfloat16 on a CPU
+    with our C++, else 4 bits (ER §3.1): a quarter of a float32 policy's bytes there, and of a 16-bit one's elsewhere."""
     if name != "auto":
         return find_scheme(name)
-    is_wide = policy.device.type == "cpu" and policy.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    has_kernel = is_wide and kernel in ("auto", Native.name) and library() is not None
+    is_served = policy.device.type == "cpu" and policy.dtype in DTYPES and not torch.is_autocast_enabled("cpu")
+    has_kernel = is_served and kernel in ("auto", Native.name) and library() is not None
     return find_scheme("rtn-w8" if has_kernel else "rtn-w4-g128")
 
 
