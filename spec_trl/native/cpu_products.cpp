@@ -2,9 +2,8 @@
 //
 // The lanes of a register are rows of x, and a weight is broadcast to all of them. So rows share every load of a weight,
 // and an element of the result is summed in one order, whatever the number of rows, threads or lanes: even and odd words
-// of its inputs, each in turn, then both sums. A word has one float32, two bfloat16, or four codes of 8 bits, whose
-// products are summed as integers; there x is rounded to 8 bits by row, as a draft may be. On AMX the order in bfloat16 is
-// that of its tiles.
+// of its inputs (`cpu_words.h`), each in turn, then both sums. Products of codes are summed as integers: a draft may round
+// x. On AMX the order in bfloat16 is that of its tiles (`cpu_by_tiles.h`).
 
 #include <algorithm>
 #include <cstdint>
@@ -12,193 +11,21 @@
 #include <optional>
 #include <vector>
 
-#include "cpu_bfloat16.h"
-#include "cpu_structs.h"
-#include "cpu_tiles.h"
-#include "cpu_vectors.h"
+#include "cpu_by_tiles.h"
+#include "cpu_words.h"
 #if !defined(__FMA__) && !defined(__aarch64__)
 #error "without fused multiply-add this is slower than torch"
 #endif
-#ifdef __AVX2__
-#define HAS_BYTES 1  // sums of products of bytes
-#endif
 
-constexpr int SUMS = WIDEST == 64 ? 12 : 6;  // registers of half of the sums; the others hold the second half, x, weights
-constexpr int MOST_VECTORS = WIDEST == 32 ? 2 : 4;  // of rows at once
-constexpr int64_t MOST_ROWS = MOST_VECTORS * WIDEST / 4;
-constexpr int64_t TILE = 16;               // rows of an AMX tile, and its columns of float32
-constexpr int64_t CHUNK = 48;            // outputs, whose weights stay in the L2 cache for the next rows
-constexpr int64_t PART = 16;             // words of x that a thread packs at once, and the least outputs of a chunk
-typedef float Values[CHUNK][MOST_ROWS];  // of a chunk: [output][lane]
-constexpr int64_t PER_THREAD = 1 << 17;  // weights: with fewer, a second thread saves less than waking it takes
-constexpr int64_t COLUMNS = WIDEST;      // outputs at once, of weights that lie transposed: four registers
-constexpr int64_t ROWS_AHEAD = 8;        // prefetched, of weights that lie transposed
-constexpr int64_t X_BYTES = 1 << 18;       // of rows of x at once, a part of the L2 cache
-constexpr int64_t PACKED_BYTES = 1 << 20;  // of rows of x at once, which stay in the L2 cache for all outputs
-
-template <int64_t BYTES>
-struct Register {
-  typedef float Floats __attribute__((vector_size(BYTES)));
-  typedef int32_t Integers __attribute__((vector_size(BYTES)));
-};
-
-template <typename T>
-static inline __attribute__((always_inline)) T read(const void* from) {  // at any address
-  T value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
-
-// A value that the compiler does not read from memory again, once for every use.
-template <typename V>
-static inline __attribute__((always_inline)) V in_register(V value) {
-#ifdef __AVX512F__
-  asm("" : "+v"(value));
-#elif defined(__AVX2__)
-  asm("" : "+x"(value));
-#endif
-  return value;
-}
-
-// Where results go: rows `stride` apart
-struct Output {
-  void* y;
-  int64_t stride;
-  bool is_narrow;  // bfloat16
-  Output after(int64_t rows, int64_t columns) const {
-    return {(char*)y + (rows * stride + columns) * (is_narrow ? 2 : 4), stride, is_narrow};
-  }
-  float bias(const Matrix& w, int64_t column) const {
-    if (!w.bias) return 0;
-    return is_narrow ? (float)((const Bfloat16*)w.bias)[column] : ((const float*)w.bias)[column];
-  }
-  void set(int64_t row, int64_t column, float value) const {
-    const int64_t at = row * stride + column;
-    if (is_narrow)
-      ((Bfloat16*)y)[at] = narrowed(value);
-    else
-      ((float*)y)[at] = value;
-  }
-};
-
-// ---- rows of x in words, by lanes ----------------------------------------------------------------------------------
-
-enum Kind { SINGLES, PAIRS, CODES_8, CODES_4, KINDS };  // what is in a word; the codes of 4 bits have their own order
-
-static Kind kind_of(const Matrix& w, bool is_narrow) {
-#ifdef HAS_BYTES
-  if (w.bits == 4) return CODES_4;
-  if (w.bits == 8 && w.in % 4 == 0) return CODES_8;
-#endif
-  return w.bits == 16 && is_narrow ? PAIRS : SINGLES;
-}
-
-// Rows of x that are multiplied at once
-struct Group {
-  int64_t first, rows, lanes;
-};
-
-static Group group_at(int64_t first, int64_t count) {
-  const int64_t rows = std::min(count - first, MOST_ROWS);
-  int64_t lanes = 4;
-  while (lanes < rows) lanes *= 2;
-  return {first, rows, lanes};
-}
-
-// x [rows, words of 4 bytes], the last word padded with zeros, as [group][word][lane]
-struct Packed {
-  int64_t bytes, words;  // of a row
-  std::vector<uint32_t> x;
-  std::vector<float> scales;  // [group][lane]: of codes
-  std::vector<float> sums;    // [group][part][lane]: of codes, with a minus
-  int64_t parts;              // of the inputs, with a scale and a zero of weights
-  const uint32_t* at(const Group& g) const { return x.data() + g.first * words; }
-};
-
-// The words k..end of the rows of a group: `from` gives a row's bytes.
-template <typename From>
-static void spread(const Group& g, int64_t bytes, int64_t k, int64_t end, uint32_t* to, From from) {
-#ifdef __AVX512F__
-  for (; k < end; k += 16)
-    for (int64_t lane = 0; lane < g.lanes; lane += 16) {
-      Words lines[16] = {};
-      const int64_t left = std::min<int64_t>(64, bytes - 4 * k);
-      for (int64_t m = lane; m < std::min(lane + 16, g.rows); ++m)
-        if (left == 64)
-          lines[m - lane] = read<Words>(from(m) + 4 * k);
-        else
-          std::memcpy(&lines[m - lane], from(m) + 4 * k, left);
-      transpose(lines);
-      for (int64_t i = 0; i < std::min<int64_t>(16, end - k); ++i)
-        std::memcpy(to + (k + i) * g.lanes + lane, &lines[i], 4 * std::min<int64_t>(16, g.lanes));
-    }
-#else
-  std::fill(to + k * g.lanes, to + end * g.lanes, 0);
-  for (int64_t m = 0; m < g.rows; ++m)
-    for (int64_t i = k; i < end; ++i)
-      std::memcpy(to + i * g.lanes + m, from(m) + 4 * i, std::min<int64_t>(4, bytes - 4 * i));
-#endif
-}
-
-// The input that position i of a row of codes of 4 bits has: a byte of the weights has inputs 16 apart, a word 32.
-static int64_t input_of(int64_t i) {
-  const int64_t half = i % 64 / 32, l = i % 32 / 2;
-  return i / 64 * 64 + 16 * half + 32 * (i % 2) + l;
-}
-
-// The largest code of x. Without an instruction for four products, two of weights of 8 bits must fit 16 bits.
-static float most_code(Kind kind) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-  return 127;
-#else
-  return kind == CODES_8 ? 64 : 127;
-#endif
-}
-
-// Codes of a row of x, and their scale: x = scale * code
-static float round_to_codes(const float* x, int64_t in, float most_code, int8_t* codes) {
-  uint32_t most = 0;
-  for (int64_t i = 0; i < in; ++i) most = std::max(most, read<uint32_t>(x + i) & 0x7fffffff);
-  const float largest = read<float>(&most), inverse = largest > 0 ? most_code / largest : 0;
-  for (int64_t i = 0; i < in; ++i) {
-    const float shifted = x[i] * inverse + 12582912.f;  // 1.5 * 2^23: a number that is added to it is rounded
-    codes[i] = (int8_t)read<int32_t>(&shifted);
-  }
-  return largest / most_code;
-}
-
-// Makes room for `count` rows.
-static void reserve(Packed& to, Kind kind, const Matrix& w, int64_t count) {
-  const Group last = group_at((count - 1) / MOST_ROWS * MOST_ROWS, count);
-  const int64_t lanes = last.first + last.lanes;
-  to.bytes = kind == SINGLES ? 4 * w.in : kind == PAIRS ? 2 * w.in : w.in;
-  to.words = (to.bytes + 3) / 4;
-  to.parts = kind == CODES_4 ? w.in / w.group : 1;
-  const auto grow = [](auto& of, int64_t size) { of.resize(std::max<int64_t>(of.size(), size)); };
-  grow(to.x, lanes * to.words);
-  if (kind < CODES_8) return;
-  grow(to.scales, lanes);
-  grow(to.sums, lanes * to.parts);
-}
-
-// Rows of a group as codes; `x` in float32.
-static void pack_codes(Packed& to, Kind kind, const float* x, int64_t stride, const Group& g) {
-  const int64_t in = to.bytes, each = in / to.parts;
-  std::vector<int8_t> codes(g.rows * in), plain(in);
-  for (int64_t row = 0; row < g.rows; ++row) {
-    int8_t* own = codes.data() + row * in;
-    to.scales[g.first + row] = round_to_codes(x + (g.first + row) * stride, in, most_code(kind), plain.data());
-    for (int64_t i = 0; i < in; ++i) own[i] = plain[kind == CODES_8 ? i : input_of(i)];
-    for (int64_t p = 0; p < to.parts; ++p) {
-      int32_t sum = 0;
-      for (int64_t i = p * each; i < (p + 1) * each; ++i) sum += own[i];
-      to.sums[g.first * to.parts + p * g.lanes + row] = -sum;
-    }
-  }
-  spread(g, in, 0, to.words, to.x.data() + g.first * to.words, [&](int64_t row) { return (char*)&codes[row * in]; });
-}
-
-// ---- products -------------------------------------------------------------------------------------------------------
+constexpr int SUMS = WIDEST == 32 ? 6 : 12;  // registers of half of the sums; others hold the second half, x and weights
+constexpr int64_t CHUNK = 48;                // outputs, whose weights stay in the L2 cache for the next rows
+constexpr int64_t PART = 16;                 // words of x that a thread packs at once, and the least outputs of a chunk
+constexpr int64_t PER_THREAD = 1 << 17;      // weights: with fewer, a second thread saves less than waking it takes
+constexpr int64_t COLUMNS = WIDEST;          // outputs at once, of weights that lie transposed: four registers
+constexpr int64_t ROWS_AHEAD = 8;            // prefetched, of weights that lie transposed
+constexpr int64_t X_BYTES = 1 << 18;         // of rows of x at once, a part of the L2 cache
+constexpr int64_t PACKED_BYTES = 1 << 20;    // the same, of tiles
+typedef float Values[CHUNK][MOST_ROWS];      // of a chunk: [output][lane]
 
 // total + the products of a word of weights with words of x, of which a lane is a row
 template <Kind KIND, typename V>
@@ -486,80 +313,6 @@ static void by_columns(const Matrix& w, const float* x, int64_t x_stride, int64_
                                                  std::min(COLUMNS, end - first));
     }
 }
-
-#ifdef __AMX_BF16__
-// OUT tiles of outputs from `first` on, of up to ROWS tiles of rows, `count` in all. packed [rows / TILE, in / 2, TILE, 2]:
-// x, of which a tile takes TILE rows of TILE pairs. A tile of weights is TILE outputs of 32 inputs, as they lie.
-template <int OUT, int ROWS>
-static void by_tile(const Matrix& w, const Bfloat16* packed, int64_t count, const Output& to, int64_t first,
-                    bool fetches) {
-  const int64_t stride = w.in * 2, group = w.in * TILE;
-  const Bfloat16* weights = (const Bfloat16*)w.weights + first * w.in;
-  _tile_zero(0);
-  if (ROWS > 1) _tile_zero(1);
-  if (OUT > 1) _tile_zero(2);
-  if (OUT > 1 && ROWS > 1) _tile_zero(3);
-  for (int64_t k = 0; k < w.in; k += 32) {
-    // Prefetches the next outputs' weights: those of these rows, so many at once, would come too late.
-    const char* next = (const char*)(weights + OUT * group) + k * OUT * TILE * 2;
-    for (int line = 0; fetches && line < 16 * OUT; ++line) __builtin_prefetch(next + 64 * line);
-    _tile_loadd(4, weights + k, stride);
-    _tile_loadd(6, packed + k * TILE, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    if (ROWS > 1) {
-      _tile_loadd(7, packed + k * TILE + group, 64);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if (OUT > 1) {
-      _tile_loadd(5, weights + k + group, stride);
-      _tile_dpbf16ps(2, 5, 6);
-      if (ROWS > 1) _tile_dpbf16ps(3, 5, 7);
-    }
-  }
-  alignas(64) float totals[OUT][ROWS][TILE][TILE];  // the last two: output, row
-  _tile_stored(0, totals[0][0], 64);
-  if (ROWS > 1) _tile_stored(1, totals[0][ROWS - 1], 64);
-  if (OUT > 1) _tile_stored(2, totals[OUT - 1][0], 64);
-  if (OUT > 1 && ROWS > 1) _tile_stored(3, totals[OUT - 1][ROWS - 1], 64);
-  for (int o = 0; o < OUT; ++o) {
-    Register<64>::Floats bias;
-    for (int64_t i = 0; i < TILE; ++i) bias[i] = to.bias(w, first + o * TILE + i);
-    for (int64_t start = 0; start < count; start += TILE) {
-      Words sums[TILE];  // by output, then by row
-      std::memcpy(sums, totals[o][start / TILE], sizeof(sums));
-      transpose(sums);
-      for (int64_t m = start; m < std::min(count, start + TILE); ++m) {
-        const __m256bh narrow = _mm512_cvtneps_pbh((__m512)((Register<64>::Floats)sums[m - start] + bias));
-        std::memcpy((Bfloat16*)to.y + m * to.stride + first + o * TILE, &narrow, 32);
-      }
-    }
-  }
-}
-
-// Outputs first..end, a multiple of TILE, of all rows
-static void by_tiles(const Matrix& w, const Bfloat16* packed, int64_t count, const Output& to, int64_t first,
-                     int64_t end) {
-  for (; first < end; first += 2 * TILE)
-    for (int64_t m = 0; m < count; m += 2 * TILE) {
-      const int64_t left = std::min(count - m, 2 * TILE);
-      const auto whole = left > TILE ? by_tile<2, 2> : by_tile<2, 1>, half = left > TILE ? by_tile<1, 2> : by_tile<1, 1>;
-      (end - first > TILE ? whole : half)(w, packed + m * w.in, left, to.after(m, 0), first, !m);
-    }
-}
-
-// x [rows, in], rows a stride apart, as [rows / TILE, in / 2, TILE, 2]; the last group is padded with any numbers.
-// Threads share the work, and wait for each other.
-static void pack_tiles(const Bfloat16* x, int64_t stride, int64_t rows, int64_t in, uint32_t* to) {
-#pragma omp for schedule(static)
-  for (int64_t m = 0; m < rows; m += TILE)
-    for (int64_t k = 0; k < in; k += 2 * TILE) {
-      Words pairs[TILE];
-      for (int64_t i = 0; i < TILE; ++i) std::memcpy(&pairs[i], x + std::min(m + i, rows - 1) * stride + k, 64);
-      transpose(pairs);
-      std::memcpy(to + (m * in / 2 + k / 2 * TILE), pairs, sizeof(pairs));
-    }
-}
-#endif
 
 // y [count, out of all] = x [count, in] times the transposed `matrices`, and their biases, next to each other; rows are
 // strides apart; `most_threads` at most. x and y are float32, or bfloat16 where `is_narrow`. Threads are woken once for

@@ -26,8 +26,8 @@ def gumbel_noise(keys: Tensor, vocabulary: int) -> Tensor:
 
 @untraced
 def draw(logits: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores and tokens `[...]` of the largest sums of `logits` `[..., vocabulary]` and the noise of `keys` `[...]`; NaN
-    where a logit is NaN."""
+    """Scores and tokens `[...]` of the largest sums of `logits` `[..., vocabulary]` and the noise of `keys` `[...]`.
+    Scores are NaN where a logit is NaN."""
     logits, keys = logits.contiguous(), keys.contiguous()
     scores, tokens = logits.new_empty(keys.shape), torch.empty_like(keys)
     pointers = logits.data_ptr(), keys.data_ptr(), keys.numel(), logits.shape[-1], tokens.data_ptr(), scores.data_ptr()

@@ -171,7 +171,7 @@ def _build(shadow: PreTrainedModel, wanted: Scheme, kernel: str, lm_head: str, m
 
 def choose_scheme(name: str, kernel: str, policy: PreTrainedModel) -> Scheme:
     """The scheme called `name`. "auto" is 8 bits, which keep more drafts, for a policy in float32 or bfloat16 on a CPU
-    with our C++, else 4 bits (ER §3.1): a quarter of a float32 policy's bytes there, and of a 16-bit one's elsewhere."""
+    with our C++, else 4 bits (ER §3.1)."""
     if name != "auto":
         return find_scheme(name)
     is_served = policy.device.type == "cpu" and policy.dtype in DTYPES and not torch.is_autocast_enabled("cpu")

@@ -123,7 +123,7 @@ class RoundNoise:
 
     @functools.cached_property
     def block(self) -> Tensor | None:
-        """The whole noise `[B, count, vocabulary]`, computed once; None: too large, or as fast to compute as to read."""
+        """The whole noise `[B, count, vocabulary]`, computed once; None: too large, or as fast computed as read."""
         is_fast = self.keys.device.type == "cpu" and cpu_sampling.library() is not None
         if is_fast or self.keys.numel() * self._vocabulary > _ROUND_BUDGET:
             return None

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -14,6 +15,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from spec_trl.generation.engine.forwards.runner import CompiledRunner, EagerRunner, cpu_runner
 from spec_trl.generation.engine.kv.cache import RaggedCache
@@ -310,6 +312,18 @@ def test_a_layer_is_that_of_the_family(served: list[bool], family: str, threads:
     served.clear()
     assert torch.equal(run(network, kind=CompiledRunner), whole), "the parts of a watched layer, in C++ too"
     assert served == [False] * LAYERS * FORWARDS
+
+
+@pytest.mark.parametrize("size", [64, 100])
+def test_bfloat16_rounds_where_the_family_does(size: int) -> None:
+    """A difference of a last bit of float32 rarely changes a bit of bfloat16."""
+    norm = LlamaRMSNorm(size).bfloat16()
+    norm.weight.data = torch.randn(size).bfloat16()
+    x, other = torch.randn(2, 50, size).bfloat16()
+    total, normed = cpu_layers.add_rms_norm(x, other, norm.weight, norm.variance_epsilon)
+    pairs = [(total, x + other), (normed, norm(x + other)), (cpu_layers.silu_multiply(x, other), F.silu(x) * other)]
+    for ours, theirs in pairs:
+        assert (ours != theirs).double().mean() < 2e-3
 
 
 def test_chains_are_served(served: list[bool]) -> None:
