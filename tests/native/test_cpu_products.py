@@ -55,7 +55,7 @@ def test_products(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, products = dense(*shape, dtype) if len(shape) == 2 else quantized(*shape)
     threads = torch.get_num_threads()
     whole, exact = products(x)
-    rounding = 2e-3 if dtype == torch.bfloat16 else 2e-6 if shape in DENSE else 0.012  # of y; of x, to 8 bits
+    rounding = 2e-3 if dtype == torch.bfloat16 else 2e-6 if shape in DENSE else 0.025  # of y; of x, to 7 bits
     assert (whole.double() - exact).norm() < rounding * exact.norm()
     try:
         for count in (1, 2):

@@ -14,7 +14,7 @@ from spec_trl.generation import session
 from spec_trl.generation.engine.cuda.graph_capture import Outputs, Recording
 from spec_trl.generation.engine.forwards import runner_choice
 from spec_trl.generation.engine.network import cpu_states
-from spec_trl.native import cpu_products
+from spec_trl.native import cpu_products, cpu_sampling
 from tests.generation.calls import outputs
 
 
@@ -75,7 +75,8 @@ def install_tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     tape, compile_ = Tape(), torch.compile
     # Models outlive a test: forwards that an earlier one captured would be replayed from its tape.
     monkeypatch.setattr(session, "_sessions", WeakKeyDictionary())
-    monkeypatch.setattr(cpu_products, "library", lambda: None)  # a tape hears torch alone
+    for functions in (cpu_products, cpu_sampling):
+        monkeypatch.setattr(functions, "library", lambda: None)  # a tape hears torch alone
     monkeypatch.setattr(cpu_states, "serves", lambda state: False)
     monkeypatch.setattr(runner_choice, "recorder_for", lambda device: tape)
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))

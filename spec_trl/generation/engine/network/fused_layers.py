@@ -169,6 +169,8 @@ class _Attention(_Fused):
         return query, key, value, gate
 
     def _takes_angles(self, query: Tensor, cosine: Tensor) -> bool:
+        if self._kernels is cpu_layers:
+            return query.dtype == cosine.dtype
         rounded = self._rounds_back and cosine.dtype == torch.float32 and query.dtype.itemsize == 2
         return _goes_with(query, cosine) or rounded
 
