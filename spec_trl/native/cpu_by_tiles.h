@@ -1,4 +1,4 @@
-// Products in bfloat16 by the tile registers of Intel's AMX, in the order of its tiles; and where results go.
+// Products in bfloat16 by the tile registers of Intel's AMX, in the order of its tiles.
 
 #pragma once
 #include <algorithm>
@@ -8,27 +8,6 @@
 #include "cpu_words.h"
 
 constexpr int64_t TILE = 16;  // rows of a tile, and its columns of float32
-
-// Where results go: rows `stride` apart
-struct Output {
-  void* y;
-  int64_t stride;
-  bool is_narrow;  // bfloat16
-  Output after(int64_t rows, int64_t columns) const {
-    return {(char*)y + (rows * stride + columns) * (is_narrow ? 2 : 4), stride, is_narrow};
-  }
-  float bias(const Matrix& w, int64_t column) const {
-    if (!w.bias) return 0;
-    return is_narrow ? (float)((const Bfloat16*)w.bias)[column] : ((const float*)w.bias)[column];
-  }
-  void set(int64_t row, int64_t column, float value) const {
-    const int64_t at = row * stride + column;
-    if (is_narrow)
-      ((Bfloat16*)y)[at] = narrowed(value);
-    else
-      ((float*)y)[at] = value;
-  }
-};
 
 #ifdef __AMX_BF16__
 // OUT tiles of outputs from `first` on, of up to ROWS tiles of rows, `count` in all. packed [rows / TILE, in / 2, TILE, 2]:

@@ -25,6 +25,7 @@ constexpr int64_t COLUMNS = WIDEST;          // outputs at once, of weights that
 constexpr int64_t ROWS_AHEAD = 8;            // prefetched, of weights that lie transposed
 constexpr int64_t X_BYTES = 1 << 18;         // of rows of x at once, a part of the L2 cache
 constexpr int64_t PACKED_BYTES = 1 << 20;    // the same, of tiles
+constexpr int64_t KEPT_BYTES = 1 << 24;      // of packed rows that stay in memory for the next call: those of steps
 typedef float Values[CHUNK][MOST_ROWS];      // of a chunk: [output][lane]
 
 // total + the products of a word of weights with words of x, of which a lane is a row
@@ -405,4 +406,6 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
         }
       }
   }
+  for (Packed& each : own)
+    if ((int64_t)each.x.size() * 4 > KEPT_BYTES) each = {};
 }

@@ -1,5 +1,5 @@
 // Rows of x as words of four bytes, by lanes: [group of rows][word][lane]. A word has one float32, two bfloat16, or four
-// codes of 8 bits, to which x is rounded by row.
+// codes of 8 bits, to which x is rounded by row. And where results go.
 
 #pragma once
 #include <algorithm>
@@ -41,6 +41,27 @@ static inline __attribute__((always_inline)) V in_register(V value) {
 #endif
   return value;
 }
+
+// Where results go: rows `stride` apart
+struct Output {
+  void* y;
+  int64_t stride;
+  bool is_narrow;  // bfloat16
+  Output after(int64_t rows, int64_t columns) const {
+    return {(char*)y + (rows * stride + columns) * (is_narrow ? 2 : 4), stride, is_narrow};
+  }
+  float bias(const Matrix& w, int64_t column) const {
+    if (!w.bias) return 0;
+    return is_narrow ? (float)((const Bfloat16*)w.bias)[column] : ((const float*)w.bias)[column];
+  }
+  void set(int64_t row, int64_t column, float value) const {
+    const int64_t at = row * stride + column;
+    if (is_narrow)
+      ((Bfloat16*)y)[at] = narrowed(value);
+    else
+      ((float*)y)[at] = value;
+  }
+};
 
 enum Kind { SINGLES, PAIRS, CODES_8, CODES_4, KINDS };  // what is in a word; the codes of 4 bits have their own order
 

@@ -1,4 +1,4 @@
-"""Multiplies 4-bit and 8-bit weights on a CPU in our C++, which with AVX-512 VNNI rounds x to 8 bits by row."""
+"""Multiplies 4-bit and 8-bit weights on a CPU in our C++, which on x86 rounds x to 8 bits by row."""
 
 import torch
 from torch import Tensor

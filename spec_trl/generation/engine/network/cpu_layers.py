@@ -10,7 +10,6 @@ of its weights: collected once, and again if a weight has moved.
 
 import ctypes
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -195,6 +194,9 @@ class _Layer(ctypes.Structure):
     _fields_ = [("matrices", Matrix * 7), ("norms", _Norm * 6), ("scale", ctypes.c_double)]
 
 
+_MOST_TOKENS = 256
+"""Most tokens of one call, whose scratch memory stays: some 40 MiB in bfloat16 for a model of 7 B parameters. More
+tokens are computed by the parts of a layer, with the same bits."""
 _Call = ctypes.c_int64 * 29  # struct Call: pointers, sizes and strides, all eight bytes wide
 
 
@@ -282,7 +284,7 @@ class OneCall:
 
     def _describe(self, pointers: list[int], dtype: torch.dtype) -> None:
         matrices = [_matrix_of(module, dtype) for module in self._projections]
-        self._most_rows = min([sys.maxsize, *(module.max_rows for module in self._quantized)])
+        self._most_rows = min([_MOST_TOKENS, *(module.max_rows for module in self._quantized)])
         weights = [_Norm(None, 0.0) if norm is None else _norm_of(norm, dtype) for norm in self._norms]
         self._pointers, self._dtype = pointers, dtype
         attend = attention_function(dtype, self._head_dim)

@@ -391,7 +391,11 @@ def test_changes_between_forwards(served: list[bool], change: str) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_many_tokens_of_a_copy_are_left_to_the_modules(served: list[bool], packed: bool) -> None:
+def test_many_tokens_are_left_to_the_modules(
+    served: list[bool], packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not packed:
+        monkeypatch.setattr(cpu_layers, "_MOST_TOKENS", 32)
     model = model_of("llama", torch.float32)
     model.config.intermediate_size = 128
     network = make_shadow(type(model)(model.config).eval())
@@ -401,7 +405,7 @@ def test_many_tokens_of_a_copy_are_left_to_the_modules(served: list[bool], packe
     for count in (32, 33):
         served.clear()
         runner.forward(torch.ones(1, count, dtype=torch.long), torch.arange(count)[None], count)
-        assert served == [count == 32 or not packed] * LAYERS
+        assert served == [count == 32] * LAYERS
 
 
 def test_drafts_change_no_token(served: list[bool]) -> None:
