@@ -161,12 +161,11 @@ struct Layer {
   double scale;  // of attention
 };
 
-// Tensors of one call: `hidden`, [tokens, hidden], is updated in place; `keys` and `values` are the whole buffers, of
-// which attention reads the rows from `first_row` on; spans as in cpu_attention.cpp
+// Tensors of one call: `hidden`, [tokens, hidden], is updated in place; attention reads the rows of a cache from
+// `first_row` on; spans as in cpu_attention.cpp
 struct Call {
   SCALAR* hidden;
   const SCALAR *cosine, *sine;
-  SCALAR *keys, *values;
   const int64_t *to_rows, *to_columns, *spans;
   int64_t span_width, rows, count, heads, kv_heads, head_size, first_row;
   int64_t cosine_strides[2], sine_strides[2], to_row_strides[2], to_column_strides[2], key_strides[3];
@@ -182,9 +181,7 @@ static void norm(const Norm& n, const SCALAR* x, const SCALAR* residual, SCALAR*
   rms_norm(x, residual, n.weight, total, out, rows, size, n.eps, threads_for(rows * size, threads));
 }
 
-extern "C" void decoder_layer(const Layer* layer, const Call* call) {
-  const Layer& l = *layer;
-  const Call& c = *call;
+static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, const Call& c) {
   const int64_t tokens = c.rows * c.count, hidden = l.query.in, inner = l.gate.out, most = c.threads;
   const int64_t queries = l.query.out, keys = l.key.out, width = queries + 2 * keys;
   static thread_local std::vector<SCALAR> scratch;
@@ -209,7 +206,7 @@ extern "C" void decoder_layer(const Layer* layer, const Call* call) {
   std::copy_n(c.key_strides, 3, heads.keys);
   std::copy_n(c.key_strides, 3, heads.values);
   heads.threads = threads_for(tokens * queries, most);
-  rotate_and_write(projected, projected + queries, projected + queries + keys, c.cosine, c.sine, c.keys, c.values,
+  rotate_and_write(projected, projected + queries, projected + queries + keys, c.cosine, c.sine, all_keys, all_values,
                    c.to_rows, c.to_columns, l.of_queries.weight, l.of_keys.weight, rotated, &heads, l.of_queries.eps);
 
   Sizes sizes = {c.rows, c.kv_heads, c.heads / c.kv_heads, c.count};
@@ -220,7 +217,7 @@ extern "C" void decoder_layer(const Layer* layer, const Call* call) {
   sizes.span_width = c.span_width;
   sizes.threads = most;
   const int64_t start = c.first_row * c.key_strides[0];
-  c.attend(rotated, c.keys + start, c.values + start, c.spans, nullptr, attended, &sizes, l.scale, 0);
+  c.attend(rotated, all_keys + start, all_values + start, c.spans, nullptr, attended, &sizes, l.scale, 0);
 
   if (l.after_attention.weight)
     norm(l.after_attention, attended, nullptr, nullptr, attended, tokens, queries, most);
@@ -232,4 +229,10 @@ extern "C" void decoder_layer(const Layer* layer, const Call* call) {
   if (l.after_product.weight) norm(l.after_product, product, nullptr, nullptr, product, tokens, inner, most);
   c.multiply(&l.down, 1, product, inner, tokens, normed, hidden, most, IS_NARROW);
   add(residual, normed, c.hidden, tokens * hidden);
+}
+
+// Layers one after the other; `keys` and `values`: the whole buffers of each
+extern "C" void decoder_layers(const Layer* const* layers, int64_t number, SCALAR* const* keys, SCALAR* const* values,
+                               const Call* call) {
+  for (int64_t i = 0; i < number; ++i) decoder_layer(*layers[i], keys[i], values[i], *call);
 }

@@ -20,9 +20,10 @@ from ..kv.base import KVCache
 from ..kv.cache import ReplayCache, autocast_dtype
 from ..kv.memory import sent
 from ..network.attention import EXACT_ATTENTION, MaskPlan, attended, calls_attention, reads_spans
-from ..network.cpu_layers import SCALARS
+from ..network.cpu_layers import SCALARS, chained
 from ..network.family import Family
 from ..network.family_hooks import cache_argument
+from ..network.fused_layers import following_layers
 from ..network.media import read_media
 from ..network.shadow import keep_states
 from ..requirements import position_limit
@@ -429,13 +430,17 @@ class EagerRunner:
 
 
 class CompiledRunner(EagerRunner):
-    """An :class:`EagerRunner` on a CPU with C++ attention in every forward, and C++ parts of layers."""
+    """An :class:`EagerRunner` on a CPU with C++ attention in every forward, and C++ parts of layers, or whole ones."""
+
+    def __init__(self, network: PreTrainedModel, cache: KVCache) -> None:
+        super().__init__(network, cache)
+        self._following = following_layers(network)
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
         return cpu_runner(network, self._cache_for(network, shares_cache))
 
     def _run(self, tokens: Tensor, *arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor | None]:
-        with torch.inference_mode():
+        with torch.inference_mode(), chained(self._following):
             logits, features = super()._run(tokens, *arguments, **keywords | {"spans": True})
         # Copies, since drafters learn from them, and inference tensors take no part in autograd.
         return logits.clone(), None if features is None else features.clone()

@@ -4,13 +4,15 @@ Attention reads the columns of a row, without a mask, so a row's output does not
 columns. It is compiled once per element type and head size, in about a second (`native_code.py`).
 
 The operations between matrix products replace some thirty small torch calls. They have the arguments of those in
-`kernels/fused_layer.py`, in float32 and bfloat16. For few tokens a whole layer is one call, which gets the addresses
-of its weights: collected once, and again if a weight has moved.
+`kernels/fused_layer.py`, in float32 and bfloat16. For few tokens a layer, or all layers of a network, are one call, which gets the addresses of
+their weights: collected once, and again if a weight has moved.
 """
 
 import ctypes
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -177,11 +179,11 @@ def library(dtype: torch.dtype) -> Any:
     functions = load(SOURCES / "cpu_layer.cpp", SCALAR=SCALARS[dtype])
     if functions is not None:
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-        functions.decoder_layer.argtypes = [pointer, pointer]
+        functions.decoder_layers.argtypes = [pointer, integer, pointer, pointer, pointer]
         functions.rms_norm.argtypes = [pointer] * 5 + [integer, integer, real, integer]
         functions.silu_multiply.argtypes = [pointer] * 3 + [integer, integer, _Strides, integer]
         functions.rotate_and_write.argtypes = [pointer] * 12 + [_Heads, real]
-        for name in ("rms_norm", "silu_multiply", "rotate_and_write", "decoder_layer"):
+        for name in ("rms_norm", "silu_multiply", "rotate_and_write", "decoder_layers"):
             getattr(functions, name).restype = None
     return functions
 
@@ -197,11 +199,11 @@ class _Layer(ctypes.Structure):
 _MOST_TOKENS = 256
 """Most tokens of one call, whose scratch memory stays: some 40 MiB in bfloat16 for a model of 7 B parameters. More
 tokens are computed by the parts of a layer, with the same bits."""
-_Call = ctypes.c_int64 * 29  # struct Call: pointers, sizes and strides, all eight bytes wide
+_Call = ctypes.c_int64 * 27  # struct Call: pointers, sizes and strides, all eight bytes wide
 
 
 class OneCall:
-    """A decoder layer as one C++ call.
+    """A decoder layer as C++ computes it.
 
     Args:
         layer: a fused decoder layer. Its modules stay; hooks on them may come and go, and weights may move.
@@ -210,6 +212,7 @@ class OneCall:
 
     Attributes:
         index: of the layer.
+        heads: numbers of heads of queries and of K/V, and their size.
     """
 
     def __init__(self, layer: Any, norms: list[Any] | None) -> None:
@@ -225,7 +228,7 @@ class OneCall:
         self._hooks = [hooks for part in watched for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._hooks += [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
         self._quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
-        self._flags = [vars(module) for module in self._quantized]
+        self.flags = [vars(module) for module in self._quantized]
         tensors: list[tuple[dict[str, Tensor | None], str]] = []
         for module in modules:
             if isinstance(module, QuantizedLinear):
@@ -238,49 +241,22 @@ class OneCall:
         self._head_dim = attention.head_dim
         self._pointers: list[int] = []
         self._dtype: torch.dtype | None = None
-        self._heads = modules[0].out_features // self._head_dim
-        self._kv_heads = modules[1].out_features // self._head_dim
+        self.heads = *(each.out_features // self._head_dim for each in modules[:2]), self._head_dim
         self._served = True
 
-    def __call__(
-        self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Tensor, cache: RaggedLayer
-    ) -> Tensor | None:
-        """The layer's output for `hidden_states` [B, q, hidden] in float32 or bfloat16, the dtype of its weights; None
-        if it is not served, or watched.
-
-        Args:
-            cosine, sine: [B, q, head_dim] in that dtype.
-            spans: of attention, `[B, 1, q, 2 or 4]` int64.
-            cache: of the layer's K/V.
-        """
+    def takes(self, hidden_states: Tensor, first: "OneCall | None" = None) -> bool:
+        """Whether C++ computes the layer for `hidden_states` [B, q, hidden]: in float32 or bfloat16, the dtype of its
+        weights, and unwatched; and in one call with the layer `first`, if any."""
         dtype = hidden_states.dtype
-        if not self._served or any(self._hooks) or spans.is_floating_point() or not cpu_products.serves(dtype):
-            return None
+        if not self._served or any(self._hooks) or not cpu_products.serves(dtype):
+            return False
         tensors: list[Any] = [where[name] for where, name in self._tensors]
         # 0 if numbers are not contiguous, as in a transposed weight at the same address.
         pointers = [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in tensors]
         if pointers != self._pointers or dtype != self._dtype:
             self._describe(pointers, dtype)
         batch, count, _ = hidden_states.shape
-        if batch * count > self._most_rows:
-            return None
-        if not cache.is_initialized:
-            heads = hidden_states.new_empty(batch, self._kv_heads, 0, self._head_dim)
-            cache.lazy_initialization(heads, heads)
-        hidden, spans = hidden_states.clone(memory_format=torch.contiguous_format), spans.contiguous()
-        to_rows, to_columns, first_row = cache.places
-        keys = cache.keys
-        call = _Call(
-            hidden.data_ptr(), cosine.data_ptr(), sine.data_ptr(), keys.data_ptr(), cache.values.data_ptr(),
-            to_rows.data_ptr(), to_columns.data_ptr(), spans.data_ptr(), spans.shape[3],
-            batch, count, self._heads, self._kv_heads, self._head_dim, first_row,
-            *cosine.stride()[:2], *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(), *keys.stride()[:3],
-            torch.get_num_threads(), *self._functions,
-        )  # fmt: skip
-        library(dtype).decoder_layer(self._described, call)
-        for flags in self._flags:
-            flags["called"] = True
-        return hidden
+        return batch * count <= self._most_rows and (first is None or first.heads == self.heads)
 
     def _describe(self, pointers: list[int], dtype: torch.dtype) -> None:
         matrices = [_matrix_of(module, dtype) for module in self._projections]
@@ -291,13 +267,76 @@ class OneCall:
         if None in matrices or None in weights or attend is None:
             self._most_rows = 0
             return
-        self._functions = [cpu_products.address(function) for function in (cpu_products.library().multiply, attend)]
+        self.functions = [cpu_products.address(function) for function in (cpu_products.library().multiply, attend)]
         layer = _Layer((Matrix * 7)(*matrices), (_Norm * 6)(*weights), self._scale)  # type: ignore[misc]
-        self._described = ctypes.byref(layer)
+        self.described = layer
 
 
 calls: WeakKeyDictionary[nn.Module, OneCall] = WeakKeyDictionary()
 """By decoder layer."""
+
+
+def compute(
+    layers: Sequence[OneCall], hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Tensor,
+    caches: Sequence[RaggedLayer],
+) -> Tensor:  # fmt: skip
+    """What `layers`, one after the other, make of `hidden_states` [B, q, hidden], which they take.
+
+    Args:
+        cosine, sine: [B, q, head_dim] in that dtype.
+        spans: of attention, `[B, 1, q, 2 or 4]` int64.
+        caches: of the layers' K/V.
+    """
+    batch, count, _ = hidden_states.shape
+    heads, kv_heads, head_dim = layers[0].heads
+    for cache in caches:
+        if not cache.is_initialized:
+            empty = hidden_states.new_empty(batch, kv_heads, 0, head_dim)
+            cache.lazy_initialization(empty, empty)
+    hidden, spans = hidden_states.clone(memory_format=torch.contiguous_format), spans.contiguous()
+    to_rows, to_columns, first_row = caches[0].places
+    call = _Call(
+        hidden.data_ptr(), cosine.data_ptr(), sine.data_ptr(), to_rows.data_ptr(), to_columns.data_ptr(),
+        spans.data_ptr(), spans.shape[3], batch, count, heads, kv_heads, head_dim, first_row, *cosine.stride()[:2],
+        *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(), *caches[0].keys.stride()[:3],
+        torch.get_num_threads(), *layers[0].functions,
+    )  # fmt: skip
+    number, pointers = len(layers), ctypes.c_void_p * len(layers)
+    described = pointers(*(ctypes.addressof(layer.described) for layer in layers))
+    keys = pointers(*(cache.keys.data_ptr() for cache in caches))
+    values = pointers(*(cache.values.data_ptr() for cache in caches))
+    library(hidden.dtype).decoder_layers(described, number, keys, values, call)
+    for layer in layers:
+        for flags in layer.flags:
+            flags["called"] = True
+    return hidden
+
+
+class _Chain(threading.local):
+    """Of the forward in progress in a thread.
+
+    Attributes:
+        following: layers that get the output of a layer, each that of the one before, and nothing that differs.
+        computed: layers whose output is already that of the layer before.
+    """
+
+    following: Mapping[nn.Module, Sequence[nn.Module]] = {}
+    computed: set[nn.Module] = set()
+
+
+chain = _Chain()
+
+
+@contextmanager
+def chained(following: Mapping[nn.Module, Sequence[nn.Module]]) -> Iterator[None]:
+    """Lets the first layer of a forward within the block compute those `following` it, which then return their input.
+    """
+    before = chain.following, chain.computed
+    chain.following, chain.computed = following, set()
+    try:
+        yield
+    finally:
+        chain.following, chain.computed = before
 
 
 def _is_served(module: nn.Module) -> bool:

@@ -9,10 +9,12 @@ cache, several dtypes) run unchanged.
 import functools
 import warnings
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.activations import GELUTanh, SiLUActivation
 from transformers.cache_utils import Cache
 
@@ -183,6 +185,8 @@ class _DecoderLayer(_Fused):
     """Names of the norms before attention, after it, before the MLP and after it; "": there is none."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self in cpu_layers.chain.computed:
+            return hidden_states
         is_traced = args or torch.compiler.is_compiling()  # by the compiled runner
         if not is_traced and (whole := self._in_one_call(hidden_states, **kwargs)) is not None:
             return whole
@@ -224,19 +228,28 @@ class _DecoderLayer(_Fused):
     def _in_one_call(
         self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> Tensor | None:
-        """On a CPU, if all parts of the layer are Llama's, or those of its kind, and unwatched."""
-        if self._kernels is not cpu_layers or position_embeddings is None:
+        """The output of this layer, and of those that :func:`~.chained` lets it compute, on a CPU, if all their parts
+        are Llama's, or those of its kind, and unwatched."""
+        if self._kernels is not cpu_layers or position_embeddings is None or attention_mask is None:
             return None
-        if not self._fit(hidden_states, *position_embeddings):
+        if attention_mask.is_floating_point() or not self._fit(hidden_states, *position_embeddings):
             return None
-        call = cpu_layers.calls.get(self)
-        if call is None:
-            call = cpu_layers.calls[self] = cpu_layers.OneCall(self, self._norms_in_order())
-        layer = _layer_of(kwargs.get(self._cache_name), call.index)
-        if type(layer) is not RaggedLayer:
+        calls, caches = list[cpu_layers.OneCall](), list[RaggedLayer]()
+        following = cpu_layers.chain.following.get(self, ()) if is_unwatched(self) else ()
+        for layer in (self, *following):
+            call = cpu_layers.calls.get(layer)
+            if call is None:
+                call = cpu_layers.calls[layer] = cpu_layers.OneCall(layer, layer._norms_in_order())
+            cache, is_next = _layer_of(kwargs.get(self._cache_name), call.index), layer is not self
+            fits = type(cache) is RaggedLayer and call.takes(hidden_states, calls[0] if is_next else None)
+            if not fits or (is_next and not is_unwatched(layer)):
+                break
+            calls.append(call)
+            caches.append(cache)
+        if not calls:
             return None
-        cosine, sine = position_embeddings
-        return call(hidden_states, cosine, sine, attention_mask, layer)
+        cpu_layers.chain.computed |= set(following[: len(calls) - 1])
+        return cpu_layers.compute(calls, hidden_states, *position_embeddings, attention_mask, caches)
 
     def _norms_in_order(self) -> list[Any] | None:
         """Norms as :class:`~.OneCall` takes them; None: a part is not ours."""
@@ -317,6 +330,32 @@ def fuses(kind: type, module: nn.Module, exact: bool, on_cpu: bool) -> bool | st
     if on_cpu:
         return compiler() is not None or "there is no C++ compiler"
     return (run_on(device) and launches(device)) or "Triton's kernels do not run"
+
+
+def following_layers(network: PreTrainedModel) -> dict[nn.Module, list[nn.Module]]:
+    """The layers that get the output of each decoder layer of `network`, and nothing that differs; without those that
+    C++ does not compute."""
+    decoder: Any = network.get_decoder()
+    found, kind = dict[nn.Module, list[nn.Module]](), type(decoder)
+    if not kind.__module__.startswith("transformers.models.") or code_of(kind) not in _in_order():
+        return found
+    if patched_forward(decoder) is not None or not has_its_forward(kind):
+        return found
+    layers = list(decoder.layers)[: decoder.config.num_hidden_layers]
+    types = getattr(decoder.config, "layer_types", None) or [""] * len(layers)
+    for _, group in groupby(zip(layers, types, strict=True), lambda each: (isinstance(each[0], _DecoderLayer), each[1])):
+        alike = [layer for layer, _ in group]
+        found |= {layer: alike[index:] for index, layer in enumerate(alike, 1)}
+    return found
+
+
+_IN_ORDER = "llama.LlamaModel", "mistral.MistralModel", "qwen2.Qwen2Model"
+"""Forwards of decoders that pass on the output of each layer, and the same angles, and masks by type of layer."""
+
+
+@functools.cache
+def _in_order() -> set[str]:
+    return {code_of_reference(name) for name in _IN_ORDER} - {""}
 
 
 def _gate_of(activation: nn.Module) -> str:

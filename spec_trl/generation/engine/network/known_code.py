@@ -20,8 +20,10 @@ from transformers import models
 from .attention import ragged_attention
 
 
-# Modules that wrap forwards: of decoder layers; and, from 5.24 on, of all that take a cache, by its old name too.
-_WRAPPERS = ("transformers.modeling_layers", "transformers.utils.deprecation")
+# Modules that wrap forwards: of decoder layers and of decoders; and, from 5.24 on, of all that take a cache, by its old
+# name too.
+_WRAPPERS = tuple(f"transformers.{name}" for name in (
+    "modeling_layers", "utils.deprecation", "utils.generic", "utils.output_capturing"))
 _READ = frozenset(inspect.signature(ragged_attention).parameters)
 _DEFINITION = re.compile(r"^(?:class|def) (\w+)\b.*?(?=^[@\w#]|\Z)", re.MULTILINE | re.DOTALL)
 # Fields of syntax trees that change no result, or that Python's versions fill differently.
@@ -42,11 +44,12 @@ def has_its_forward(kind: Any) -> bool:
 
 
 def _is_of_source(function: Any, name: str, module: ModuleType) -> bool:
-    """Whether `function`, and what it calls in `module`, are those that the source of `module` defines."""
+    """Whether `function`, and what it calls of the definitions in `module`, are those of the source of `module`."""
     code = getattr(function, "__code__", None)
     if code is None or (code.co_filename, code.co_qualname) != (module.__file__, name):
         return False
-    named = {name: vars(module)[name] for name in _globals_of(code) if name in vars(module)}
+    defined = _sources(Path(str(module.__file__)))
+    named = {name: vars(module)[name] for name in _globals_of(code) if name in vars(module) and name in defined}
     called = {name: value for name, value in named.items() if callable(value) and not isinstance(value, type)}
     return all(_is_of_source(value, name, module) for name, value in called.items())
 
