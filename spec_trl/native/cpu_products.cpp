@@ -103,6 +103,22 @@ static inline __attribute__((always_inline)) void add_words(const char* weights,
 }
 
 #ifdef HAS_BYTES
+// Adds the scaled sums of OUT outputs from `first` on, of part `part` of their inputs.
+template <int BITS, int OUT, int VECTORS, typename V, typename I>
+static inline __attribute__((always_inline)) void add_part(const Matrix& w, const Packed& x, const Group& g,
+                                                           int64_t first, int64_t part, const I (*totals)[VECTORS],
+                                                           V (*sums)[VECTORS]) {
+  const float* of_x = x.sums.data() + g.first * x.parts + part * g.lanes;
+  for (int o = 0; o < OUT; ++o) {
+    const int64_t place = (first + o) * x.parts + part;
+    const V zero = all_of<V>(BITS == 8 ? 128.f : (float)w.zeros[place]), scale = all_of<V>(w.scales[place]);
+    for (int v = 0; v < VECTORS; ++v) {
+      const V product = fused(zero, read<V>(of_x + v * sizeof(V) / 4), __builtin_convertvector(totals[o][v], V));
+      sums[o][v] = fused(product, scale, sums[o][v]);
+    }
+  }
+}
+
 // The same of codes, whose scales and zeros change every `w.in / x.parts` inputs. Not inline, for then `sums` would take
 // the registers of x.
 template <int BITS, int OUT, int VECTORS, typename V>
@@ -136,20 +152,90 @@ static __attribute__((noinline)) void add_codes(const Matrix& w, const char* cod
         for (int o = 0; o < OUT; ++o) __builtin_prefetch(next + at * OUT + 64 * o);
       for (int64_t i = 0; i < std::min<int64_t>(8, (part + 1) * steps - k); ++i) add(k + i, at + 4 * i);
     }
-    const float* of_x = x.sums.data() + g.first * x.parts + part * g.lanes;
-    for (int o = 0; o < OUT; ++o) {
-      const int64_t place = (first + o) * x.parts + part;
-      const V zero = all_of<V>(BITS == 8 ? 128.f : (float)w.zeros[place]), scale = all_of<V>(w.scales[place]);
-      for (int v = 0; v < VECTORS; ++v) {
-        const V product = fused(zero, read<V>(of_x + v * LANES), __builtin_convertvector(totals[o][v], V));
-        sums[o][v] = fused(product, scale, sums[o][v]);
-      }
-    }
+    add_part<BITS, OUT>(w, x, g, first, part, totals, sums);
   }
   for (int v = 0; v < VECTORS; ++v) {
     const V scale = read<V>(x.scales.data() + g.first + v * LANES);
     for (int o = 0; o < OUT; ++o) sums[o][v] = sums[o][v] * scale;
   }
+}
+
+template <int64_t BYTES, typename I, std::size_t... LANE>
+static inline __attribute__((always_inline)) auto half_of(I v, std::index_sequence<LANE...>) {
+  return __builtin_shufflevector(v, v, (BYTES / 4 + LANE)...);
+}
+
+// The sum of the parts of a register that are `BYTES` long
+template <int64_t BYTES, typename I>
+static inline __attribute__((always_inline)) auto folded(I v) {
+  if constexpr (sizeof(I) == BYTES) {
+    return v;
+  } else {
+    constexpr auto lanes = std::make_index_sequence<sizeof(I) / 8>();
+    return folded<BYTES>(half_of<0>(v, lanes) + half_of<sizeof(I) / 2>(v, lanes));
+  }
+}
+
+// Words of a register from FIRST on, each TIMES times
+template <int64_t FIRST, int64_t TIMES, typename I, std::size_t... LANE>
+static inline __attribute__((always_inline)) auto repeated(I words, std::index_sequence<LANE...>) {
+  return __builtin_shufflevector(words, words, (FIRST + LANE / TIMES)...);
+}
+
+template <typename F, std::size_t... J>
+static inline __attribute__((always_inline)) void for_each(F f, std::index_sequence<J...>) {
+  (f(std::integral_constant<int64_t, J>()), ...);
+}
+
+// The same for fewer rows than a register has lanes: it takes several words of each row at once. The sums, of integers,
+// are those of any other order.
+template <int BITS, int OUT, typename V>
+static __attribute__((noinline)) void add_codes_of_few(const Matrix& w, const char* codes, const Packed& x,
+                                                       const Group& g, int64_t first, V (*sums)[1]) {
+  typedef Register<WIDEST>::Integers Integers;
+  constexpr int64_t LANES = sizeof(V) / 4, ALL = WIDEST / 4, EACH = ALL / LANES;  // words of a row in a register
+  constexpr int64_t CODES = BITS == 8 ? ALL : 8, TIMES = CODES / EACH;            // words of codes at once
+  constexpr auto lanes = std::make_index_sequence<ALL>();
+  const int64_t bytes = w.in * BITS / 8, steps = x.words / x.parts;
+  const char* next = codes + OUT * bytes;
+  for (int64_t part = 0; part < x.parts; ++part) {
+    Integers totals[OUT] = {};
+    const auto add = [&](const uint32_t* words, const char* from, int64_t stride) __attribute__((always_inline)) {
+      Integers inputs[TIMES], others[TIMES];
+      for (int j = 0; j < TIMES; ++j) {
+        inputs[j] = in_register(read<Integers>(words + j * ALL));
+        if (BITS == 4) others[j] = in_register(read<Integers>(words + 8 * LANES + j * ALL));
+      }
+      for (int o = 0; o < OUT; ++o) {
+        const auto given = read<typename Register<4 * CODES>::Integers>(from + o * stride);
+        const auto both = in_register(BITS == 8 ? given ^ (int32_t)0x80808080 : given);
+        for_each([&](auto j) __attribute__((always_inline)) {
+          const Integers some = repeated<j * EACH, LANES>(both, lanes);
+          totals[o] = plus_codes(totals[o], inputs[j], BITS == 8 ? some : some & 0x0f0f0f0f);
+          if (BITS == 4) totals[o] = plus_codes(totals[o], others[j], some >> 4 & 0x0f0f0f0f);
+        }, std::make_index_sequence<TIMES>());
+      }
+    };
+    int64_t k = part * steps;
+    const int64_t end = k + steps, words_at_once = CODES * 8 / BITS;
+    for (; k + words_at_once <= end; k += words_at_once) {
+      const int64_t at = k * BITS / 2;
+      if (at % 64 == 0)
+        for (int o = 0; o < OUT; ++o) __builtin_prefetch(next + at * OUT + 64 * o);
+      add(x.at(g) + k * LANES, codes + at, bytes);
+    }
+    if (BITS == 8 && k < end) {
+      uint32_t words[CODES * LANES] = {}, left[OUT][CODES] = {};
+      std::memcpy(words, x.at(g) + k * LANES, (end - k) * LANES * 4);
+      for (int o = 0; o < OUT; ++o) std::memcpy(left[o], codes + o * bytes + 4 * k, 4 * (end - k));
+      add(words, (const char*)left, sizeof left[0]);
+    }
+    typename Register<sizeof(V)>::Integers few[OUT][1];
+    for (int o = 0; o < OUT; ++o) few[o][0] = folded<sizeof(V)>(totals[o]);
+    add_part<BITS, OUT>(w, x, g, first, part, few, sums);
+  }
+  const V scale = read<V>(x.scales.data() + g.first);
+  for (int o = 0; o < OUT; ++o) sums[o][0] = sums[o][0] * scale;
 }
 #endif
 
@@ -161,6 +247,8 @@ static void outputs(const Matrix& w, const char* weights, int64_t bytes, const P
   if constexpr (KIND == SINGLES || KIND == PAIRS)
     add_words<KIND, OUT>(weights, bytes, x.at(g), sums);
 #ifdef HAS_BYTES
+  else if constexpr (sizeof(V) < WIDEST)
+    add_codes_of_few<KIND == CODES_8 ? 8 : 4, OUT>(w, weights, x, g, first, sums);
   else
     add_codes<KIND == CODES_8 ? 8 : 4, OUT>(w, weights, x, g, first, sums);
 #endif
