@@ -232,7 +232,7 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
 }
 
 // Layers one after the other; `keys` and `values`: the whole buffers of each
-extern "C" void decoder_layers(const Layer* const* layers, int64_t number, SCALAR* const* keys, SCALAR* const* values,
+extern "C" void decoder_layers(const Layer* layers, int64_t number, SCALAR* const* keys, SCALAR* const* values,
                                const Call* call) {
-  for (int64_t i = 0; i < number; ++i) decoder_layer(*layers[i], keys[i], values[i], *call);
+  for (int64_t i = 0; i < number; ++i) decoder_layer(layers[i], keys[i], values[i], *call);
 }

@@ -20,12 +20,12 @@ from ..kv.base import KVCache
 from ..kv.cache import ReplayCache, autocast_dtype
 from ..kv.memory import sent
 from ..network.attention import EXACT_ATTENTION, MaskPlan, attended, calls_attention, reads_spans
-from ..network.cpu_layers import SCALARS, chained
+from ..network.cpu_layers import SCALARS
 from ..network.family import Family
 from ..network.family_hooks import cache_argument
-from ..network.fused_layers import following_layers
 from ..network.media import read_media
 from ..network.shadow import keep_states
+from ..network.whole_network import WholeNetwork
 from ..requirements import position_limit
 from ..rows import Admission, Piece, Rows
 from ..sampling.accept import Proposal
@@ -404,15 +404,19 @@ class EagerRunner:
             masks = self._masks.spans(positions, table, places)
         else:
             masks = self._masks.build(positions, columns, dtype, places, keys)
-        logits = self.network(
+        position_ids = self._position_ids(positions, first_row)
+        return self._logits(tokens, position_ids, masks, logits_to_keep), self._features() if self._stored else None
+
+    def _logits(self, tokens: Tensor, position_ids: Tensor, masks: Any, logits_to_keep: int) -> Tensor:
+        logits: Tensor = self.network(
             input_ids=tokens,
-            position_ids=self._position_ids(positions, first_row),
+            position_ids=position_ids,
             attention_mask=masks,
             use_cache=True,
             **{self._cache_argument: self.cache},
             **({"logits_to_keep": logits_to_keep} if self._keeps_last_logits else {}),
         ).logits
-        return logits, self._features() if self._stored else None
+        return logits
 
     def _features(self) -> Tensor:
         """`[B, q, len(layers) * hidden]` of the forward that just ran."""
@@ -434,16 +438,22 @@ class CompiledRunner(EagerRunner):
 
     def __init__(self, network: PreTrainedModel, cache: KVCache) -> None:
         super().__init__(network, cache)
-        self._following = following_layers(network)
+        self._whole = WholeNetwork.of(network)
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
         return cpu_runner(network, self._cache_for(network, shares_cache))
 
     def _run(self, tokens: Tensor, *arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor | None]:
-        with torch.inference_mode(), chained(self._following):
+        with torch.inference_mode():
             logits, features = super()._run(tokens, *arguments, **keywords | {"spans": True})
         # Copies, since drafters learn from them, and inference tensors take no part in autograd.
         return logits.clone(), None if features is None else features.clone()
+
+    def _logits(self, tokens: Tensor, position_ids: Tensor, masks: Any, logits_to_keep: int) -> Tensor:
+        logits = None
+        if self._whole is not None:
+            logits = self._whole(tokens, position_ids, masks, self.cache, logits_to_keep)
+        return super()._logits(tokens, position_ids, masks, logits_to_keep) if logits is None else logits
 
 
 def cpu_runner(network: PreTrainedModel, cache: KVCache) -> EagerRunner:

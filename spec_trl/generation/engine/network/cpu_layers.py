@@ -4,15 +4,14 @@ Attention reads the columns of a row, without a mask, so a row's output does not
 columns. It is compiled once per element type and head size, in about a second (`native_code.py`).
 
 The operations between matrix products replace some thirty small torch calls. They have the arguments of those in
-`kernels/fused_layer.py`, in float32 and bfloat16. For few tokens a layer, or all layers of a network, are one call, which gets the addresses of
-their weights: collected once, and again if a weight has moved.
+`kernels/fused_layer.py`, in float32 and bfloat16. For few tokens a layer is one call, or all layers of a network
+are (`whole_network.py`). It gets the addresses of their weights: collected once, and again if a weight has moved.
 """
 
 import ctypes
 import functools
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -196,147 +195,123 @@ class _Layer(ctypes.Structure):
     _fields_ = [("matrices", Matrix * 7), ("norms", _Norm * 6), ("scale", ctypes.c_double)]
 
 
-_MOST_TOKENS = 256
+MOST_TOKENS = 256
 """Most tokens of one call, whose scratch memory stays: some 40 MiB in bfloat16 for a model of 7 B parameters. More
 tokens are computed by the parts of a layer, with the same bits."""
 _Call = ctypes.c_int64 * 27  # struct Call: pointers, sizes and strides, all eight bytes wide
 
 
 class OneCall:
-    """A decoder layer as C++ computes it.
+    """Decoder layers, one after the other, as one C++ call.
 
     Args:
-        layer: a fused decoder layer. Its modules stay; hooks on them may come and go, and weights may move.
-        norms: six modules in the order of `struct Layer`, with None for a norm that the layer lacks. None instead of
-            the list: the layer is not served.
+        layers: fused decoder layers. Their modules stay; hooks on them may come and go, and weights may move.
+        norms: of each layer, six modules in the order of `struct Layer`, with None for a norm that the layer lacks.
+            None instead of the list: the layer is not served.
+        watched: further modules that must have no hooks.
 
     Attributes:
-        index: of the layer.
-        heads: numbers of heads of queries and of K/V, and their size.
+        indices: of the layers.
     """
 
-    def __init__(self, layer: Any, norms: list[Any] | None) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.index, self._served = getattr(attention, "layer_idx", 0), False
-        if norms is None:
+    def __init__(self, layers: Sequence[Any], norms: Sequence[list[Any] | None], watched: Sequence[Any] = ()) -> None:
+        self.indices, self._served = [getattr(layer.self_attn, "layer_idx", 0) for layer in layers], False
+        parts = [layer.self_attn for layer in layers], [layer.mlp for layer in layers]
+        self._projections = [
+            [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj,
+             mlp.down_proj]
+            for attention, mlp in zip(*parts, strict=True) if None not in norms
+        ]  # fmt: skip
+        modules = list(chain.from_iterable(self._projections))
+        if not modules or not all(map(_is_served, modules)):
             return
-        projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-        modules = [*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        if not all(map(_is_served, modules)):
-            return
-        watched = [attention, mlp, mlp.act_fn, *modules, *(norm for norm in norms if norm is not None)]
+        self._norms = norms
+        given = [norm for each in norms for norm in each or [] if norm is not None]
+        watched = [*watched, *chain(*parts), *(mlp.act_fn for mlp in parts[1]), *modules, *given]
         self._hooks = [hooks for part in watched for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._hooks += [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
         self._quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
-        self.flags = [vars(module) for module in self._quantized]
+        self._flags = [vars(module) for module in self._quantized]
         tensors: list[tuple[dict[str, Tensor | None], str]] = []
         for module in modules:
             if isinstance(module, QuantizedLinear):
                 tensors += [(module.packed._buffers, "codes"), (module._buffers, "merged_bias")]
                 module = module.dense
             tensors += [(module._parameters, "weight"), (module._parameters, "bias")]
-        tensors += [(norm._parameters, "weight") for norm in norms if norm is not None]
-        self._tensors = [(where, name) for where, name in tensors if where.get(name) is not None]
-        self._projections, self._norms, self._scale = modules, norms, attention.scaling
-        self._head_dim = attention.head_dim
+        tensors += [(norm._parameters, "weight") for norm in given]
+        self._tensors: list[Any] = [(where, name) for where, name in tensors if where.get(name) is not None]
+        self._scales = [attention.scaling for attention in parts[0]]
+        heads = {
+            (projections[0].out_features, projections[1].out_features, attention.head_dim)
+            for projections, attention in zip(self._projections, parts[0], strict=True)
+        }
+        queries, keys, self._head_dim = next(iter(heads))
+        self._heads, self._kv_heads = queries // self._head_dim, keys // self._head_dim
         self._pointers: list[int] = []
+        self._are_whole: list[bool] = []
         self._dtype: torch.dtype | None = None
-        self.heads = *(each.out_features // self._head_dim for each in modules[:2]), self._head_dim
-        self._served = True
+        self._served = len(heads) == 1
 
-    def takes(self, hidden_states: Tensor, first: "OneCall | None" = None) -> bool:
-        """Whether C++ computes the layer for `hidden_states` [B, q, hidden]: in float32 or bfloat16, the dtype of its
-        weights, and unwatched; and in one call with the layer `first`, if any."""
+    def __call__(
+        self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Tensor, caches: Sequence[Any]
+    ) -> Tensor | None:
+        """The output of the last layer for `hidden_states` [B, q, hidden] in float32 or bfloat16, the dtype of all
+        weights; None if a layer is not served, or watched.
+
+        Args:
+            cosine, sine: [B, q, head_dim] in that dtype.
+            spans: of attention, `[B, 1, q, 2 or 4]` int64.
+            caches: of the layers' K/V.
+        """
         dtype = hidden_states.dtype
-        if not self._served or any(self._hooks) or not cpu_products.serves(dtype):
-            return False
-        tensors: list[Any] = [where[name] for where, name in self._tensors]
-        # 0 if numbers are not contiguous, as in a transposed weight at the same address.
-        pointers = [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in tensors]
-        if pointers != self._pointers or dtype != self._dtype:
-            self._describe(pointers, dtype)
+        if not self._served or any(self._hooks) or spans.is_floating_point() or not cpu_products.serves(dtype):
+            return None
+        if any(type(cache) is not RaggedLayer for cache in caches):
+            return None
+        tensors = [where[name] for where, name in self._tensors]
+        pointers, are_whole = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.is_contiguous, tensors))
+        if pointers != self._pointers or are_whole != self._are_whole or dtype != self._dtype:
+            self._pointers, self._are_whole, self._dtype = pointers, are_whole, dtype
+            self._describe(dtype)
         batch, count, _ = hidden_states.shape
-        return batch * count <= self._most_rows and (first is None or first.heads == self.heads)
+        if batch * count > self._most_rows:
+            return None
+        for cache in caches:
+            if not cache.is_initialized:
+                heads = hidden_states.new_empty(batch, self._kv_heads, 0, self._head_dim)
+                cache.lazy_initialization(heads, heads)
+        hidden, spans = hidden_states.clone(memory_format=torch.contiguous_format), spans.contiguous()
+        to_rows, to_columns, first_row = caches[0].places
+        all_keys = [cache.keys for cache in caches]
+        keys = self._Pointers(*map(Tensor.data_ptr, all_keys))
+        values = self._Pointers(*[cache.values.data_ptr() for cache in caches])
+        call = _Call(
+            hidden.data_ptr(), cosine.data_ptr(), sine.data_ptr(), to_rows.data_ptr(), to_columns.data_ptr(),
+            spans.data_ptr(), spans.shape[3], batch, count, self._heads, self._kv_heads, self._head_dim, first_row,
+            *cosine.stride()[:2], *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(),
+            *all_keys[0].stride()[:3], torch.get_num_threads(), *self._functions,
+        )  # fmt: skip
+        library(dtype).decoder_layers(self._described, len(caches), keys, values, call)
+        for flags in self._flags:
+            flags["called"] = True
+        return hidden
 
-    def _describe(self, pointers: list[int], dtype: torch.dtype) -> None:
-        matrices = [_matrix_of(module, dtype) for module in self._projections]
-        self._most_rows = min([_MOST_TOKENS, *(module.max_rows for module in self._quantized)])
-        weights = [_Norm(None, 0.0) if norm is None else _norm_of(norm, dtype) for norm in self._norms]
-        self._pointers, self._dtype = pointers, dtype
-        attend = attention_function(dtype, self._head_dim)
-        if None in matrices or None in weights or attend is None:
-            self._most_rows = 0
-            return
-        self.functions = [cpu_products.address(function) for function in (cpu_products.library().multiply, attend)]
-        layer = _Layer((Matrix * 7)(*matrices), (_Norm * 6)(*weights), self._scale)  # type: ignore[misc]
-        self.described = layer
+    def _describe(self, dtype: torch.dtype) -> None:
+        self._most_rows = min([MOST_TOKENS, *(module.max_rows for module in self._quantized)])
+        attend, layers = attention_function(dtype, self._head_dim), []
+        for projections, norms, scale in zip(self._projections, self._norms, self._scales, strict=True):
+            matrices = [_matrix_of(module, dtype) for module in projections]
+            weights = [_Norm(None, 0.0) if norm is None else _norm_of(norm, dtype) for norm in norms or []]
+            if None in matrices or None in weights or attend is None:
+                self._most_rows = 0
+                return
+            layers.append(_Layer((Matrix * 7)(*matrices), (_Norm * 6)(*weights), scale))  # type: ignore[misc]
+        self._functions = [cpu_products.address(function) for function in (cpu_products.library().multiply, attend)]
+        self._described, self._Pointers = (_Layer * len(layers))(*layers), ctypes.c_void_p * len(layers)
 
 
 calls: WeakKeyDictionary[nn.Module, OneCall] = WeakKeyDictionary()
-"""By decoder layer."""
-
-
-def compute(
-    layers: Sequence[OneCall], hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Tensor,
-    caches: Sequence[RaggedLayer],
-) -> Tensor:  # fmt: skip
-    """What `layers`, one after the other, make of `hidden_states` [B, q, hidden], which they take.
-
-    Args:
-        cosine, sine: [B, q, head_dim] in that dtype.
-        spans: of attention, `[B, 1, q, 2 or 4]` int64.
-        caches: of the layers' K/V.
-    """
-    batch, count, _ = hidden_states.shape
-    heads, kv_heads, head_dim = layers[0].heads
-    for cache in caches:
-        if not cache.is_initialized:
-            empty = hidden_states.new_empty(batch, kv_heads, 0, head_dim)
-            cache.lazy_initialization(empty, empty)
-    hidden, spans = hidden_states.clone(memory_format=torch.contiguous_format), spans.contiguous()
-    to_rows, to_columns, first_row = caches[0].places
-    call = _Call(
-        hidden.data_ptr(), cosine.data_ptr(), sine.data_ptr(), to_rows.data_ptr(), to_columns.data_ptr(),
-        spans.data_ptr(), spans.shape[3], batch, count, heads, kv_heads, head_dim, first_row, *cosine.stride()[:2],
-        *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(), *caches[0].keys.stride()[:3],
-        torch.get_num_threads(), *layers[0].functions,
-    )  # fmt: skip
-    number, pointers = len(layers), ctypes.c_void_p * len(layers)
-    described = pointers(*(ctypes.addressof(layer.described) for layer in layers))
-    keys = pointers(*(cache.keys.data_ptr() for cache in caches))
-    values = pointers(*(cache.values.data_ptr() for cache in caches))
-    library(hidden.dtype).decoder_layers(described, number, keys, values, call)
-    for layer in layers:
-        for flags in layer.flags:
-            flags["called"] = True
-    return hidden
-
-
-class _Chain(threading.local):
-    """Of the forward in progress in a thread.
-
-    Attributes:
-        following: layers that get the output of a layer, each that of the one before, and nothing that differs.
-        computed: layers whose output is already that of the layer before.
-    """
-
-    following: Mapping[nn.Module, Sequence[nn.Module]] = {}
-    computed: set[nn.Module] = set()
-
-
-chain = _Chain()
-
-
-@contextmanager
-def chained(following: Mapping[nn.Module, Sequence[nn.Module]]) -> Iterator[None]:
-    """Lets the first layer of a forward within the block compute those `following` it, which then return their input.
-    """
-    before = chain.following, chain.computed
-    chain.following, chain.computed = following, set()
-    try:
-        yield
-    finally:
-        chain.following, chain.computed = before
+"""Of a decoder layer alone."""
 
 
 def _is_served(module: nn.Module) -> bool:

@@ -9,12 +9,10 @@ cache, several dtypes) run unchanged.
 import functools
 import warnings
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.activations import GELUTanh, SiLUActivation
 from transformers.cache_utils import Cache
 
@@ -122,7 +120,7 @@ class _Attention(_Fused):
         return not (self._wide_norms or self._needs or self._options or self._is_gated or len(self._inputs) == 1)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer = _layer_of(kwargs.get(self._cache_name), self.layer_idx)
+        layer = layer_of(kwargs.get(self._cache_name), self.layer_idx)
         as_known = not self._needs or getattr(self, self._needs)
         norms = [getattr(self, name) for name in self._norms if as_known]
         angles = kwargs.get("position_embeddings")
@@ -177,7 +175,7 @@ class _Attention(_Fused):
         return _goes_with(query, cosine) or rounded
 
 
-class _DecoderLayer(_Fused):
+class DecoderLayer(_Fused):
     self_attn: Any
     mlp: Any
     _cache_name: str
@@ -185,8 +183,6 @@ class _DecoderLayer(_Fused):
     """Names of the norms before attention, after it, before the MLP and after it; "": there is none."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self in cpu_layers.chain.computed:
-            return hidden_states
         is_traced = args or torch.compiler.is_compiling()  # by the compiled runner
         if not is_traced and (whole := self._in_one_call(hidden_states, **kwargs)) is not None:
             return whole
@@ -228,30 +224,19 @@ class _DecoderLayer(_Fused):
     def _in_one_call(
         self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> Tensor | None:
-        """The output of this layer, and of those that :func:`~.chained` lets it compute, on a CPU, if all their parts
-        are Llama's, or those of its kind, and unwatched."""
+        """On a CPU, if all parts of the layer are Llama's, or those of its kind, and unwatched."""
         if self._kernels is not cpu_layers or position_embeddings is None or attention_mask is None:
             return None
-        if attention_mask.is_floating_point() or not self._fit(hidden_states, *position_embeddings):
+        if not self._fit(hidden_states, *position_embeddings):
             return None
-        calls, caches = list[cpu_layers.OneCall](), list[RaggedLayer]()
-        following = cpu_layers.chain.following.get(self, ()) if is_unwatched(self) else ()
-        for layer in (self, *following):
-            call = cpu_layers.calls.get(layer)
-            if call is None:
-                call = cpu_layers.calls[layer] = cpu_layers.OneCall(layer, layer._norms_in_order())
-            cache, is_next = _layer_of(kwargs.get(self._cache_name), call.index), layer is not self
-            fits = type(cache) is RaggedLayer and call.takes(hidden_states, calls[0] if is_next else None)
-            if not fits or (is_next and not is_unwatched(layer)):
-                break
-            calls.append(call)
-            caches.append(cache)
-        if not calls:
-            return None
-        cpu_layers.chain.computed |= set(following[: len(calls) - 1])
-        return cpu_layers.compute(calls, hidden_states, *position_embeddings, attention_mask, caches)
+        call = cpu_layers.calls.get(self)
+        if call is None:
+            call = cpu_layers.calls[self] = cpu_layers.OneCall([self], [self.norms_in_order()])
+        caches = [layer_of(kwargs.get(self._cache_name), call.indices[0])]
+        cosine, sine = position_embeddings
+        return call(hidden_states, cosine, sine, attention_mask, caches)
 
-    def _norms_in_order(self) -> list[Any] | None:
+    def norms_in_order(self) -> list[Any] | None:
         """Norms as :class:`~.OneCall` takes them; None: a part is not ours."""
         attention, mlp = self.self_attn, self.mlp
         if not isinstance(attention, _Attention) or not isinstance(mlp, _Mlp) or not attention.is_plain:
@@ -287,16 +272,16 @@ _REFERENCES: dict[str, tuple[type, dict[str, Any]]] = {
     "phi3.Phi3Attention": (_Attention, dict(_inputs=("qkv_proj",), _on_cpu=False)),
     "glm4_moe.Glm4MoeAttention": (_Attention, dict(_HEADS, _needs="use_qk_norm", _on_cpu=False)),
     "qwen3_5.Qwen3_5Attention": (_Attention, dict(_HEADS, _is_gated=True, _on_cpu=False)),
-    "llama.LlamaDecoderLayer": (_DecoderLayer, {}),
-    "mixtral.MixtralDecoderLayer": (_DecoderLayer, {}),
-    "gpt_oss.GptOssDecoderLayer": (_DecoderLayer, {}),
-    "qwen3_5.Qwen3_5DecoderLayer": (_DecoderLayer, dict(_on_cpu=False)),
-    "qwen3_next.Qwen3NextDecoderLayer": (_DecoderLayer, dict(_on_cpu=False)),
-    "gemma3.Gemma3DecoderLayer": (_DecoderLayer, dict(_on_cpu=False, _order=(
+    "llama.LlamaDecoderLayer": (DecoderLayer, {}),
+    "mixtral.MixtralDecoderLayer": (DecoderLayer, {}),
+    "gpt_oss.GptOssDecoderLayer": (DecoderLayer, {}),
+    "qwen3_5.Qwen3_5DecoderLayer": (DecoderLayer, dict(_on_cpu=False)),
+    "qwen3_next.Qwen3NextDecoderLayer": (DecoderLayer, dict(_on_cpu=False)),
+    "gemma3.Gemma3DecoderLayer": (DecoderLayer, dict(_on_cpu=False, _order=(
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"))),
-    "glm4.Glm4DecoderLayer": (_DecoderLayer, dict(_on_cpu=False, _order=(
+    "glm4.Glm4DecoderLayer": (DecoderLayer, dict(_on_cpu=False, _order=(
         "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"))),
-    "olmo2.Olmo2DecoderLayer": (_DecoderLayer, dict(_on_cpu=False, _order=(
+    "olmo2.Olmo2DecoderLayer": (DecoderLayer, dict(_on_cpu=False, _order=(
         "", "post_attention_layernorm", "", "post_feedforward_layernorm"))),
 }  # fmt: skip
 """What fuses a class whose forward is that of a class `<family>.<name>` of transformers."""
@@ -330,32 +315,6 @@ def fuses(kind: type, module: nn.Module, exact: bool, on_cpu: bool) -> bool | st
     if on_cpu:
         return compiler() is not None or "there is no C++ compiler"
     return (run_on(device) and launches(device)) or "Triton's kernels do not run"
-
-
-def following_layers(network: PreTrainedModel) -> dict[nn.Module, list[nn.Module]]:
-    """The layers that get the output of each decoder layer of `network`, and nothing that differs; without those that
-    C++ does not compute."""
-    decoder: Any = network.get_decoder()
-    found, kind = dict[nn.Module, list[nn.Module]](), type(decoder)
-    if not kind.__module__.startswith("transformers.models.") or code_of(kind) not in _in_order():
-        return found
-    if patched_forward(decoder) is not None or not has_its_forward(kind):
-        return found
-    layers = list(decoder.layers)[: decoder.config.num_hidden_layers]
-    types = getattr(decoder.config, "layer_types", None) or [""] * len(layers)
-    for _, group in groupby(zip(layers, types, strict=True), lambda each: (isinstance(each[0], _DecoderLayer), each[1])):
-        alike = [layer for layer, _ in group]
-        found |= {layer: alike[index:] for index, layer in enumerate(alike, 1)}
-    return found
-
-
-_IN_ORDER = "llama.LlamaModel", "mistral.MistralModel", "qwen2.Qwen2Model"
-"""Forwards of decoders that pass on the output of each layer, and the same angles, and masks by type of layer."""
-
-
-@functools.cache
-def _in_order() -> set[str]:
-    return {code_of_reference(name) for name in _IN_ORDER} - {""}
 
 
 def _gate_of(activation: nn.Module) -> str:
@@ -439,7 +398,7 @@ def _goes_with(x: Tensor, wide: Tensor) -> bool:
     return wide.dtype == x.dtype or (wide.dtype == torch.float32 and x.dtype == autocast_dtype(x.device))
 
 
-def _layer_of(cache: Any, index: int) -> Any:
+def layer_of(cache: Any, index: int) -> Any:
     """The layer `index` of a ragged cache, which a forward writes to; None: it does not write to one alone."""
     if cache is None or (isinstance(cache, Cache) and not isinstance(cache, KVCache)):
         return None

@@ -20,8 +20,7 @@ from transformers import models
 from .attention import ragged_attention
 
 
-# Modules that wrap forwards: of decoder layers and of decoders; and, from 5.24 on, of all that take a cache, by its old
-# name too.
+# Modules that wrap forwards: of layers, of decoders, and, from 5.24 on, of all that take a cache, by its old name too.
 _WRAPPERS = tuple(f"transformers.{name}" for name in (
     "modeling_layers", "utils.deprecation", "utils.generic", "utils.output_capturing"))
 _READ = frozenset(inspect.signature(ragged_attention).parameters)

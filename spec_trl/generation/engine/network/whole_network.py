@@ -1,0 +1,84 @@
+"""A language model of Llama's kind on a CPU with its decoder layers in one C++ call, for few tokens.
+
+It saves the Python of transformers' modules: a third of the time of a draft of a small model.
+"""
+
+import functools
+from typing import Any, Optional
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from . import cpu_layers
+from .fused_layers import DecoderLayer, layer_of
+from .known_code import code_of, code_of_reference, has_its_forward
+from .snapshot import patched_forward
+
+
+_HEADS = ("llama.LlamaForCausalLM",)
+_DECODERS = ("llama.LlamaModel", "mistral.MistralModel", "qwen2.Qwen2Model")
+"""Classes of transformers whose forwards are known; others, with the same code, are served too."""
+
+
+class WholeNetwork:
+    """Computes what `network`, a shadow that :meth:`of` takes, computes.
+
+    Its embedding, rotary embedding, last norm and head run as modules.
+    """
+
+    def __init__(self, network: Any) -> None:
+        self._network, self._decoder = network, network.get_decoder()
+        self._layers = list(self._decoder.layers)[: self._decoder.config.num_hidden_layers]
+        self._types = set(getattr(self._decoder.config, "layer_types", None) or [None])
+        norms = [layer.norms_in_order() for layer in self._layers]
+        self._call = cpu_layers.OneCall(self._layers, norms, [network, self._decoder, *self._layers])
+
+    @classmethod
+    def of(cls, network: PreTrainedModel) -> Optional["WholeNetwork"]:
+        """None if the forward of `network` is not known."""
+        decoder: Any = network.get_decoder()
+        parts = [(network, _HEADS), (decoder, _DECODERS)]
+        if decoder is network or not all(_is_known(part, names) for part, names in parts):
+            return None
+        if not all(isinstance(layer, DecoderLayer) and layer._kernels is cpu_layers for layer in decoder.layers):
+            return None
+        whole = cls(network)
+        return whole if len(whole._types) == 1 else None
+
+    def __call__(
+        self, tokens: Tensor, position_ids: Tensor, masks: Any, cache: Any, logits_to_keep: int
+    ) -> Tensor | None:
+        """Logits `[B, q, vocab]`, or of the last `logits_to_keep` tokens, if not 0; None if the modules must run: for
+        many tokens, or with hooks that watch them.
+
+        Args:
+            tokens, position_ids: `[B, q]` int64.
+            masks: spans, `[B, 1, q, 2 or 4]` int64; or a dict of these by type of layer.
+            cache: which the forward writes to.
+        """
+        if tokens.numel() > cpu_layers.MOST_TOKENS:
+            return None
+        decoder, (kind,) = self._decoder, self._types
+        spans = masks[kind] if isinstance(masks, dict) else masks
+        hidden = decoder.embed_tokens(tokens)  # [B, q, hidden]
+        cosine, sine = decoder.rotary_emb(hidden, position_ids=position_ids)
+        if not cpu_layers.serves(hidden) or cosine.dtype != hidden.dtype:
+            return None
+        caches = [layer_of(cache, index) for index in self._call.indices]
+        hidden = self._call(hidden, cosine, sine, spans, caches)
+        if hidden is None:
+            return None
+        logits: Tensor = self._network.lm_head(decoder.norm(hidden)[:, -logits_to_keep:])
+        return logits
+
+
+def _is_known(module: Any, names: tuple[str, ...]) -> bool:
+    kind: Any = type(module)
+    is_of_transformers = kind.__module__.startswith("transformers.models.")
+    known = is_of_transformers and code_of(kind) in _codes(names) and has_its_forward(kind)
+    return known and patched_forward(module) is None
+
+
+@functools.cache
+def _codes(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(map(code_of_reference, names)) - {""}
