@@ -277,7 +277,7 @@ static void attend_run(Query* queries, int64_t number, const SCALAR* keys, const
 
 // queries [rows, kv_heads * groups, count, HEAD_SIZE], keys and values [rows, kv_heads, columns, HEAD_SIZE]; spans
 // [rows, count, span_width]: first and last column of a query; of four numbers the third is a column from which on
-// columns lie as many further as the fourth says; sinks [kv_heads * groups], or null; softcap: 0 for none; output
+// columns lie as many further as the fourth says; of three numbers the third is the row that a query reads; sinks [kv_heads * groups], or null; softcap: 0 for none; output
 // [rows, count, kv_heads * groups, HEAD_SIZE]
 extern "C" void attend(const SCALAR* queries, const SCALAR* keys, const SCALAR* values, const int64_t* spans,
                        const Real* sinks, SCALAR* output, const Sizes* sizes, double scale, double softcap) {
@@ -287,14 +287,18 @@ extern "C" void attend(const SCALAR* queries, const SCALAR* keys, const SCALAR* 
   for (int64_t task = 0; task < s.rows * s.kv_heads * parts; ++task) {
     const int64_t row = task / parts / s.kv_heads, kv_head = task / parts % s.kv_heads;
     const int64_t first = (parts - 1 - task % parts) * share, end = std::min(first + share, s.count);  // longest first
-    const int64_t at = row * s.key_strides[0] + kv_head * s.key_strides[1];
     const auto span = [&](int64_t i, int64_t k) { return spans[(row * s.count + i) * s.span_width + k]; };
     const auto moved = [&](int64_t i, int64_t k) { return s.span_width < 4 ? 0 : span(i, k); };
+    const auto row_of = [&](int64_t i) { return s.span_width == 3 ? span(i, 2) : row; };
     static thread_local std::vector<Query> run;
     for (int64_t begin = first, next; begin < end; begin = next) {
-      const int64_t split = moved(begin, 2), shift = moved(begin, 3);
+      const int64_t split = moved(begin, 2), shift = moved(begin, 3), from = row_of(begin);
+      const int64_t at = from * s.key_strides[0] + kv_head * s.key_strides[1];
+      const auto continues = [&](int64_t i) {
+        return moved(i, 2) == split && moved(i, 3) == shift && row_of(i) == from;
+      };
       run.clear();
-      for (next = begin; next < end && moved(next, 2) == split && moved(next, 3) == shift; ++next)
+      for (next = begin; next < end && continues(next); ++next)
         for (int64_t head = kv_head * s.groups; head < (kv_head + 1) * s.groups; ++head) {
           Query& query = run.emplace_back();
           const int64_t place = row * s.query_strides[0] + head * s.query_strides[1] + next * s.query_strides[2];

@@ -174,7 +174,7 @@ struct Call {
   Attend* attend;
 };
 
-static int64_t threads_for(int64_t elements, int64_t most) { return std::min(most, 1 + (elements >> 15)); }
+static int64_t threads_for(int64_t elements, int64_t most) { return std::min(most, 1 + (elements >> 12)); }
 
 static void norm(const Norm& n, const SCALAR* x, const SCALAR* residual, SCALAR* total, SCALAR* out, int64_t rows,
                  int64_t size, int64_t threads) {

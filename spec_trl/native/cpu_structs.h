@@ -22,6 +22,6 @@ struct Sizes {
   int64_t rows, kv_heads, groups, count;  // `count` queries per row and head, `groups` heads per head of K/V
   int64_t query_strides[3];               // of rows, heads, queries
   int64_t key_strides[3];                 // of rows, heads, columns; those of the values too
-  int64_t span_width;                     // numbers of a span: 2, or 4
+  int64_t span_width;                     // numbers of a span: 2, 3 or 4
   int64_t threads;
 };

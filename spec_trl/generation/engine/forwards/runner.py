@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import groupby
+from itertools import accumulate, groupby
 from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ from ....native.cpu_products import reading_prompts
 from ....native.native_code import compiler
 from ..drafter import Forward, NetworkDraft
 from ..kv.base import KVCache
-from ..kv.cache import ReplayCache, autocast_dtype
+from ..kv.cache import RaggedCache, ReplayCache, autocast_dtype
 from ..kv.memory import sent
 from ..network.attention import EXACT_ATTENTION, MaskPlan, attended, calls_attention, reads_spans
 from ..network.cpu_layers import SCALARS
@@ -162,14 +162,28 @@ class EagerRunner:
         columns: int,
         first_row: int = 0,
         places: Sequence[tuple[int, int]] = (),
+        fed: Sequence[int] | None = None,
     ) -> Tensor | None:
         """Like :meth:`forward`, but returns logits `[n, 1, vocab]` only at n `places`, pairs of row and token index of
-        `tokens`. None without places."""
+        `tokens`. None without places. `fed`: tokens of each row before padding; None: all are."""
         self.forwards += 1
         kept_logits = 1  # few, if it can
+        text = self._without_padding(tokens, fed)
+        inputs, at_positions, rows = tokens, positions, None
+        if text is not None:
+            inputs, at_positions = tokens[text][None], positions[text][None]  # [1, T]
+            rows = text.nonzero()[None, :, 0]  # [1, T]
+            starts = [0, *accumulate(fed or ())]
+            places = [(0, starts[row] + index) for row, index in places]
 
         def run() -> tuple[Tensor, Tensor | None]:
-            return self._run(tokens, positions, columns, first_row, kept_logits, spans=self.uses_spans)
+            logits, features = self._run(
+                inputs, at_positions, columns, first_row, kept_logits, spans=self.uses_spans, rows=rows
+            )
+            if text is not None and features is not None:
+                padded = features.new_zeros(*tokens.shape, features.shape[-1])  # [B, q, F]
+                padded[text], features = features[0], padded
+            return logits, features
 
         def undo() -> None:
             if self.cache.has_states and positions[:, 0].any():
@@ -181,7 +195,7 @@ class EagerRunner:
             if features is not None:
                 self.call_listeners(features, positions, first_row)
             return None
-        from_end = torch.tensor(places) - torch.tensor([0, tokens.shape[1]])  # the same after `logits_to_keep`
+        from_end = torch.tensor(places) - torch.tensor([0, inputs.shape[1]])  # the same after `logits_to_keep`
         kept_logits = -int(from_end[:, 1].min())
         at, thread = sent(from_end, tokens.device).unbind(1), get_ident()  # [n], [n]
 
@@ -200,6 +214,10 @@ class EagerRunner:
             self.call_listeners(features, positions, first_row)
         is_narrow = logits.shape[:2] == (len(places), 1)  # else the network has no head, or does not call it
         return logits if is_narrow else logits[at][:, None]
+
+    def _without_padding(self, tokens: Tensor, fed: Sequence[int] | None) -> Tensor | None:
+        """Where `tokens` `[B, q]` are text, `[B, q]` bool, to read it as one row; None: read them as they are."""
+        return None
 
     def read_prompts(self, rows: Rows, admission: Admission) -> tuple[int, Tensor | None]:
         """Writes the K/V of admitted texts, computed or saved: prompts whole, equal prompts once; texts with generated
@@ -310,7 +328,8 @@ class EagerRunner:
             places = [(row, lengths[row] - 1 - begin) for row in wanted if begin < lengths[row] <= stop]
             # Generated tokens are computed like steps, in the same order of sums.
             with nullcontext() if generated or pieces[0].short else reading_prompts():
-                read = self.prefill(texts.gather(1, positions), positions, max(firsts) + stop, first_row, places)
+                tokens, columns = texts.gather(1, positions), max(firsts) + stop
+                read = self.prefill(tokens, positions, columns, first_row, places, fed)
             if generated:
                 self.cache.commit(fed)
             if read is not None:
@@ -390,10 +409,14 @@ class EagerRunner:
         logits_to_keep: int = 0,
         spans: bool = False,
         places: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         self.eager_forwards += 1
         columns = min(-(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
-        self.cache.point_at(positions if places is None else places, columns, first_row)
+        if rows is None:
+            self.cache.point_at(positions if places is None else places, columns, first_row)
+        else:
+            self.cache.point_at_texts(positions, rows, columns, first_row)
         dtype = autocast_dtype(tokens.device) or self.network.dtype
         keys = self.cache.key_positions
         # Chains, and keys whose positions are not their columns, need a mask.
@@ -401,7 +424,7 @@ class EagerRunner:
         # Attention of torch and of our C++ reads contiguous columns.
         table = self.cache.table_to_read(len(tokens)) if spans and self.uses_spans else None
         if spans:
-            masks = self._masks.spans(positions, table, places)
+            masks = self._masks.spans(positions, table, places, rows)
         else:
             masks = self._masks.build(positions, columns, dtype, places, keys)
         position_ids = self._position_ids(positions, first_row)
@@ -448,6 +471,12 @@ class CompiledRunner(EagerRunner):
             logits, features = super()._run(tokens, *arguments, **keywords | {"spans": True})
         # Copies, since drafters learn from them, and inference tensors take no part in autograd.
         return logits.clone(), None if features is None else features.clone()
+
+    def _without_padding(self, tokens: Tensor, fed: Sequence[int] | None) -> Tensor | None:
+        plain = type(self.cache) is RaggedCache and self.cache.offsets is None and self.cache.key_positions is None
+        if not plain or fed is None or min(fed) == tokens.shape[1]:
+            return None
+        return torch.arange(tokens.shape[1]) < torch.tensor(fed)[:, None]  # [B, q]
 
     def _logits(self, tokens: Tensor, position_ids: Tensor, masks: Any, logits_to_keep: int) -> Tensor:
         logits = None

@@ -47,6 +47,7 @@ class Window:
     to_rows: Tensor | None = None  # [B, q] int64, rows of the buffers that are written
     to_columns: Tensor | None = None  # [B, q] int64, columns of these rows
     visible: int = 0  # columns that are read
+    together: int = 0  # rows that are read, if a row of the forward holds the texts of several
     is_allocated: bool = False
 
 
@@ -99,7 +100,7 @@ class KVCache(Cache, ABC):
         """Makes the next forward write row `first_row + b` at columns `positions[b]` (`[B, q]` int64), and read
         columns `0..columns`."""
         window = self._window
-        window.first_row, window.visible = first_row, columns
+        window.first_row, window.visible, window.together = first_row, columns, 0
         window.to_rows, window.to_columns = self._places(positions, first_row)
         self._used = max(self._used, first_row + positions.shape[0])
 

@@ -65,6 +65,13 @@ class RaggedCache(KVCache):
     def held_bytes(self) -> int:
         return self.bytes_of([])
 
+    def point_at_texts(self, positions: Tensor, rows: Tensor, columns: int, first_row: int) -> None:
+        """Makes the next forward, of one row with the texts of several, write row `first_row + rows[0, i]` at column
+        `positions[0, i]` (`[1, q]` int64 each), and read columns `0..columns`."""
+        self.point_at(positions, columns, first_row)
+        self._window.to_rows, self._window.together = rows + first_row, int(rows.max()) + 1
+        self._used = max(self._used, first_row + self._window.together)
+
     def copy_rows(self, source: list[int], destination: list[int], columns: list[int], differing: int = 0) -> None:
         if self.offsets is not None:
             copy_rows_of([self.offsets], source, destination)
@@ -142,7 +149,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def _visible(self, rows: int) -> tuple[Tensor, Tensor]:
         """Keys and values that the current forward, over `rows` rows, reads."""
-        return self.read(self._window.first_row, rows, self._window.visible)
+        return self.read(self._window.first_row, self._window.together or rows, self._window.visible)
 
     def rotate_and_update(
         self,

@@ -93,7 +93,11 @@ class MaskPlan:
         return self.sliding_window or None if self.layer_types == (FULL,) and not self.per_type else None
 
     def spans(
-        self, positions: Tensor, table: Tensor | None = None, places: Tensor | None = None
+        self,
+        positions: Tensor,
+        table: Tensor | None = None,
+        places: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Masks as spans: the first and the last column that a query sees, `[B, 1, q, 2]` int64, or one such tensor
         per layer type. Their size depends only on the queries, so a captured forward serves rows of every length.
@@ -105,6 +109,8 @@ class MaskPlan:
                 only argument that every family passes on to attention.
             places: as of :meth:`build`; then spans are `[B, 1, q, 4]`: the first and the last position that a query
                 sees, the column from which columns differ from positions, and the difference.
+            rows: `[B, q]` int64, the row of K/V that a query reads, for texts one after the other in a row of queries;
+                then spans are `[B, 1, q, 3]`.
         """
         spans: dict[str, Tensor] = {}
         for layer_type in self.layer_types:
@@ -117,6 +123,8 @@ class MaskPlan:
             if places is not None:
                 moved = torch.stack([places[:, :1].expand_as(places) + 1, places - positions], dim=-1)  # [B, q, 2]
                 spans[layer_type] = torch.cat([spans[layer_type], moved[:, None]], dim=-1)
+            if rows is not None:
+                spans[layer_type] = torch.cat([spans[layer_type], rows[:, None, :, None]], dim=-1)
         return self._by_type(spans)
 
     def build(
@@ -283,6 +291,10 @@ def ragged_attention(
         output = attend(query.to(key.dtype), key, value, attention_mask, scale, softcap, s_aux)
         if output is not None:
             return output.to(query.dtype), None  # [B, q, heads, d]
+        if attention_mask.shape[3] == 3:  # as columns of one row
+            begin = attention_mask[..., 2:] * key.shape[2]  # [1, 1, q, 1]
+            attention_mask = attention_mask[..., :2] + begin
+            key, value = (states.transpose(0, 1).flatten(1, 2)[None] for states in (key, value))
         attention_mask = _mask_of(attention_mask, key.shape[2], key.dtype)  # [B, 1, q, columns]
     if not attention_mask.is_floating_point():
         from ..cuda.kernels.ragged_attention import ragged_decode_attention  # imports Triton
