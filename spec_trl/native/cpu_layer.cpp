@@ -162,11 +162,11 @@ struct Layer {
 };
 
 // Tensors of one call: `hidden`, [tokens, hidden], is updated in place; attention reads the rows of a cache from
-// `first_row` on; spans as in cpu_attention.cpp
+// `first_row` on
 struct Call {
   SCALAR* hidden;
   const SCALAR *cosine, *sine;
-  const int64_t *to_rows, *to_columns, *spans;
+  const int64_t *to_rows, *to_columns;
   int64_t span_width, rows, count, heads, kv_heads, head_size, first_row;
   int64_t cosine_strides[2], sine_strides[2], to_row_strides[2], to_column_strides[2], key_strides[3];
   int64_t threads;
@@ -181,7 +181,7 @@ static void norm(const Norm& n, const SCALAR* x, const SCALAR* residual, SCALAR*
   rms_norm(x, residual, n.weight, total, out, rows, size, n.eps, threads_for(rows * size, threads));
 }
 
-static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, const Call& c) {
+static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, const int64_t* spans, const Call& c) {
   const int64_t tokens = c.rows * c.count, hidden = l.query.in, inner = l.gate.out, most = c.threads;
   const int64_t queries = l.query.out, keys = l.key.out, width = queries + 2 * keys;
   static thread_local std::vector<SCALAR> scratch;
@@ -217,7 +217,7 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
   sizes.span_width = c.span_width;
   sizes.threads = most;
   const int64_t start = c.first_row * c.key_strides[0];
-  c.attend(rotated, all_keys + start, all_values + start, c.spans, nullptr, attended, &sizes, l.scale, 0);
+  c.attend(rotated, all_keys + start, all_values + start, spans, nullptr, attended, &sizes, l.scale, 0);
 
   if (l.after_attention.weight)
     norm(l.after_attention, attended, nullptr, nullptr, attended, tokens, queries, most);
@@ -231,8 +231,8 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
   add(residual, normed, c.hidden, tokens * hidden);
 }
 
-// Layers one after the other; `keys` and `values`: the whole buffers of each
+// Layers one after the other; of each: `keys` and `values`, the whole buffers, and `spans` as in cpu_attention.cpp
 extern "C" void decoder_layers(const Layer* layers, int64_t number, SCALAR* const* keys, SCALAR* const* values,
-                               const Call* call) {
-  for (int64_t i = 0; i < number; ++i) decoder_layer(layers[i], keys[i], values[i], *call);
+                               const int64_t* const* spans, const Call* call) {
+  for (int64_t i = 0; i < number; ++i) decoder_layer(layers[i], keys[i], values[i], spans[i], *call);
 }

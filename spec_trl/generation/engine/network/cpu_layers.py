@@ -178,7 +178,7 @@ def library(dtype: torch.dtype) -> Any:
     functions = load(SOURCES / "cpu_layer.cpp", SCALAR=SCALARS[dtype])
     if functions is not None:
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-        functions.decoder_layers.argtypes = [pointer, integer, pointer, pointer, pointer]
+        functions.decoder_layers.argtypes = [pointer, integer, *[pointer] * 4]
         functions.rms_norm.argtypes = [pointer] * 5 + [integer, integer, real, integer]
         functions.silu_multiply.argtypes = [pointer] * 3 + [integer, integer, _Strides, integer]
         functions.rotate_and_write.argtypes = [pointer] * 12 + [_Heads, real]
@@ -198,7 +198,7 @@ class _Layer(ctypes.Structure):
 MOST_TOKENS = 256
 """Most tokens of one call, whose scratch memory stays: some 40 MiB in bfloat16 for a model of 7 B parameters. More
 tokens are computed by the parts of a layer, with the same bits."""
-_Call = ctypes.c_int64 * 27  # struct Call: pointers, sizes and strides, all eight bytes wide
+_Call = ctypes.c_int64 * 26  # struct Call: pointers, sizes and strides, all eight bytes wide
 
 
 class OneCall:
@@ -253,20 +253,20 @@ class OneCall:
         self._served = len(heads) == 1
 
     def __call__(
-        self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Tensor, caches: Sequence[Any]
+        self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Sequence[Tensor], caches: Sequence[Any]
     ) -> Tensor | None:
         """The output of the last layer for `hidden_states` [B, q, hidden] in float32 or bfloat16, the dtype of all
         weights; None if a layer is not served, or watched.
 
         Args:
             cosine, sine: [B, q, head_dim] in that dtype.
-            spans: of attention, `[B, 1, q, 2 or 4]` int64.
+            spans: of each layer's attention, `[B, 1, q, 2 to 4]` int64.
             caches: of the layers' K/V.
         """
         dtype = hidden_states.dtype
-        if not self._served or any(self._hooks) or spans.is_floating_point() or not cpu_products.serves(dtype):
+        if not self._served or any(self._hooks) or not cpu_products.serves(dtype):
             return None
-        if any(type(cache) is not RaggedLayer for cache in caches):
+        if any(map(torch.is_floating_point, spans)) or any(type(cache) is not RaggedLayer for cache in caches):
             return None
         tensors = [where[name] for where, name in self._tensors]
         pointers, are_whole = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.is_contiguous, tensors))
@@ -280,18 +280,19 @@ class OneCall:
             if not cache.is_initialized:
                 heads = hidden_states.new_empty(batch, self._kv_heads, 0, self._head_dim)
                 cache.lazy_initialization(heads, heads)
-        hidden, spans = hidden_states.clone(memory_format=torch.contiguous_format), spans.contiguous()
+        hidden = hidden_states.clone(memory_format=torch.contiguous_format)
+        spans = [each.contiguous() for each in spans]
         to_rows, to_columns, first_row = caches[0].places
         all_keys = [cache.keys for cache in caches]
-        keys = self._Pointers(*map(Tensor.data_ptr, all_keys))
-        values = self._Pointers(*[cache.values.data_ptr() for cache in caches])
+        all_values = [cache.values for cache in caches]
+        by_layer = [self._Pointers(*map(Tensor.data_ptr, each)) for each in (all_keys, all_values, spans)]
         call = _Call(
             hidden.data_ptr(), cosine.data_ptr(), sine.data_ptr(), to_rows.data_ptr(), to_columns.data_ptr(),
-            spans.data_ptr(), spans.shape[3], batch, count, self._heads, self._kv_heads, self._head_dim, first_row,
+            spans[0].shape[3], batch, count, self._heads, self._kv_heads, self._head_dim, first_row,
             *cosine.stride()[:2], *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(),
             *all_keys[0].stride()[:3], torch.get_num_threads(), *self._functions,
         )  # fmt: skip
-        library(dtype).decoder_layers(self._described, len(caches), keys, values, call)
+        library(dtype).decoder_layers(self._described, len(caches), *by_layer, call)
         for flags in self._flags:
             flags["called"] = True
         return hidden

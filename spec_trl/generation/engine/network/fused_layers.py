@@ -234,7 +234,7 @@ class DecoderLayer(_Fused):
             call = cpu_layers.calls[self] = cpu_layers.OneCall([self], [self.norms_in_order()])
         caches = [layer_of(kwargs.get(self._cache_name), call.indices[0])]
         cosine, sine = position_embeddings
-        return call(hidden_states, cosine, sine, attention_mask, caches)
+        return call(hidden_states, cosine, sine, [attention_mask], caches)
 
     def norms_in_order(self) -> list[Any] | None:
         """Norms as :class:`~.OneCall` takes them; None: a part is not ours."""

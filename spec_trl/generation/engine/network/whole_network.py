@@ -29,7 +29,7 @@ class WholeNetwork:
     def __init__(self, network: Any) -> None:
         self._network, self._decoder = network, network.get_decoder()
         self._layers = list(self._decoder.layers)[: self._decoder.config.num_hidden_layers]
-        self._types = set(getattr(self._decoder.config, "layer_types", None) or [None])
+        self._types = getattr(self._decoder.config, "layer_types", None) or [""] * len(self._layers)
         norms = [layer.norms_in_order() for layer in self._layers]
         self._call = cpu_layers.OneCall(self._layers, norms, [network, self._decoder, *self._layers])
 
@@ -42,8 +42,7 @@ class WholeNetwork:
             return None
         if not all(isinstance(layer, DecoderLayer) and layer._kernels is cpu_layers for layer in decoder.layers):
             return None
-        whole = cls(network)
-        return whole if len(whole._types) == 1 else None
+        return cls(network)
 
     def __call__(
         self, tokens: Tensor, position_ids: Tensor, masks: Any, cache: Any, logits_to_keep: int
@@ -53,13 +52,13 @@ class WholeNetwork:
 
         Args:
             tokens, position_ids: `[B, q]` int64.
-            masks: spans, `[B, 1, q, 2 or 4]` int64; or a dict of these by type of layer.
+            masks: spans, `[B, 1, q, 2 to 4]` int64; or a dict of these by type of layer.
             cache: which the forward writes to.
         """
         if tokens.numel() > cpu_layers.MOST_TOKENS:
             return None
-        decoder, (kind,) = self._decoder, self._types
-        spans = masks[kind] if isinstance(masks, dict) else masks
+        decoder = self._decoder
+        spans = [masks[kind] if isinstance(masks, dict) else masks for kind in self._types]
         hidden = decoder.embed_tokens(tokens)  # [B, q, hidden]
         cosine, sine = decoder.rotary_emb(hidden, position_ids=position_ids)
         if not cpu_layers.serves(hidden) or cosine.dtype != hidden.dtype:

@@ -203,7 +203,7 @@ def test_soft_caps_windows_and_sinks(config: PreTrainedConfig, lengths: list[int
     eager = outputs(generate(model, PROMPTS, "self", {"runner": "eager"}))
     assert not lengths
     assert outputs(generate(model, PROMPTS, "self", {"runner": "compiled"})) == eager
-    assert max(lengths) == 14
+    assert max(lengths) == 25
 
 
 def test_a_cache_that_is_made_in_inference_mode_outlives_it(tiny: LlamaForCausalLM) -> None:
@@ -232,7 +232,7 @@ def test_what_it_returns_can_be_learned_from(tiny: LlamaForCausalLM, what: str) 
 
 def test_float16_is_compiled_too(lengths: list[int]) -> None:
     generate(tiny_llama().half(), PROMPTS, "none", {"exact": False})
-    assert max(lengths) == 14
+    assert max(lengths) == 25
 
 
 class _OfItsOwn(nn.Module):
@@ -267,25 +267,27 @@ def test_under_autocast_training_goes_on_after_it(lengths: list[int]) -> None:
     model = tiny_llama().float()
     with torch.autocast("cpu", torch.bfloat16):
         generate(model, PROMPTS, "none", {"exact": False})
-        assert max(lengths) == 14
+        assert max(lengths) == 25
         model(PROMPTS["input_ids"]).logits.float().sum().backward()
 
 
-# ---- a layer in one call --------------------------------------------------------------------------------------------
+# ---- layers in one call ---------------------------------------------------------------------------------------------
 
 
 LAYERS, FORWARDS = 2, 4  # of `run`
+WHOLE, EACH, NONE = [LAYERS], [0, *[1] * LAYERS], [0] * (1 + LAYERS)
+"""What :func:`served` finds in a forward: one call, one for each layer, and none."""
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each layer's forward was one call."""
-    found: list[bool] = []
+def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Layers that each call computed; 0: it left them to the modules."""
+    found: list[int] = []
     call = cpu_layers.OneCall.__call__
 
-    def noted(*given: Any) -> Any:
-        output = call(*given)
-        found.append(output is not None)
+    def noted(layers: Any, *given: Any) -> Any:
+        output = call(layers, *given)
+        found.append(0 if output is None else len(layers.indices))
         return output
 
     monkeypatch.setattr(cpu_layers.OneCall, "__call__", noted)
@@ -295,7 +297,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_layer_is_that_of_the_family(served: list[bool], family: str, threads: int, dtype: torch.dtype) -> None:
+def test_layers_are_those_of_the_family(served: list[int], family: str, threads: int, dtype: torch.dtype) -> None:
     before = torch.get_num_threads()
     network = make_shadow(model_of(family, dtype))
     expected = run(network)
@@ -306,12 +308,14 @@ def test_a_layer_is_that_of_the_family(served: list[bool], family: str, threads:
     finally:
         torch.set_num_threads(before)
     compare(whole, expected)
-    assert served == [True] * LAYERS * FORWARDS
-    for layer in network.model.layers:
-        layer.self_attn.q_proj.register_forward_hook(lambda module, given, output: None)
-    served.clear()
-    assert torch.equal(run(network, kind=CompiledRunner), whole), "the parts of a watched layer, in C++ too"
-    assert served == [False] * LAYERS * FORWARDS
+    assert served == WHOLE * FORWARDS
+    layers = network.model.layers
+    for watched, found in (([layers[0]], EACH), ([layer.self_attn.q_proj for layer in layers], NONE)):
+        for module in watched:
+            module.register_forward_hook(lambda module, given, output: None)
+        served.clear()
+        assert torch.equal(run(network, kind=CompiledRunner), whole), "what hooks watch, in C++ too"
+        assert served == found * FORWARDS
 
 
 @pytest.mark.parametrize("size", [64, 100])
@@ -326,7 +330,7 @@ def test_bfloat16_rounds_where_the_family_does(size: int) -> None:
         assert (ours != theirs).double().mean() < 2e-3
 
 
-def test_chains_are_served(served: list[bool]) -> None:
+def test_chains_are_served(served: list[int]) -> None:
     """Two chains of two tokens after five: the second one's logits are those that it has alone."""
     network = make_shadow(model_of("llama", torch.float32))
     found = []
@@ -341,7 +345,7 @@ def test_chains_are_served(served: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_the_copy_is_served(served: list[bool], family: str) -> None:
+def test_the_copy_is_served(served: list[int], family: str) -> None:
     """Its packed weights, joined where they are siblings, and biases; what it computes by its modules is the same."""
     model = model_of(family, torch.float32)
     model.config.intermediate_size = 128
@@ -349,13 +353,13 @@ def test_the_copy_is_served(served: list[bool], family: str) -> None:
     network = make_shadow(model)
     copy = quantize_projections(network, "rtn-w4-g64", kernel="native")
     whole = run(network, kind=CompiledRunner)
-    assert served == [True] * LAYERS * FORWARDS
+    assert served == WHOLE * FORWARDS
     copy.assert_all_called()
     for layer in network.model.layers:
         layer.mlp.act_fn.register_forward_hook(lambda module, given, output: output)
     served.clear()
     compare(run(network, kind=CompiledRunner), whole)
-    assert served == [False] * LAYERS * FORWARDS
+    assert served == NONE * FORWARDS
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -376,7 +380,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_between_forwards(served: list[bool], change: str) -> None:
+def test_changes_between_forwards(served: list[int], change: str) -> None:
     network = make_shadow(model_of("bitnet" if "square" in change else "llama", torch.float32))
     before = run(network, kind=CompiledRunner)
     with torch.no_grad():
@@ -387,15 +391,15 @@ def test_changes_between_forwards(served: list[bool], change: str) -> None:
     if "rows that" not in change:
         assert not torch.allclose(before, expected)
     by_modules = "hook" in change or "rows" in change
-    assert served == [True, not by_modules] * FORWARDS
+    assert served == ([0, 1, 0] if by_modules else WHOLE) * FORWARDS
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_many_tokens_are_left_to_the_modules(
-    served: list[bool], packed: bool, monkeypatch: pytest.MonkeyPatch
+    served: list[int], packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not packed:
-        monkeypatch.setattr(cpu_layers, "_MOST_TOKENS", 32)
+        monkeypatch.setattr(cpu_layers, "MOST_TOKENS", 32)
     model = model_of("llama", torch.float32)
     model.config.intermediate_size = 128
     network = make_shadow(type(model)(model.config).eval())
@@ -405,10 +409,10 @@ def test_many_tokens_are_left_to_the_modules(
     for count in (32, 33):
         served.clear()
         runner.forward(torch.ones(1, count, dtype=torch.long), torch.arange(count)[None], count)
-        assert served == [count == 32] * LAYERS
+        assert served == (WHOLE if count == 32 else NONE[not packed :])
 
 
-def test_drafts_change_no_token(served: list[bool]) -> None:
+def test_drafts_change_no_token(served: list[int]) -> None:
     """Steps of one token, verifications of several, and batches of different size give the same tokens in float32."""
     model = model_of("llama", torch.float32)
     prompts = pad_left(random_rows([4, 9, 6]))

@@ -363,13 +363,13 @@ def test_a_shadow_of_a_shadow_is_the_same(fused) -> None:
 
 @pytest.mark.parametrize("family", ["llama", slow("qwen3")])
 def test_tokens_are_those_of_the_families_code(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer_of = fused_layers._layer_of
+    layer_of = fused_layers.layer_of
     model = tiny_llama(num_hidden_layers=1) if family == "llama" else model_of(family)
     prompts = pad_left(random_rows([5, 3]))
     expected = outputs(generate(model, prompts, max_new_tokens=6))
     monkeypatch.setattr(fused_layers, "run_on", lambda device: True)
     used = []
-    monkeypatch.setattr(fused_layers, "_layer_of", lambda *given: used.append(layer_of(*given)) or used[-1])
+    monkeypatch.setattr(fused_layers, "layer_of", lambda *given: used.append(layer_of(*given)) or used[-1])
     for strategy in ("none", "self"):
         result = generate(model, prompts, strategy, {"draft_length": 3}, max_new_tokens=6)
         assert outputs(result) == expected and result.statistics.drafter_failure is None
