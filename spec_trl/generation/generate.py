@@ -33,6 +33,7 @@ from .engine.kv.base import Capacity
 from .engine.kv.cache import autocast_dtype
 from .engine.kv.row_memory import plan_memory, watch_memory
 from .engine.lockstep import RolloutInStep
+from .engine.network.cpu_layers import compile_ahead
 from .engine.network.products import copied_bytes
 from .engine.record import Completion
 from .engine.rollout import RequestQueue, Rollout
@@ -109,6 +110,7 @@ def speculative_decoding(
                 session, model, input_ids, logits_processor, stopping_criteria, generation_config,
                 assistant_strategy, config, drafter, control, request_ids, model_kwargs,
             )  # fmt: skip
+            compile_ahead(model)
             drafters, control = make_drafting(session, call, claims)
             capacity = plan_memory(session, call, drafters, max(config.first_draft_length, control.most_drafted))
             ahead = config.specactor.decoupled_execution != "never" and load("papers.specactor.decoupled.execution")

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -53,6 +54,8 @@ loaded: list[Library] = []
 """Libraries that this process has loaded."""
 failed: list[Library] = []
 """Libraries that :func:`load` could not load."""
+_ahead: dict[str, Future[ctypes.CDLL]] = {}
+_threads = ThreadPoolExecutor(thread_name_prefix="compiler")
 
 
 def untraced(function: F) -> F:
@@ -62,15 +65,21 @@ def untraced(function: F) -> F:
     return wrapped
 
 
+def load_ahead(source: Path, **defined: object) -> None:
+    """Begins what :func:`load` will do, in another thread: several libraries are compiled at once."""
+    library = _library(source, defined)
+    if compiler() is not None and library not in (*loaded, *failed) and str(library) not in _ahead:
+        _ahead[str(library)] = _threads.submit(_load, source, library.macros)
+
+
 @untraced
 def load(source: Path, **defined: object) -> ctypes.CDLL | None:
     """Returns the library of `source`, compiled now or by an earlier process, with macros `defined`, or None."""
-    macros = {name: str(value) for name, value in defined.items()}
-    short = source.relative_to(SOURCES) if source.is_relative_to(SOURCES) else source
-    library, functions = Library(str(short), macros), None
+    library, functions = _library(source, defined), None
+    begun = _ahead.pop(str(library), None)
     try:
         if compiler() is not None:
-            functions = _load(source, _options(macros))
+            functions = _load(source, library.macros) if begun is None else begun.result()
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or b""
         logger.info("torch does the work of %s, which is slower on a CPU: %s %s", source.stem, error, output.decode())
@@ -78,6 +87,11 @@ def load(source: Path, **defined: object) -> ctypes.CDLL | None:
     if library not in known:
         known.append(library)
     return functions
+
+
+def _library(source: Path, defined: dict[str, object]) -> Library:
+    short = source.relative_to(SOURCES) if source.is_relative_to(SOURCES) else source
+    return Library(str(short), {name: str(value) for name, value in defined.items()})
 
 
 def loads(libraries: list[Library]) -> bool:
@@ -106,9 +120,10 @@ def _call(*arguments: str) -> bytes:
     return subprocess.run([program, *arguments], check=True, capture_output=True, timeout=_SECONDS).stdout
 
 
-def _load(source: Path, options: tuple[str, ...]) -> ctypes.CDLL:
-    """Loads the library of `source` under `options`, or compiles it. A library's name ends in the hash of its content:
+def _load(source: Path, macros: dict[str, str]) -> ctypes.CDLL:
+    """Loads the library of `source` with `macros`, or compiles it. A library's name ends in the hash of its content:
     loading a part of one, left by a full disk, would end the process."""
+    options = _options(macros)
     headers = {*SOURCES.glob("*.h"), *source.parent.glob("*.h")}
     included = b"".join(path.read_bytes() for path in sorted(headers))
     # Some options, such as -ffp-contract, define no macro.

@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
+from transformers import PreTrainedModel
 
 from ....native import cpu_products
 from ....native.cpu_products import Matrix
-from ....native.native_code import SOURCES, load, untraced
+from ....native.native_code import SOURCES, load, load_ahead, untraced
 from ....quantization.kernels.native import Native
 from ....quantization.linear import QuantizedLinear
 from ..kv.cache import RaggedLayer
@@ -30,7 +31,7 @@ from .products import Product
 
 
 SCALARS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "Bfloat16", torch.float16: "_Float16"}
-_SOURCE = SOURCES / "cpu_attention.cpp"
+_ATTENTION, _LAYER = SOURCES / "cpu_attention.cpp", SOURCES / "cpu_layer.cpp"
 _Numbers = ctypes.c_int64 * 12  # struct Sizes
 
 
@@ -82,11 +83,25 @@ def attend(
     return output[..., :value_size].contiguous()
 
 
+def compile_ahead(network: PreTrainedModel) -> None:
+    """Begins to compile the libraries that forwards of `network` on a CPU will most likely call, all at once."""
+    scalar = SCALARS.get(network.dtype)
+    if network.device.type != "cpu" or scalar is None:
+        return
+    load_ahead(SOURCES / "cpu_products.cpp")
+    load_ahead(SOURCES / "cpu_sampling.cpp")
+    if network.dtype in cpu_products.DTYPES:
+        load_ahead(_LAYER, SCALAR=scalar)
+    config = network.config.get_text_config(decoder=True)
+    heads: int = getattr(config, "num_attention_heads", None) or 1
+    load_ahead(_ATTENTION, SCALAR=scalar, HEAD_SIZE=getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
 @functools.cache
 def attention_function(dtype: torch.dtype, head_size: int) -> Callable[..., None] | None:
     """The C++ function for these; None if it cannot be compiled."""
     scalar = SCALARS.get(dtype)
-    library = None if scalar is None else load(_SOURCE, SCALAR=scalar, HEAD_SIZE=head_size)
+    library = None if scalar is None else load(_ATTENTION, SCALAR=scalar, HEAD_SIZE=head_size)
     if library is None:
         return None
     library.attend.argtypes = [ctypes.c_void_p] * 6 + [_Numbers, ctypes.c_double, ctypes.c_double]
@@ -175,7 +190,7 @@ def _threads(out: Tensor) -> int:
 @functools.cache
 def library(dtype: torch.dtype) -> Any:
     """The functions compiled for `dtype`; None without a compiler."""
-    functions = load(SOURCES / "cpu_layer.cpp", SCALAR=SCALARS[dtype])
+    functions = load(_LAYER, SCALAR=SCALARS[dtype])
     if functions is not None:
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
         functions.decoder_layers.argtypes = [pointer, integer, *[pointer] * 4]

@@ -230,6 +230,31 @@ def test_what_it_returns_can_be_learned_from(tiny: LlamaForCausalLM, what: str) 
     assert weight.grad is not None
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_texts_of_several_lengths_are_read_as_one_row(
+    tiny: LlamaForCausalLM, lengths: list[int], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits, and the states that drafters learn from, are those of each text alone; padding has none."""
+    if not compiled:
+        monkeypatch.setattr("spec_trl.generation.engine.network.attention.attend", lambda *_: None)
+    tokens, positions = torch.arange(3, 21).view(3, 6), torch.arange(6).repeat(3, 1)
+    heard: list[Tensor] = []
+    found = []
+    for rows, fed in ((slice(0, 3), [6, 2, 4]), (slice(0, 1), [6]), (slice(1, 2), [2]), (slice(2, 3), [4])):
+        runner = CompiledRunner(make_shadow(tiny), RaggedCache.for_network(tiny, 4, 8))
+        runner.listen([1], lambda features, *_: heard.append(features))
+        width = max(fed)
+        places = [(row, count - 1) for row, count in enumerate(fed)]
+        given = tokens[rows, :width], positions[rows, :width]
+        found.append(runner.prefill(*given, width, 1, places, fed))
+    together, alone = heard[0], heard[1:]
+    for row, states in enumerate(alone):
+        torch.testing.assert_close(together[row, : states.shape[1]], states[0], atol=1e-12, rtol=0)
+        assert not together[row, states.shape[1] :].any()
+    torch.testing.assert_close(found[0], torch.cat(found[1:]), atol=1e-12, rtol=0)
+    assert lengths == ([12] * 2 + [6] * 2 + [2] * 2 + [4] * 2 if compiled else [])
+
+
 def test_float16_is_compiled_too(lengths: list[int]) -> None:
     generate(tiny_llama().half(), PROMPTS, "none", {"exact": False})
     assert max(lengths) == 25
