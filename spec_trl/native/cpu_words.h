@@ -99,19 +99,31 @@ struct Packed {
 template <typename From>
 static void spread(const Group& g, int64_t bytes, int64_t k, int64_t end, uint32_t* to, From from) {
 #ifdef __AVX512F__
-  for (; k < end; k += 16)
-    for (int64_t lane = 0; lane < g.lanes; lane += 16) {
-      Words lines[16] = {};
-      const int64_t left = std::min<int64_t>(64, bytes - 4 * k);
-      for (int64_t m = lane; m < std::min(lane + 16, g.rows); ++m)
-        if (left == 64)
-          lines[m - lane] = read<Words>(from(m) + 4 * k);
+  const auto blocks = [&](auto lanes) {  // a constant: copies of its size are single instructions
+    constexpr int64_t LANES = lanes, ROWS = std::min<int64_t>(16, LANES);
+    for (; k < end; k += 16)
+      for (int64_t lane = 0; lane < g.lanes; lane += ROWS) {
+        Words lines[16] = {};
+        const int64_t left = std::min<int64_t>(64, bytes - 4 * k), rows = std::min(ROWS, g.rows - lane);
+        for (int64_t m = 0; m < rows; ++m)
+          if (left == 64)
+            lines[m] = read<Words>(from(lane + m) + 4 * k);
+          else
+            std::memcpy(&lines[m], from(lane + m) + 4 * k, left);
+        transpose(lines);
+        uint32_t* at = to + k * g.lanes + lane;
+        if (end - k >= 16)
+          for (int64_t i = 0; i < 16; ++i) std::memcpy(at + i * g.lanes, &lines[i], 4 * ROWS);
         else
-          std::memcpy(&lines[m - lane], from(m) + 4 * k, left);
-      transpose(lines);
-      for (int64_t i = 0; i < std::min<int64_t>(16, end - k); ++i)
-        std::memcpy(to + (k + i) * g.lanes + lane, &lines[i], 4 * std::min<int64_t>(16, g.lanes));
-    }
+          for (int64_t i = 0; i < end - k; ++i) std::memcpy(at + i * g.lanes, &lines[i], 4 * ROWS);
+      }
+  };
+  if (g.lanes == 4)
+    blocks(std::integral_constant<int64_t, 4>());
+  else if (g.lanes == 8)
+    blocks(std::integral_constant<int64_t, 8>());
+  else
+    blocks(std::integral_constant<int64_t, 16>());
 #else
   std::fill(to + k * g.lanes, to + end * g.lanes, 0);
   for (int64_t m = 0; m < g.rows; ++m)
