@@ -249,10 +249,12 @@ class OneCall:
         self._flags = [vars(module) for module in self._quantized]
         tensors: list[tuple[dict[str, Tensor | None], str]] = []
         for module in modules:
-            if isinstance(module, QuantizedLinear):
-                tensors += [(module.packed._buffers, "codes"), (module._buffers, "merged_bias")]
+            if isinstance(module, QuantizedLinear):  # whose packed weights never move
+                tensors.append((module._buffers, "merged_bias"))
                 module = module.dense
-            tensors += [(module._parameters, "weight"), (module._parameters, "bias")]
+            else:
+                tensors.append((module._parameters, "weight"))
+            tensors.append((module._parameters, "bias"))
         tensors += [(norm._parameters, "weight") for norm in given]
         self._tensors: list[Any] = [(where, name) for where, name in tensors if where.get(name) is not None]
         self._scales = [attention.scaling for attention in parts[0]]
