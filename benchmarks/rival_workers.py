@@ -1,11 +1,12 @@
 """What `benchmarks.rivals` runs in each way's process, of which two have an environment of their own.
 
-A script gets its way, the model's folder or file, dtype and threads, reads a call a line and answers with its seconds
-and the new tokens of each row. Its `prepare` does what a user does once and returns the call.
+A script gets its way, the model's folder or file, dtype and threads, reads a call a line and answers with its seconds,
+the new tokens of each row, and the most memory that the process has had, in MiB. Its `prepare` does what a user does
+once and returns the call.
 """
 
 SERVE = """
-import json, os, sys, time
+import json, os, resource, sys, time
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what libraries print is no answer
 way, folder, dtype, threads = *sys.argv[1:4], int(sys.argv[4])
@@ -17,7 +18,8 @@ def serve(prepare):
         started = time.perf_counter()
         rows = call()
         seconds = time.perf_counter() - started
-        print(json.dumps([seconds, rows]), file=answers, flush=True)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        print(json.dumps([seconds, rows, peak]), file=answers, flush=True)
 """
 TORCH_WORKER = """
 import warnings, torch, transformers, spec_trl

@@ -120,8 +120,8 @@ def _answer(process: subprocess.Popen[str], way: str) -> str:
     return line
 
 
-def call(process: subprocess.Popen[str], way: str, work: Mapping[str, Any]) -> tuple[float, list[list[int]]]:
-    """Seconds of one call, and the new tokens of each row.
+def call(process: subprocess.Popen[str], way: str, work: Mapping[str, Any]) -> tuple[float, list[list[int]], float]:
+    """Seconds of one call, the new tokens of each row, and the most MiB that the process has had.
 
     Raises:
         RuntimeError: the process has ended, or a row has not the number of tokens that was asked for.
@@ -129,10 +129,10 @@ def call(process: subprocess.Popen[str], way: str, work: Mapping[str, Any]) -> t
     assert process.stdin is not None
     process.stdin.write(json.dumps(work) + "\n")
     process.stdin.flush()
-    seconds, rows = json.loads(_answer(process, way))
+    seconds, rows, peak = json.loads(_answer(process, way))
     if [len(row) for row in rows] != [work["new"]] * len(work["prompts"]):
         raise RuntimeError(f"{way}: rows of {[len(row) for row in rows]} tokens, not of {work['new']}")
-    return seconds, rows
+    return seconds, rows, peak
 
 
 def measure(prompts: Sequence[list[int]], dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -151,12 +151,12 @@ def measure(prompts: Sequence[list[int]], dtype: str, options: argparse.Namespac
         print(f"{dtype}: greedy tokens of {GREEDY} that agree with {options.ways[0]}: {same}", flush=True)
         for rows in options.rows:
             cell: dict[str, Any] = {"model": model.name, "dtype": dtype, "rows": rows, "greedy": same}
-            cell |= {"tokens": rows * options.tokens, "seconds": {way: [] for way in options.ways}}
+            cell |= {"tokens": rows * options.tokens, "seconds": {way: [] for way in options.ways}, "MiB": {}}
             for turn in range(WARM_UPS + options.visits):
                 chosen = [prompts[(turn * rows + row) % len(prompts)] for row in range(rows)]
                 work = fixed | {"prompts": chosen, "new": options.tokens, "seed": turn + 1, "greedy": False}
                 for way in rotated(options.ways, turn):
-                    seconds, _ = call(processes[way], way, work)
+                    seconds, _, cell["MiB"][way] = call(processes[way], way, work)
                     if turn >= WARM_UPS:
                         cell["seconds"][way].append(seconds)
             found.append(cell)
@@ -181,6 +181,10 @@ def findings(cells: Sequence[Mapping[str, Any]]) -> list[Finding]:
             for name, base in bases.items() if way in OURS else ():
                 gains = ratios(seconds[base], own)
                 found.append(Finding(what, median(gains), "×", name, spread(gains)))
+        for way in OURS if GENERATE in seconds else ():
+            if way in seconds:
+                what = f"{cell['model']}, {cell['dtype']}: peak memory, {way}, up to {cell['rows']} rows"
+                found.append(Finding(what, cell["MiB"][way] / cell["MiB"][GENERATE], "×", GENERATE))
     return found
 
 
