@@ -19,7 +19,7 @@
 
 constexpr int SUMS = WIDEST == 32 ? 6 : 12;  // registers of half of the sums; others hold the second half, x and weights
 constexpr int64_t CHUNK = 48;                // outputs, whose weights stay in the L2 cache for the next rows
-constexpr int64_t PART = 16;                 // words of x that a thread packs at once, and the least outputs of a chunk
+constexpr int64_t PART = 16;                 // words of x that a thread packs at once
 constexpr int64_t PER_THREAD = 1 << 17;      // weights: with fewer, a second thread saves less than waking it takes
 constexpr int64_t COLUMNS = WIDEST;          // outputs at once, of weights that lie transposed: four registers
 constexpr int64_t ROWS_AHEAD = 8;            // prefetched, of weights that lie transposed
@@ -483,7 +483,7 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
         const Kind kind = kind_of(w, is_narrow);
         const Output to = Output{y, y_stride, (bool)is_narrow}.after(0, column);
         const int64_t last = std::min(count, row + block);
-        const int64_t size = w.is_transposed ? COLUMNS : w.out < 4 * threads * CHUNK ? PART : CHUNK;
+        const int64_t size = w.is_transposed ? COLUMNS : w.out < 4 * threads * CHUNK ? CHUNK / 2 : CHUNK;
 #pragma omp for schedule(static) nowait
         for (int64_t first = start(w); first < w.out; first += size) {
           const int64_t end = std::min(w.out, first + size);
