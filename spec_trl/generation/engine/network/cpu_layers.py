@@ -4,8 +4,8 @@ Attention reads the columns of a row, without a mask, so a row's output does not
 columns. It is compiled once per element type and head size, in about a second (`native_code.py`).
 
 The operations between matrix products replace some thirty small torch calls. They have the arguments of those in
-`kernels/fused_layer.py`, in float32 and bfloat16. For few tokens a layer is one call, or all layers of a network
-are (`whole_network.py`). It gets the addresses of their weights: collected once, and again if a weight has moved.
+`kernels/fused_layer.py`, in float32 and bfloat16. A layer is one call, or all layers of a network are
+(`whole_network.py`). It gets the addresses of their weights: collected once, and again if a weight has moved.
 """
 
 import ctypes
@@ -210,9 +210,6 @@ class _Layer(ctypes.Structure):
     _fields_ = [("matrices", Matrix * 7), ("norms", _Norm * 6), ("scale", ctypes.c_double)]
 
 
-MOST_TOKENS = 256
-"""Most tokens of one call, whose scratch memory stays: some 40 MiB in bfloat16 for a model of 7 B parameters. More
-tokens are computed by the parts of a layer, with the same bits."""
 _Call = ctypes.c_int64 * 26  # struct Call: pointers, sizes and strides, all eight bytes wide
 
 
@@ -291,7 +288,7 @@ class OneCall:
             self._pointers, self._are_whole, self._dtype = pointers, are_whole, dtype
             self._describe(dtype)
         batch, count, _ = hidden_states.shape
-        if batch * count > self._most_rows:
+        if self._most_rows is not None and batch * count > self._most_rows:
             return None
         for cache in caches:
             if not cache.is_initialized:
@@ -315,7 +312,7 @@ class OneCall:
         return hidden
 
     def _describe(self, dtype: torch.dtype) -> None:
-        self._most_rows = min([MOST_TOKENS, *(module.max_rows for module in self._quantized)])
+        self._most_rows = min((module.max_rows for module in self._quantized), default=None)
         attend, layers = attention_function(dtype, self._head_dim), []
         for projections, norms, scale in zip(self._projections, self._norms, self._scales, strict=True):
             matrices = [_matrix_of(module, dtype) for module in projections]

@@ -1,4 +1,4 @@
-"""A language model of Llama's kind on a CPU with its decoder layers in one C++ call, for few tokens.
+"""A language model of Llama's kind on a CPU with its decoder layers in one C++ call.
 
 It saves the Python of transformers' modules: a third of the time of a draft of a small model.
 """
@@ -9,6 +9,7 @@ from typing import Any, Optional
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ....native import cpu_products
 from . import cpu_layers
 from .fused_layers import DecoderLayer, layer_of
 from .known_code import code_of, code_of_reference, has_its_forward
@@ -48,16 +49,16 @@ class WholeNetwork:
         self, tokens: Tensor, position_ids: Tensor, masks: Any, cache: Any, logits_to_keep: int
     ) -> Tensor | None:
         """Logits `[B, q, vocab]`, or of the last `logits_to_keep` tokens, if not 0; None if the modules must run: for
-        many tokens, or with hooks that watch them.
+        prompts in float32, many tokens of a quantized copy, and with hooks that watch them.
 
         Args:
             tokens, position_ids: `[B, q]` int64.
             masks: spans, `[B, 1, q, 2 to 4]` int64; or a dict of these by type of layer.
             cache: which the forward writes to.
         """
-        if tokens.numel() > cpu_layers.MOST_TOKENS:
-            return None
         decoder = self._decoder
+        if not cpu_products.serves(decoder.embed_tokens.weight.dtype):
+            return None
         spans = [masks[kind] if isinstance(masks, dict) else masks for kind in self._types]
         hidden = decoder.embed_tokens(tokens)  # [B, q, hidden]
         cosine, sine = decoder.rotary_emb(hidden, position_ids=position_ids)

@@ -419,22 +419,35 @@ def test_changes_between_forwards(served: list[int], change: str) -> None:
     assert served == ([0, 1, 0] if by_modules else WHOLE) * FORWARDS
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_many_tokens_are_left_to_the_modules(
-    served: list[int], packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not packed:
-        monkeypatch.setattr(cpu_layers, "MOST_TOKENS", 32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 600), (3, 100), (2, 300)], ids=str)
+def test_many_tokens_have_the_bits_of_few(served: list[int], shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """They are computed in parts of rows, or of a row."""
+    rows, count = shape
+    model = model_of("llama", dtype)
+    model.config.max_position_embeddings = 600
+    network = make_shadow(type(model)(model.config).to(dtype).eval())
+    tokens, positions = torch.randint(3, 64, shape), torch.arange(count).expand(shape)
+    runner = CompiledRunner(network, RaggedCache.for_network(network, rows, 600))
+    together = runner.forward(tokens, positions, count)
+    for row in range(rows):
+        alone = CompiledRunner(network, RaggedCache.for_network(network, 1, 600))
+        fed = [slice(start, start + 70) for start in range(0, count, 70)]
+        parts = [alone.forward(tokens[row, None, part], positions[row, None, part], count) for part in fed]
+        assert torch.equal(together[row, None], torch.cat(parts, dim=1))
+    assert set(served) == {LAYERS}
+
+
+def test_many_tokens_of_a_copy_are_left_to_the_modules(served: list[int]) -> None:
     model = model_of("llama", torch.float32)
     model.config.intermediate_size = 128
     network = make_shadow(type(model)(model.config).eval())
-    if packed:
-        quantize_projections(network, "rtn-w4-g64", kernel="native")
+    quantize_projections(network, "rtn-w4-g64", kernel="native")
     runner = CompiledRunner(network, RaggedCache.for_network(network, rows=1, columns=64))
     for count in (32, 33):
         served.clear()
         runner.forward(torch.ones(1, count, dtype=torch.long), torch.arange(count)[None], count)
-        assert served == (WHOLE if count == 32 else NONE[not packed :])
+        assert served == (WHOLE if count == 32 else NONE)
 
 
 def test_drafts_change_no_token(served: list[int]) -> None:
