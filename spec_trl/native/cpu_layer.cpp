@@ -111,9 +111,13 @@ struct Heads {
   int64_t threads;
 };
 
-// One head of one token: normed (no weight: not), then rotated by its position.
+// One head of one token: normed (no weight: not), then rotated by its position (no angles: not, and not normed).
 static void rotate(const SCALAR* from, SCALAR* to, const Norm& n, const SCALAR* cosine, const SCALAR* sine,
                    int64_t size) {
+  if (!cosine) {
+    std::memcpy(to, from, size * sizeof(SCALAR));
+    return;
+  }
   const int64_t half = size / 2;
   const float factor = n.weight ? factor_of(from, size, n.eps) : 1;
   const auto given = [&](int64_t start, int64_t i) {
@@ -143,8 +147,8 @@ extern "C" void rotate_and_write(const SCALAR* query, const SCALAR* key, const S
 #pragma omp parallel for num_threads(s.threads) if (s.threads > 1)
   for (int64_t token = 0; token < s.rows * s.count; ++token) {
     const int64_t row = token / s.count, step = token % s.count;
-    const SCALAR* c = cosine + row * s.cosine[0] + step * s.cosine[1];
-    const SCALAR* d = sine + row * s.sine[0] + step * s.sine[1];
+    const SCALAR* c = cosine ? cosine + row * s.cosine[0] + step * s.cosine[1] : nullptr;
+    const SCALAR* d = cosine ? sine + row * s.sine[0] + step * s.sine[1] : nullptr;
     const int64_t to_row = to_rows[row * s.to_row[0] + step * s.to_row[1]];
     const int64_t column = to_columns[row * s.to_column[0] + step * s.to_column[1]];
     for (int64_t h = 0; h < s.heads; ++h) {
@@ -173,6 +177,7 @@ struct Layer {
   Norm before_attention, of_queries, of_keys, of_heads, after_attention, before_mlp, of_product, after_mlp;
   double scale, softcap;  // of attention; 0: no cap
   int64_t is_gelu;        // or SiLU
+  int64_t rotates;        // queries and keys
 };
 
 // Tensors of one call: `hidden`, [tokens, hidden], is updated in place; attention reads the rows of a cache from
@@ -221,8 +226,8 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
   std::copy_n(c.key_strides, 3, heads.keys);
   std::copy_n(c.key_strides, 3, heads.values);
   heads.threads = threads_for(tokens * queries, most);
-  rotate_and_write(projected, projected + queries, projected + queries + keys, c.cosine, c.sine, all_keys, all_values,
-                   c.to_rows, c.to_columns, &l.of_queries, &l.of_keys, rotated, &heads);
+  rotate_and_write(projected, projected + queries, projected + queries + keys, l.rotates ? c.cosine : nullptr, c.sine,
+                   all_keys, all_values, c.to_rows, c.to_columns, &l.of_queries, &l.of_keys, rotated, &heads);
 
   Sizes sizes = {c.rows, c.kv_heads, c.heads / c.kv_heads, c.count};
   sizes.query_strides[0] = queries * c.count;

@@ -246,7 +246,7 @@ _Matrices, _Norms = Matrix * 7, _Norm * 8
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("matrices", _Matrices), ("norms", _Norms), ("scale", ctypes.c_double), ("softcap", ctypes.c_double),
-        ("is_gelu", ctypes.c_int64),
+        ("is_gelu", ctypes.c_int64), ("rotates", ctypes.c_int64),
     ]  # fmt: skip
 
 

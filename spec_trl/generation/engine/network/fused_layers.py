@@ -121,8 +121,8 @@ class _Attention(_Fused):
     @property
     def is_plain(self) -> bool:
         """Whether C++ computes the whole of it."""
-        known = set(self._options) <= {"softcap"}
-        return known and not (self._wide_norms or self._needs or self._is_gated or len(self._inputs) == 1)
+        known = set(self._options) <= {"softcap"} and self._needs in ("", "use_rope")
+        return known and not (self._wide_norms or self._is_gated or len(self._inputs) == 1)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer = layer_of(kwargs.get(self._cache_name), self.layer_idx)
@@ -258,7 +258,8 @@ class DecoderLayer(_Fused):
         inputs = ([getattr(part, name) for name in part._inputs] for part in (attention, mlp))
         products = [*next(inputs), attention.o_proj, *next(inputs), mlp.down_proj]
         softcap = next((getattr(attention, name) for name in attention._options.values()), None) or 0.0
-        return cpu_layers.Parts(products, norms, (attention.scaling, softcap, gate == "gelu_multiply"))
+        rotates = not attention._needs or bool(getattr(attention, attention._needs))
+        return cpu_layers.Parts(products, norms, (attention.scaling, softcap, gate == "gelu_multiply", rotates))
 
 
 _HEADS = {"_norms": ("q_norm", "k_norm")}
