@@ -55,34 +55,50 @@ static float factor_of(const SCALAR* x, int64_t size, double eps) {
   return 1 / std::sqrt(squares[0] / size + (float)eps);
 }
 
-static Vector normed(const SCALAR* x, const SCALAR* weight, float factor, int64_t i, int64_t size) {
-  return at(weight, i, size) * rounded(at(x, i, size) * factor);
+struct Norm {
+  const SCALAR* weight;  // null: there is no such norm
+  double eps;
+  double shift;  // is added to weights, in float32; negative: it is not, and rows are rounded before they are weighted
+};
+
+static Vector normed(const SCALAR* x, const SCALAR* weight, double shift, float factor, int64_t i, int64_t size) {
+  const Vector row = at(x, i, size) * factor, weights = at(weight, i, size);
+  return shift < 0 ? weights * rounded(row) : row * (weights + (Real)shift);
 }
 
-// x + residual into total (null: x alone, and no total), and its norm times weight into out; all rows are contiguous
-extern "C" void rms_norm(const SCALAR* x, const SCALAR* residual, const SCALAR* weight, SCALAR* total, SCALAR* out,
-                         int64_t rows, int64_t size, double eps, int64_t threads) {
+static void norm_row(const Norm& n, const SCALAR* x, SCALAR* out, int64_t size) {  // which may be the same
+  const float factor = factor_of(x, size, n.eps);
+  for (int64_t i = 0; i < size; i += LANES) put(out, i, size, normed(x, n.weight, n.shift, factor, i, size));
+}
+
+// x, normed by `branch` (null: not), + residual into total (null: x alone, and no total), and its norm (null: none)
+// into out; all rows are contiguous
+extern "C" void rms_norm(const SCALAR* x, const Norm* branch, const SCALAR* residual, SCALAR* total, const Norm* norm,
+                         SCALAR* out, int64_t rows, int64_t size, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t row = 0; row < rows; ++row) {
     const SCALAR* from = x + row * size;
     if (residual) {
-      add(from, residual + row * size, total + row * size, size);
-      from = total + row * size;
+      SCALAR* sum = total + row * size;
+      if (branch) norm_row(*branch, from, sum, size);
+      add(branch ? sum : from, residual + row * size, sum, size);
+      from = sum;
     }
-    const float factor = factor_of(from, size, eps);
-    for (int64_t i = 0; i < size; i += LANES) put(out + row * size, i, size, normed(from, weight, factor, i, size));
+    if (norm) norm_row(*norm, from, out + row * size, size);
   }
 }
 
-// silu(gate) * up; rows of gate and up are `strides` apart, those of out are contiguous
-extern "C" void silu_multiply(const SCALAR* gate, const SCALAR* up, SCALAR* out, int64_t rows, int64_t size,
-                              const int64_t* strides, int64_t threads) {
+// silu(gate) * up, or tanh-GELU of gate; rows of gate and up are `strides` apart, those of out are contiguous
+extern "C" void gate_multiply(const SCALAR* gate, const SCALAR* up, SCALAR* out, int64_t rows, int64_t size,
+                              const int64_t* strides, int64_t is_gelu, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t i = 0; i < size; i += LANES) {
       const Vector a = at(gate + row * strides[0], i, size), b = at(up + row * strides[1], i, size);
-      const Vector power = exponential(-a > -LEAST ? all_of<Vector>(-LEAST) : -a);
-      put(out + row * size, i, size, rounded(a / (1 + power)) * b);
+      // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), and 1.59... = 2 sqrt(2 / pi)
+      const Vector power = is_gelu ? -1.5957691216057308f * (a + 0.044715f * a * a * a) : -a;
+      const Vector inverse = exponential(power > -LEAST ? all_of<Vector>(-LEAST) : power);
+      put(out + row * size, i, size, rounded(a / (1 + inverse)) * b);
     }
 }
 
@@ -95,14 +111,18 @@ struct Heads {
   int64_t threads;
 };
 
-// One head of one token: normed (null: not), then rotated by its position.
-static void rotate(const SCALAR* from, SCALAR* to, const SCALAR* weight, const SCALAR* cosine, const SCALAR* sine,
-                   int64_t size, double eps) {
+// One head of one token: normed (no weight: not), then rotated by its position (no angles: not, and not normed).
+static void rotate(const SCALAR* from, SCALAR* to, const Norm& n, const SCALAR* cosine, const SCALAR* sine,
+                   int64_t size) {
+  if (!cosine) {
+    std::memcpy(to, from, size * sizeof(SCALAR));
+    return;
+  }
   const int64_t half = size / 2;
-  const float factor = weight ? factor_of(from, size, eps) : 1;
+  const float factor = n.weight ? factor_of(from, size, n.eps) : 1;
   const auto given = [&](int64_t start, int64_t i) {
     const SCALAR* x = from + start;
-    return weight ? rounded(normed(x, weight + start, factor, i, half)) : at(x, i, half);
+    return n.weight ? rounded(normed(x, n.weight + start, n.shift, factor, i, half)) : at(x, i, half);
   };
   for (int64_t i = 0; i < half; i += LANES) {
     const Vector low = given(0, i), high = given(half, i);
@@ -121,23 +141,23 @@ static void rotate(const SCALAR* from, SCALAR* to, const SCALAR* weight, const S
 // buffers are written; rotated queries to out [rows, heads, count, head_size]
 extern "C" void rotate_and_write(const SCALAR* query, const SCALAR* key, const SCALAR* value, const SCALAR* cosine,
                                  const SCALAR* sine, SCALAR* keys, SCALAR* values, const int64_t* to_rows,
-                                 const int64_t* to_columns, const SCALAR* query_weight, const SCALAR* key_weight,
-                                 SCALAR* out, const Heads* heads, double eps) {
+                                 const int64_t* to_columns, const Norm* of_queries, const Norm* of_keys, SCALAR* out,
+                                 const Heads* heads) {
   const Heads s = *heads;
 #pragma omp parallel for num_threads(s.threads) if (s.threads > 1)
   for (int64_t token = 0; token < s.rows * s.count; ++token) {
     const int64_t row = token / s.count, step = token % s.count;
-    const SCALAR* c = cosine + row * s.cosine[0] + step * s.cosine[1];
-    const SCALAR* d = sine + row * s.sine[0] + step * s.sine[1];
+    const SCALAR* c = cosine ? cosine + row * s.cosine[0] + step * s.cosine[1] : nullptr;
+    const SCALAR* d = cosine ? sine + row * s.sine[0] + step * s.sine[1] : nullptr;
     const int64_t to_row = to_rows[row * s.to_row[0] + step * s.to_row[1]];
     const int64_t column = to_columns[row * s.to_column[0] + step * s.to_column[1]];
     for (int64_t h = 0; h < s.heads; ++h) {
       const SCALAR* from = query + row * s.query[0] + step * s.query[1] + h * s.query[2];
-      rotate(from, out + ((row * s.heads + h) * s.count + step) * s.head_size, query_weight, c, d, s.head_size, eps);
+      rotate(from, out + ((row * s.heads + h) * s.count + step) * s.head_size, *of_queries, c, d, s.head_size);
     }
     for (int64_t h = 0; h < s.kv_heads; ++h) {
       SCALAR* to = keys + to_row * s.keys[0] + h * s.keys[1] + column * s.keys[2];
-      rotate(key + row * s.key[0] + step * s.key[1] + h * s.key[2], to, key_weight, c, d, s.head_size, eps);
+      rotate(key + row * s.key[0] + step * s.key[1] + h * s.key[2], to, *of_keys, c, d, s.head_size);
       const SCALAR* from = value + row * s.value[0] + step * s.value[1] + h * s.value[2];
       SCALAR* stored = values + to_row * s.values[0] + h * s.values[1] + column * s.values[2];
       for (int64_t i = 0; i < s.head_size; ++i) stored[i] = from[i];
@@ -150,15 +170,14 @@ typedef void Multiply(const Matrix*, int64_t number, const void* x, int64_t x_st
 typedef void Attend(const SCALAR* queries, const SCALAR* keys, const SCALAR* values, const int64_t* spans,
                     const float* sinks, SCALAR* output, const Sizes*, double scale, double softcap);
 
-struct Norm {
-  const SCALAR* weight;  // null: there is no such norm
-  double eps;
-};
-
 struct Layer {
   Matrix query, key, value, attention_out, gate, up, down;  // siblings, which one call multiplies, are neighbours
-  Norm before_attention, of_queries, of_keys, after_attention, before_mlp, after_product;
-  double scale;  // of attention
+  // `of_heads` and `of_product` are given to the last products of attention and the MLP, whose results the norms
+  // `after_` them take
+  Norm before_attention, of_queries, of_keys, of_heads, after_attention, before_mlp, of_product, after_mlp;
+  double scale, softcap;  // of attention; 0: no cap
+  int64_t is_gelu;        // or SiLU
+  int64_t rotates;        // queries and keys
 };
 
 // Tensors of one call: `hidden`, [tokens, hidden], is updated in place; attention reads the rows of a cache from
@@ -176,10 +195,7 @@ struct Call {
 
 static int64_t threads_for(int64_t elements, int64_t most) { return std::min(most, 1 + (elements >> 12)); }
 
-static void norm(const Norm& n, const SCALAR* x, const SCALAR* residual, SCALAR* total, SCALAR* out, int64_t rows,
-                 int64_t size, int64_t threads) {
-  rms_norm(x, residual, n.weight, total, out, rows, size, n.eps, threads_for(rows * size, threads));
-}
+static const Norm* given(const Norm& n) { return n.weight ? &n : nullptr; }
 
 static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, const int64_t* spans, const Call& c) {
   const int64_t tokens = c.rows * c.count, hidden = l.query.in, inner = l.gate.out, most = c.threads;
@@ -190,7 +206,11 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
   SCALAR *rotated = projected + tokens * width, *attended = rotated + tokens * queries;
   SCALAR *gated = attended + tokens * queries, *product = gated + 2 * tokens * inner;  // gated: [tokens, 2, inner]
 
-  norm(l.before_attention, c.hidden, nullptr, nullptr, normed, tokens, hidden, most);
+  const auto norm = [&](const Norm& n, const SCALAR* x, SCALAR* out, int64_t size) {
+    rms_norm(x, nullptr, nullptr, nullptr, &n, out, tokens, size, threads_for(tokens * size, most));
+  };
+
+  norm(l.before_attention, c.hidden, normed, hidden);
   c.multiply(&l.query, 3, normed, hidden, tokens, projected, width, most, IS_NARROW);
 
   Heads heads = {c.rows, c.count, c.heads, c.kv_heads, c.head_size};
@@ -206,8 +226,8 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
   std::copy_n(c.key_strides, 3, heads.keys);
   std::copy_n(c.key_strides, 3, heads.values);
   heads.threads = threads_for(tokens * queries, most);
-  rotate_and_write(projected, projected + queries, projected + queries + keys, c.cosine, c.sine, all_keys, all_values,
-                   c.to_rows, c.to_columns, l.of_queries.weight, l.of_keys.weight, rotated, &heads, l.of_queries.eps);
+  rotate_and_write(projected, projected + queries, projected + queries + keys, l.rotates ? c.cosine : nullptr, c.sine,
+                   all_keys, all_values, c.to_rows, c.to_columns, &l.of_queries, &l.of_keys, rotated, &heads);
 
   Sizes sizes = {c.rows, c.kv_heads, c.heads / c.kv_heads, c.count};
   sizes.query_strides[0] = queries * c.count;
@@ -217,18 +237,18 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
   sizes.span_width = c.span_width;
   sizes.threads = most;
   const int64_t start = c.first_row * c.key_strides[0];
-  c.attend(rotated, all_keys + start, all_values + start, spans, nullptr, attended, &sizes, l.scale, 0);
+  c.attend(rotated, all_keys + start, all_values + start, spans, nullptr, attended, &sizes, l.scale, l.softcap);
 
-  if (l.after_attention.weight)
-    norm(l.after_attention, attended, nullptr, nullptr, attended, tokens, queries, most);
+  if (l.of_heads.weight) norm(l.of_heads, attended, attended, queries);
   c.multiply(&l.attention_out, 1, attended, queries, tokens, normed, hidden, most, IS_NARROW);
-  norm(l.before_mlp, normed, c.hidden, residual, normed, tokens, hidden, most);
+  const int64_t threads = threads_for(tokens * hidden, most);
+  rms_norm(normed, given(l.after_attention), c.hidden, residual, &l.before_mlp, normed, tokens, hidden, threads);
   c.multiply(&l.gate, 2, normed, hidden, tokens, gated, 2 * inner, most, IS_NARROW);
   const int64_t strides[2] = {2 * inner, 2 * inner};
-  silu_multiply(gated, gated + inner, product, tokens, inner, strides, threads_for(tokens * inner, most));
-  if (l.after_product.weight) norm(l.after_product, product, nullptr, nullptr, product, tokens, inner, most);
+  gate_multiply(gated, gated + inner, product, tokens, inner, strides, l.is_gelu, threads_for(tokens * inner, most));
+  if (l.of_product.weight) norm(l.of_product, product, product, inner);
   c.multiply(&l.down, 1, product, inner, tokens, normed, hidden, most, IS_NARROW);
-  add(residual, normed, c.hidden, tokens * hidden);
+  rms_norm(normed, given(l.after_mlp), residual, c.hidden, nullptr, nullptr, tokens, hidden, threads);
 }
 
 constexpr int64_t MOST_TOKENS = 256;  // at once, whose scratch memory stays: 40 MiB in bfloat16 for 7 B parameters

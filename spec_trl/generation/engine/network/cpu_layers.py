@@ -11,8 +11,7 @@ The operations between matrix products replace some thirty small torch calls. Th
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -122,33 +121,70 @@ def serves(x: Tensor) -> bool:
     return fits and torch.is_inference_mode_enabled() and library(x.dtype) is not None
 
 
+class _Norm(ctypes.Structure):
+    _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_double), ("shift", ctypes.c_double)]
+
+
+def _norm(weight: Tensor | None, eps: float, shift: float | None) -> _Norm:
+    return _Norm(None if weight is None else weight.data_ptr(), eps, -1.0 if shift is None else shift)
+
+
 @untraced
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, _dtype: None = None, shift: float | None = None) -> Tensor:
     """`[..., hidden]` contiguous, normed over its last dimension and times `weight` `[hidden]`."""
-    out, size = torch.empty_like(x), x.shape[-1]
-    rows, threads = x.numel() // size, _threads(out)
-    library(x.dtype).rms_norm(x.data_ptr(), None, weight.data_ptr(), None, out.data_ptr(), rows, size, eps, threads)
+    out, size, norm = torch.empty_like(x), x.shape[-1], _norm(weight, eps, shift)
+    pointers = x.data_ptr(), None, None, None, norm, out.data_ptr()
+    library(x.dtype).rms_norm(*pointers, x.numel() // size, size, _threads(out))
     return out
 
 
 @untraced
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual, both `[..., hidden]` contiguous, and :func:`rms_norm` of that."""
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    _dtype: None = None,
+    shift: float | None = None,
+    branch_weight: Tensor | None = None,
+    branch_eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """x + residual, both `[..., hidden]` contiguous, and :func:`rms_norm` of that. With a `branch_weight` `[hidden]` x
+    is normed before, by a norm of the same `shift`."""
     total, out, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
-    pointers = [tensor.data_ptr() for tensor in (x, residual, weight, total, out)]
-    library(x.dtype).rms_norm(*pointers, x.numel() // size, size, eps, _threads(out))
+    branch = None if branch_weight is None else _norm(branch_weight, branch_eps, shift)
+    pointers = x.data_ptr(), branch, residual.data_ptr(), total.data_ptr(), _norm(weight, eps, shift), out.data_ptr()
+    library(x.dtype).rms_norm(*pointers, x.numel() // size, size, _threads(out))
     return total, out
 
 
 @untraced
+def norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float | None) -> Tensor:
+    """residual + :func:`rms_norm` of x, both `[..., hidden]` contiguous."""
+    total, size = torch.empty_like(x), x.shape[-1]
+    pointers = x.data_ptr(), _norm(weight, eps, shift), residual.data_ptr(), total.data_ptr(), None, None
+    library(x.dtype).rms_norm(*pointers, x.numel() // size, size, _threads(total))
+    return total
+
+
 def silu_multiply(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, both `[..., n]` with any stride of rows, as `[..., n]` contiguous."""
+    return _gate_multiply(gate, up, is_gelu=False)
+
+
+def gelu_multiply(gate: Tensor, up: Tensor) -> Tensor:
+    """The same with GELU, approximated by tanh."""
+    return _gate_multiply(gate, up, is_gelu=True)
+
+
+@untraced
+def _gate_multiply(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     size = gate.shape[-1]
     gate, up = gate.reshape(-1, size), up.reshape(-1, size)
     strides = _Strides(gate.stride(0), up.stride(0))
     pointers = gate.data_ptr(), up.data_ptr(), out.data_ptr()
-    library(gate.dtype).silu_multiply(*pointers, len(gate), size, strides, _threads(out))
+    library(gate.dtype).gate_multiply(*pointers, len(gate), size, strides, is_gelu, _threads(out))
     return out
 
 
@@ -166,6 +202,8 @@ def rotate_and_write(
     query_weight: Tensor | None,
     key_weight: Tensor | None,
     eps: float,
+    shift: float | None = None,
+    _half: int | None = None,
 ) -> Tensor:
     """Rotates queries and keys by their positions, and writes keys and values into a layer's cache: see
     :func:`~.rotate_and_write`."""
@@ -177,9 +215,9 @@ def rotate_and_write(
         *keys.stride()[:3], *values.stride()[:3], _threads(out),
     )  # fmt: skip
     tensors = query, key, value, cos, sin, keys, values, to_rows, to_columns
-    weights = (None if weight is None else weight.data_ptr() for weight in (query_weight, key_weight))
+    norms = _norm(query_weight, eps, shift), _norm(key_weight, eps, shift)
     function = library(query.dtype).rotate_and_write
-    function(*(tensor.data_ptr() for tensor in tensors), *weights, out.data_ptr(), sizes, eps)
+    function(*(tensor.data_ptr() for tensor in tensors), *norms, out.data_ptr(), sizes)
     return out
 
 
@@ -192,22 +230,35 @@ def library(dtype: torch.dtype) -> Any:
     """The functions compiled for `dtype`; None without a compiler."""
     functions = load(_LAYER, SCALAR=SCALARS[dtype])
     if functions is not None:
-        pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+        pointer, integer, norm = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_Norm)
         functions.decoder_layers.argtypes = [pointer, integer, *[pointer] * 4]
-        functions.rms_norm.argtypes = [pointer] * 5 + [integer, integer, real, integer]
-        functions.silu_multiply.argtypes = [pointer] * 3 + [integer, integer, _Strides, integer]
-        functions.rotate_and_write.argtypes = [pointer] * 12 + [_Heads, real]
-        for name in ("rms_norm", "silu_multiply", "rotate_and_write", "decoder_layers"):
+        functions.rms_norm.argtypes = [pointer, norm, pointer, pointer, norm, pointer, *[integer] * 3]
+        functions.gate_multiply.argtypes = [pointer] * 3 + [integer, integer, _Strides, integer, integer]
+        functions.rotate_and_write.argtypes = [pointer] * 9 + [norm, norm, pointer, _Heads]
+        for name in ("rms_norm", "gate_multiply", "rotate_and_write", "decoder_layers"):
             getattr(functions, name).restype = None
     return functions
 
 
-class _Norm(ctypes.Structure):
-    _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_double)]
+_Matrices, _Norms = Matrix * 7, _Norm * 8
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = [("matrices", Matrix * 7), ("norms", _Norm * 6), ("scale", ctypes.c_double)]
+    _fields_ = [
+        ("matrices", _Matrices), ("norms", _Norms), ("scale", ctypes.c_double), ("softcap", ctypes.c_double),
+        ("is_gelu", ctypes.c_int64), ("rotates", ctypes.c_int64),
+    ]  # fmt: skip
+
+
+class Parts(NamedTuple):
+    """Of a decoder layer."""
+
+    projections: list[Any]
+    """Modules in the order of `struct Layer`."""
+    norms: list[Any]
+    """Likewise, with None for a norm that the layer lacks."""
+    numbers: tuple[float, ...]
+    """The rest of `struct Layer`."""
 
 
 _Call = ctypes.c_int64 * 26  # struct Call: pointers, sizes and strides, all eight bytes wide
@@ -218,28 +269,22 @@ class OneCall:
 
     Args:
         layers: fused decoder layers. Their modules stay; hooks on them may come and go, and weights may move.
-        norms: of each layer, six modules in the order of `struct Layer`, with None for a norm that the layer lacks.
-            None instead of the list: the layer is not served.
+        parts: of each layer; None: it is not served.
         watched: further modules that must have no hooks.
 
     Attributes:
         indices: of the layers.
     """
 
-    def __init__(self, layers: Sequence[Any], norms: Sequence[list[Any] | None], watched: Sequence[Any] = ()) -> None:
+    def __init__(self, layers: Sequence[Any], parts: Sequence[Parts | None], watched: Sequence[Any] = ()) -> None:
         self.indices, self._served = [getattr(layer.self_attn, "layer_idx", 0) for layer in layers], False
-        parts = [layer.self_attn for layer in layers], [layer.mlp for layer in layers]
-        self._projections = [
-            [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj,
-             mlp.down_proj]
-            for attention, mlp in zip(*parts, strict=True) if None not in norms
-        ]  # fmt: skip
-        modules = list(chain.from_iterable(self._projections))
-        if not modules or not all(map(_is_served, modules)):
+        self._parts = [each for each in parts if each is not None]
+        modules = [module for each in self._parts for module in each.projections]
+        if len(self._parts) < len(layers) or not all(map(_is_served, modules)):
             return
-        self._norms = norms
-        given = [norm for each in norms for norm in each or [] if norm is not None]
-        watched = [*watched, *chain(*parts), *(mlp.act_fn for mlp in parts[1]), *modules, *given]
+        given = [norm for each in self._parts for norm in each.norms if norm is not None]
+        inner = [part for layer in layers for part in (layer.self_attn, layer.mlp, layer.mlp.activation)]
+        watched = [*watched, *inner, *modules, *given]
         self._hooks = [hooks for part in watched for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._hooks += [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
         self._quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
@@ -254,10 +299,9 @@ class OneCall:
             tensors.append((module._parameters, "bias"))
         tensors += [(norm._parameters, "weight") for norm in given]
         self._tensors: list[Any] = [(where, name) for where, name in tensors if where.get(name) is not None]
-        self._scales = [attention.scaling for attention in parts[0]]
         heads = {
-            (projections[0].out_features, projections[1].out_features, attention.head_dim)
-            for projections, attention in zip(self._projections, parts[0], strict=True)
+            (query.out_features, key.out_features, layer.self_attn.head_dim)
+            for (query, key, *_), layer in zip((each.projections for each in self._parts), layers, strict=True)
         }
         queries, keys, self._head_dim = next(iter(heads))
         self._heads, self._kv_heads = queries // self._head_dim, keys // self._head_dim
@@ -314,13 +358,13 @@ class OneCall:
     def _describe(self, dtype: torch.dtype) -> None:
         self._most_rows = min((module.max_rows for module in self._quantized), default=None)
         attend, layers = attention_function(dtype, self._head_dim), []
-        for projections, norms, scale in zip(self._projections, self._norms, self._scales, strict=True):
+        for projections, norms, numbers in self._parts:
             matrices = [_matrix_of(module, dtype) for module in projections]
-            weights = [_Norm(None, 0.0) if norm is None else _norm_of(norm, dtype) for norm in norms or []]
+            weights = [_norm(None, 0.0, None) if norm is None else _norm_of(norm, dtype) for norm in norms]
             if None in matrices or None in weights or attend is None:
                 self._most_rows = 0
                 return
-            layers.append(_Layer((Matrix * 7)(*matrices), (_Norm * 6)(*weights), scale))  # type: ignore[misc]
+            layers.append(_Layer(_Matrices(*matrices), _Norms(*weights), *numbers))  # type: ignore[misc]
         self._functions = [cpu_products.address(function) for function in (cpu_products.library().multiply, attend)]
         self._described, self._Pointers = (_Layer * len(layers))(*layers), ctypes.c_void_p * len(layers)
 
@@ -350,7 +394,7 @@ def _matrix_of(module: Any, dtype: torch.dtype) -> Matrix | None:
 
 def _norm_of(module: Any, dtype: torch.dtype) -> _Norm | None:
     """None if C++ cannot read it."""
-    return _Norm(module.weight.data_ptr(), module.variance_epsilon) if _is_plain(module.weight, dtype) else None
+    return _norm(module.weight, module.epsilon, module._shift) if _is_plain(module.weight, dtype) else None
 
 
 def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:

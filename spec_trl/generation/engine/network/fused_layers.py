@@ -75,8 +75,12 @@ class _Mlp(_Fused):
     _activation = "act_fn"
     _norm_between = ""
 
+    @property
+    def activation(self) -> Any:
+        return getattr(self, self._activation)
+
     def forward(self, x: Tensor) -> Any:
-        activation = getattr(self, self._activation)
+        activation = self.activation
         gate_of = _gate_of(activation) if is_unwatched(activation) else ""
         product = None
         inputs = [getattr(self, name) for name in self._inputs]
@@ -117,7 +121,8 @@ class _Attention(_Fused):
     @property
     def is_plain(self) -> bool:
         """Whether C++ computes the whole of it."""
-        return not (self._wide_norms or self._needs or self._options or self._is_gated or len(self._inputs) == 1)
+        known = set(self._options) <= {"softcap"} and self._needs in ("", "use_rope")
+        return known and not (self._wide_norms or self._is_gated or len(self._inputs) == 1)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer = layer_of(kwargs.get(self._cache_name), self.layer_idx)
@@ -143,7 +148,7 @@ class _Attention(_Fused):
         if {query.dtype, key.dtype, value.dtype} != {narrow} or not self._takes_angles(query, angles[0]):
             return super().forward(hidden_states, **kwargs)
         write, half = self._kernels.rotate_and_write, angles[0].shape[-1] // (1 if self._has_one_half else 2)
-        how = [] if self._kernels is cpu_layers else [norms[0]._shift if norms else None, half]
+        how = [norms[0]._shift if norms else None, half]
         query, keys, values = layer.rotate_and_update(write, query, key, value, *angles, norms, *how)
         attend = ATTENTIONS[self.config._attn_implementation]
         options = {name: getattr(self, attribute) for name, attribute in self._options.items()}
@@ -231,29 +236,36 @@ class DecoderLayer(_Fused):
             return None
         call = cpu_layers.calls.get(self)
         if call is None:
-            call = cpu_layers.calls[self] = cpu_layers.OneCall([self], [self.norms_in_order()])
+            call = cpu_layers.calls[self] = cpu_layers.OneCall([self], [self.parts()])
         caches = [layer_of(kwargs.get(self._cache_name), call.indices[0])]
         cosine, sine = position_embeddings
         return call(hidden_states, cosine, sine, [attention_mask], caches)
 
-    def norms_in_order(self) -> list[Any] | None:
-        """Norms as :class:`~.OneCall` takes them; None: a part is not ours."""
+    def parts(self) -> cpu_layers.Parts | None:
+        """As :class:`~.OneCall` takes them; None: one is not ours."""
         attention, mlp = self.self_attn, self.mlp
         if not isinstance(attention, _Attention) or not isinstance(mlp, _Mlp) or not attention.is_plain:
             return None
         heads = [getattr(attention, name) for name in attention._norms] or [None, None]
-        after = [getattr(part, part._norm_between) if part._norm_between else None for part in (attention, mlp)]
-        first, _, second, _ = (getattr(self, name, None) for name in self._order)
-        norms = [first, *heads, after[0], second, after[1]]
-        ours = all(norm is None or isinstance(norm, _Norm) for norm in norms)
-        patched = "forward" in vars(getattr(mlp, mlp._activation)) or len(mlp._inputs) == 1
-        return norms if ours and not patched and attention.config._attn_implementation == RAGGED_ATTENTION else None
+        inner = [getattr(part, part._norm_between) if part._norm_between else None for part in (attention, mlp)]
+        first, after, second, last = (getattr(self, name) if name else None for name in self._order)
+        norms = [first, *heads, inner[0], after, second, inner[1], last]
+        gate = _gate_of(mlp.activation)
+        ours = gate and all(norm is None or isinstance(norm, _Norm) for norm in norms)
+        patched = "forward" in vars(mlp.activation) or len(mlp._inputs) == 1 or first is None or second is None
+        if not ours or patched or attention.config._attn_implementation != RAGGED_ATTENTION:
+            return None
+        inputs = ([getattr(part, name) for name in part._inputs] for part in (attention, mlp))
+        products = [*next(inputs), attention.o_proj, *next(inputs), mlp.down_proj]
+        softcap = next((getattr(attention, name) for name in attention._options.values()), None) or 0.0
+        rotates = not attention._needs or bool(getattr(attention, attention._needs))
+        return cpu_layers.Parts(products, norms, (attention.scaling, softcap, gate == "gelu_multiply", rotates))
 
 
 _HEADS = {"_norms": ("q_norm", "k_norm")}
 _REFERENCES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama.LlamaRMSNorm": (_Norm, {}),
-    "gemma3.Gemma3RMSNorm": (_Norm, dict(_shift=1.0, _eps_name="eps", _on_cpu=False)),
+    "gemma3.Gemma3RMSNorm": (_Norm, dict(_shift=1.0, _eps_name="eps")),
     "gpt_oss.GptOssRMSNorm": (_Norm, dict(_shift=0.0, _on_cpu=False)),
     "llama.LlamaMLP": (_Mlp, {}),
     "bitnet.BitNetMLP": (_Mlp, dict(_norm_between="ffn_sub_norm")),
@@ -277,7 +289,7 @@ _REFERENCES: dict[str, tuple[type, dict[str, Any]]] = {
     "gpt_oss.GptOssDecoderLayer": (DecoderLayer, {}),
     "qwen3_5.Qwen3_5DecoderLayer": (DecoderLayer, dict(_on_cpu=False)),
     "qwen3_next.Qwen3NextDecoderLayer": (DecoderLayer, dict(_on_cpu=False)),
-    "gemma3.Gemma3DecoderLayer": (DecoderLayer, dict(_on_cpu=False, _order=(
+    "gemma3.Gemma3DecoderLayer": (DecoderLayer, dict(_order=(
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"))),
     "glm4.Glm4DecoderLayer": (DecoderLayer, dict(_on_cpu=False, _order=(
         "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"))),
@@ -309,7 +321,7 @@ def fuses(kind: type, module: nn.Module, exact: bool, on_cpu: bool) -> bool | st
     if issubclass(fused, _Mlp):
         gate = _gate_of(activation := getattr(module, fused._activation))
         is_fast = not isinstance(activation, GELUTanh) or isinstance(activation.act, functools.partial)
-        is_own = gate == "" or (on_cpu and gate != "silu_multiply") or not is_fast
+        is_own = gate == "" or not is_fast
         if is_own or not has_its_forward(_activation_class(activation)):
             return f"no fused kernel has its activation, {type(activation).__name__}"
     if on_cpu:

@@ -31,8 +31,8 @@ class WholeNetwork:
         self._network, self._decoder = network, network.get_decoder()
         self._layers = list(self._decoder.layers)[: self._decoder.config.num_hidden_layers]
         self._types = getattr(self._decoder.config, "layer_types", None) or [""] * len(self._layers)
-        norms = [layer.norms_in_order() for layer in self._layers]
-        self._call = cpu_layers.OneCall(self._layers, norms, [network, self._decoder, *self._layers])
+        parts = [layer.parts() for layer in self._layers]
+        self._call = cpu_layers.OneCall(self._layers, parts, [network, self._decoder, *self._layers])
 
     @classmethod
     def of(cls, network: PreTrainedModel) -> Optional["WholeNetwork"]:

@@ -15,6 +15,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedConfig,
 )
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from spec_trl.generation.engine.forwards.runner import CompiledRunner, EagerRunner, cpu_runner
@@ -27,7 +28,7 @@ from spec_trl.native import native_code
 from spec_trl.quantization import quantize_projections
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
-from tests.generation.engine.network.test_fused_layers import CONFIGS, compare, model_of, run
+from tests.generation.engine.network.test_fused_layers import CONFIGS, compare, model_of, other_model, run
 
 
 pytestmark = pytest.mark.skipif(native_code.compiler() is None, reason="no C++ compiler")
@@ -302,6 +303,17 @@ def test_under_autocast_training_goes_on_after_it(lengths: list[int]) -> None:
 LAYERS, FORWARDS = 2, 4  # of `run`
 WHOLE, EACH, NONE = [LAYERS], [0, *[1] * LAYERS], [0] * (1 + LAYERS)
 """What :func:`served` finds in a forward: one call, one for each layer, and none."""
+ARE_WHOLE = dict.fromkeys(CONFIGS, True) | {"gemma": False, "gemma2": False, "gemma3_text": False, "smollm3": True}
+"""Families, and whether a network is one call, not each layer."""
+
+
+def model_in(family: str, dtype: torch.dtype) -> Any:
+    if family in CONFIGS:
+        return model_of(family, dtype)
+    model: Any = other_model(family, LAYERS, dtype)
+    if family == "smollm3":
+        model.model.layers[1].self_attn.use_rope = 0
+    return model
 
 
 @pytest.fixture
@@ -321,10 +333,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ARE_WHOLE)
 def test_layers_are_those_of_the_family(served: list[int], family: str, threads: int, dtype: torch.dtype) -> None:
-    before = torch.get_num_threads()
-    network = make_shadow(model_of(family, dtype))
+    before, is_whole = torch.get_num_threads(), ARE_WHOLE[family]
+    network = make_shadow(model_in(family, dtype))
     expected = run(network)
     assert not served, "an eager forward runs the modules as they are"
     torch.set_num_threads(threads)
@@ -333,24 +345,30 @@ def test_layers_are_those_of_the_family(served: list[int], family: str, threads:
     finally:
         torch.set_num_threads(before)
     compare(whole, expected)
-    assert served == WHOLE * FORWARDS
+    assert served == (WHOLE if is_whole else EACH[1:]) * FORWARDS
     layers = network.model.layers
     for watched, found in (([layers[0]], EACH), ([layer.self_attn.q_proj for layer in layers], NONE)):
         for module in watched:
             module.register_forward_hook(lambda module, given, output: None)
         served.clear()
         assert torch.equal(run(network, kind=CompiledRunner), whole), "what hooks watch, in C++ too"
-        assert served == found * FORWARDS
+        assert served == found[not is_whole :] * FORWARDS
 
 
+@pytest.mark.parametrize("kind", [(LlamaRMSNorm, None), (Gemma3RMSNorm, 1.0)], ids=["llama", "gemma"])
 @pytest.mark.parametrize("size", [64, 100])
-def test_bfloat16_rounds_where_the_family_does(size: int) -> None:
+def test_bfloat16_rounds_where_the_family_does(size: int, kind: tuple[Any, float | None]) -> None:
     """A difference of a last bit of float32 rarely changes a bit of bfloat16."""
-    norm = LlamaRMSNorm(size).bfloat16()
+    norm, how = kind[0](size, 0.1).bfloat16(), (None, kind[1])
     norm.weight.data = torch.randn(size).bfloat16()
     x, other = torch.randn(2, 50, size).bfloat16()
-    total, normed = cpu_layers.add_rms_norm(x, other, norm.weight, norm.variance_epsilon)
-    pairs = [(total, x + other), (normed, norm(x + other)), (cpu_layers.silu_multiply(x, other), F.silu(x) * other)]
+    total, normed = cpu_layers.add_rms_norm(x, other, norm.weight, 0.1, *how)
+    both = cpu_layers.add_rms_norm(x, other, norm.weight, 0.1, *how, norm.weight, 0.1)
+    pairs = [(total, x + other), (normed, norm(x + other)), (both[0], norm(x) + other), (both[1], norm(both[0]))]
+    pairs += [(cpu_layers.norm_add(x, other, norm.weight, 0.1, kind[1]), other + norm(x))]
+    pairs += [(cpu_layers.silu_multiply(x, other), F.silu(x) * other)]
+    gate = 4 * x.clamp(min=-0.5)  # of less, torch loses digits in 1 + tanh
+    pairs += [(cpu_layers.gelu_multiply(gate, other), F.gelu(gate, approximate="tanh") * other)]
     for ours, theirs in pairs:
         assert (ours != theirs).double().mean() < 2e-3
 

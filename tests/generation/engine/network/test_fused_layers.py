@@ -183,7 +183,7 @@ def in_cpp(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         function = getattr(cpu_layers, name)
         monkeypatch.setattr(cpu_layers, name, lambda *given: (ran.append(name), function(*given))[1])
 
-    for name in ("rms_norm", "add_rms_norm", "silu_multiply", "rotate_and_write"):
+    for name in ("rms_norm", "add_rms_norm", "norm_add", "silu_multiply", "gelu_multiply", "rotate_and_write"):
         note(name)
     return ran
 
@@ -210,7 +210,8 @@ def test_in_cpp_a_forward_is_that_of_the_family(
     [
         ("granite", dict(rms_norm=5 * 4, silu_multiply=8, rotate_and_write=8)),
         ("mixtral", dict(rms_norm=3 * 4, add_rms_norm=8, rotate_and_write=8)),
-        ("gemma3_text", {}),  # other norms, another activation
+        ("gemma", dict(rms_norm=3 * 4, add_rms_norm=8, gelu_multiply=8, rotate_and_write=8)),
+        ("gemma3_text", dict(rms_norm=3 * 4, add_rms_norm=8, norm_add=8, gelu_multiply=8, rotate_and_write=8)),
         ("phi3", dict(rms_norm=5 * 4, silu_multiply=8)),
     ],
 )
