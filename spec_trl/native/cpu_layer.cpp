@@ -103,7 +103,7 @@ extern "C" void gate_multiply(const SCALAR* gate, const SCALAR* up, SCALAR* out,
 }
 
 struct Heads {
-  int64_t rows, count, heads, kv_heads, head_size;
+  int64_t rows, count, heads, kv_heads, head_size, half;  // `half` of what is rotated, at a head's begin
   int64_t query[3], key[3], value[3];  // strides of rows, tokens, heads
   int64_t cosine[2], sine[2];          // strides of rows, tokens
   int64_t to_row[2], to_column[2];     // strides of rows, tokens
@@ -113,19 +113,20 @@ struct Heads {
 
 // One head of one token: normed (no weight: not), then rotated by its position (no angles: not, and not normed).
 static void rotate(const SCALAR* from, SCALAR* to, const Norm& n, const SCALAR* cosine, const SCALAR* sine,
-                   int64_t size) {
+                   int64_t size, int64_t half) {
   if (!cosine) {
     std::memcpy(to, from, size * sizeof(SCALAR));
     return;
   }
-  const int64_t half = size / 2;
   const float factor = n.weight ? factor_of(from, size, n.eps) : 1;
-  const auto given = [&](int64_t start, int64_t i) {
+  const auto part = [&](int64_t start, int64_t i, int64_t end) {
     const SCALAR* x = from + start;
-    return n.weight ? rounded(normed(x, n.weight + start, n.shift, factor, i, half)) : at(x, i, half);
+    return n.weight ? rounded(normed(x, n.weight + start, n.shift, factor, i, end)) : at(x, i, end);
   };
+  const int64_t rest = size - 2 * half;
+  for (int64_t i = 0; i < rest; i += LANES) put(to + 2 * half, i, rest, part(2 * half, i, rest));
   for (int64_t i = 0; i < half; i += LANES) {
-    const Vector low = given(0, i), high = given(half, i);
+    const Vector low = part(0, i, half), high = part(half, i, half);
     const Vector turned = rounded(high * at(sine, i, half)), turned_low = rounded(low * at(sine + half, i, half));
     if constexpr (IS_NARROW) {
       put(to, i, half, rounded(low * at(cosine, i, half)) - turned);
@@ -153,11 +154,11 @@ extern "C" void rotate_and_write(const SCALAR* query, const SCALAR* key, const S
     const int64_t column = to_columns[row * s.to_column[0] + step * s.to_column[1]];
     for (int64_t h = 0; h < s.heads; ++h) {
       const SCALAR* from = query + row * s.query[0] + step * s.query[1] + h * s.query[2];
-      rotate(from, out + ((row * s.heads + h) * s.count + step) * s.head_size, *of_queries, c, d, s.head_size);
+      rotate(from, out + ((row * s.heads + h) * s.count + step) * s.head_size, *of_queries, c, d, s.head_size, s.half);
     }
     for (int64_t h = 0; h < s.kv_heads; ++h) {
       SCALAR* to = keys + to_row * s.keys[0] + h * s.keys[1] + column * s.keys[2];
-      rotate(key + row * s.key[0] + step * s.key[1] + h * s.key[2], to, *of_keys, c, d, s.head_size);
+      rotate(key + row * s.key[0] + step * s.key[1] + h * s.key[2], to, *of_keys, c, d, s.head_size, s.half);
       const SCALAR* from = value + row * s.value[0] + step * s.value[1] + h * s.value[2];
       SCALAR* stored = values + to_row * s.values[0] + h * s.values[1] + column * s.values[2];
       for (int64_t i = 0; i < s.head_size; ++i) stored[i] = from[i];
@@ -171,7 +172,8 @@ typedef void Attend(const SCALAR* queries, const SCALAR* keys, const SCALAR* val
                     const float* sinks, SCALAR* output, const Sizes*, double scale, double softcap);
 
 struct Layer {
-  Matrix query, key, value, attention_out, gate, up, down;  // siblings, which one call multiplies, are neighbours
+  // Siblings, which one call multiplies, are neighbours. Of joined ones the first is the whole, and others are empty.
+  Matrix query, key, value, attention_out, gate, up, down;
   // `of_heads` and `of_product` are given to the last products of attention and the MLP, whose results the norms
   // `after_` them take
   Norm before_attention, of_queries, of_keys, of_heads, after_attention, before_mlp, of_product, after_mlp;
@@ -186,7 +188,7 @@ struct Call {
   SCALAR* hidden;
   const SCALAR *cosine, *sine;
   const int64_t *to_rows, *to_columns;
-  int64_t span_width, rows, count, heads, kv_heads, head_size, first_row;
+  int64_t span_width, rows, count, heads, kv_heads, head_size, half, first_row;
   int64_t cosine_strides[2], sine_strides[2], to_row_strides[2], to_column_strides[2], key_strides[3];
   int64_t threads;
   Multiply* multiply;
@@ -198,8 +200,8 @@ static int64_t threads_for(int64_t elements, int64_t most) { return std::min(mos
 static const Norm* given(const Norm& n) { return n.weight ? &n : nullptr; }
 
 static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, const int64_t* spans, const Call& c) {
-  const int64_t tokens = c.rows * c.count, hidden = l.query.in, inner = l.gate.out, most = c.threads;
-  const int64_t queries = l.query.out, keys = l.key.out, width = queries + 2 * keys;
+  const int64_t tokens = c.rows * c.count, hidden = l.query.in, inner = l.down.in, most = c.threads;
+  const int64_t queries = c.heads * c.head_size, keys = c.kv_heads * c.head_size, width = queries + 2 * keys;
   static thread_local std::vector<SCALAR> scratch;
   scratch.resize(tokens * (2 * hidden + width + 2 * queries + 3 * inner));
   SCALAR *residual = scratch.data(), *normed = residual + tokens * hidden, *projected = normed + tokens * hidden;
@@ -211,9 +213,9 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
   };
 
   norm(l.before_attention, c.hidden, normed, hidden);
-  c.multiply(&l.query, 3, normed, hidden, tokens, projected, width, most, IS_NARROW);
+  c.multiply(&l.query, l.key.weights ? 3 : 1, normed, hidden, tokens, projected, width, most, IS_NARROW);
 
-  Heads heads = {c.rows, c.count, c.heads, c.kv_heads, c.head_size};
+  Heads heads = {c.rows, c.count, c.heads, c.kv_heads, c.head_size, c.half};
   for (int64_t* strides : {heads.query, heads.key, heads.value}) {
     strides[0] = c.count * width;
     strides[1] = width;
@@ -243,7 +245,7 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
   c.multiply(&l.attention_out, 1, attended, queries, tokens, normed, hidden, most, IS_NARROW);
   const int64_t threads = threads_for(tokens * hidden, most);
   rms_norm(normed, given(l.after_attention), c.hidden, residual, &l.before_mlp, normed, tokens, hidden, threads);
-  c.multiply(&l.gate, 2, normed, hidden, tokens, gated, 2 * inner, most, IS_NARROW);
+  c.multiply(&l.gate, l.up.weights ? 2 : 1, normed, hidden, tokens, gated, 2 * inner, most, IS_NARROW);
   const int64_t strides[2] = {2 * inner, 2 * inner};
   gate_multiply(gated, gated + inner, product, tokens, inner, strides, l.is_gelu, threads_for(tokens * inner, most));
   if (l.of_product.weight) norm(l.of_product, product, product, inner);

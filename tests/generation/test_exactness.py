@@ -28,7 +28,7 @@ INSTRUCTIONS = pytest.mark.instructions
 FAMILIES = [
     "llama, biased and tied", "qwen2", "qwen3", "mistral with window", "gemma2", "gemma3_text",
     pytest.param("gpt2", marks=INSTRUCTIONS), "phi",
-    "olmo2", "mixtral", "qwen3_moe", "gpt_oss", "opt",
+    "smollm3", "phi3", "olmo2", "mixtral", "qwen3_moe", "gpt_oss", "opt",
     # attention that its family does not declare, heads of two sizes, experts that it multiplies in its own way
     "stablelm", "falcon, rotary", "gpt_neo", "gptj, eager", "bart", "jamba, attention alone",
     pytest.param("deepseek_v3", marks=INSTRUCTIONS),

@@ -110,7 +110,7 @@ def attention_function(dtype: torch.dtype, head_size: int) -> Callable[..., None
 
 _PER_THREAD = 1 << 15  # elements: with fewer, a second thread saves less than waking it takes
 
-_Heads = ctypes.c_int64 * 29  # struct Heads
+_Heads = ctypes.c_int64 * 30  # struct Heads
 _Strides = ctypes.c_int64 * 2
 
 
@@ -202,15 +202,16 @@ def rotate_and_write(
     query_weight: Tensor | None,
     key_weight: Tensor | None,
     eps: float,
-    shift: float | None = None,
-    _half: int | None = None,
+    shift: float | None,
+    half: int,
 ) -> Tensor:
-    """Rotates queries and keys by their positions, and writes keys and values into a layer's cache: see
-    :func:`~.rotate_and_write`."""
+    """Rotates the first 2 * half elements of queries and keys by their positions, and writes keys and values into a
+    layer's cache: see :func:`~.rotate_and_write`."""
     batch, length, heads, head_dim = query.shape
     out = query.new_empty(batch, heads, length, head_dim)
     sizes = _Heads(
-        batch, length, heads, key.shape[2], head_dim, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        batch, length, heads, key.shape[2], head_dim, half,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         *cos.stride()[:2], *sin.stride()[:2], *to_rows.stride(), *to_columns.stride(),
         *keys.stride()[:3], *values.stride()[:3], _threads(out),
     )  # fmt: skip
@@ -254,14 +255,14 @@ class Parts(NamedTuple):
     """Of a decoder layer."""
 
     projections: list[Any]
-    """Modules in the order of `struct Layer`."""
+    """Modules in the order of `struct Layer`, with None for what is joined to the one before."""
     norms: list[Any]
     """Likewise, with None for a norm that the layer lacks."""
     numbers: tuple[float, ...]
     """The rest of `struct Layer`."""
 
 
-_Call = ctypes.c_int64 * 26  # struct Call: pointers, sizes and strides, all eight bytes wide
+_Call = ctypes.c_int64 * 27  # struct Call: pointers, sizes and strides, all eight bytes wide
 
 
 class OneCall:
@@ -279,7 +280,7 @@ class OneCall:
     def __init__(self, layers: Sequence[Any], parts: Sequence[Parts | None], watched: Sequence[Any] = ()) -> None:
         self.indices, self._served = [getattr(layer.self_attn, "layer_idx", 0) for layer in layers], False
         self._parts = [each for each in parts if each is not None]
-        modules = [module for each in self._parts for module in each.projections]
+        modules = [module for each in self._parts for module in each.projections if module is not None]
         if len(self._parts) < len(layers) or not all(map(_is_served, modules)):
             return
         given = [norm for each in self._parts for norm in each.norms if norm is not None]
@@ -300,8 +301,8 @@ class OneCall:
         tensors += [(norm._parameters, "weight") for norm in given]
         self._tensors: list[Any] = [(where, name) for where, name in tensors if where.get(name) is not None]
         heads = {
-            (query.out_features, key.out_features, layer.self_attn.head_dim)
-            for (query, key, *_), layer in zip((each.projections for each in self._parts), layers, strict=True)
+            (*_outputs(*each.projections[:4]), layer.self_attn.head_dim)
+            for each, layer in zip(self._parts, layers, strict=True)
         }
         queries, keys, self._head_dim = next(iter(heads))
         self._heads, self._kv_heads = queries // self._head_dim, keys // self._head_dim
@@ -317,7 +318,7 @@ class OneCall:
         weights; None if a layer is not served, or watched.
 
         Args:
-            cosine, sine: [B, q, head_dim] in that dtype.
+            cosine, sine: [B, q, 2 * half] in that dtype, for what is rotated of a head.
             spans: of each layer's attention, `[B, 1, q, 2 to 4]` int64.
             caches: of the layers' K/V.
         """
@@ -346,7 +347,8 @@ class OneCall:
         by_layer = [self._Pointers(*map(Tensor.data_ptr, each)) for each in (all_keys, all_values, spans)]
         call = _Call(
             hidden.data_ptr(), cosine.data_ptr(), sine.data_ptr(), to_rows.data_ptr(), to_columns.data_ptr(),
-            spans[0].shape[3], batch, count, self._heads, self._kv_heads, self._head_dim, first_row,
+            spans[0].shape[3], batch, count,
+            self._heads, self._kv_heads, self._head_dim, cosine.shape[2] // 2, first_row,
             *cosine.stride()[:2], *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(),
             *all_keys[0].stride()[:3], torch.get_num_threads(), *self._functions,
         )  # fmt: skip
@@ -359,7 +361,7 @@ class OneCall:
         self._most_rows = min((module.max_rows for module in self._quantized), default=None)
         attend, layers = attention_function(dtype, self._head_dim), []
         for projections, norms, numbers in self._parts:
-            matrices = [_matrix_of(module, dtype) for module in projections]
+            matrices = [Matrix() if module is None else _matrix_of(module, dtype) for module in projections]
             weights = [_norm(None, 0.0, None) if norm is None else _norm_of(norm, dtype) for norm in norms]
             if None in matrices or None in weights or attend is None:
                 self._most_rows = 0
@@ -371,6 +373,12 @@ class OneCall:
 
 calls: WeakKeyDictionary[nn.Module, OneCall] = WeakKeyDictionary()
 """Of a decoder layer alone."""
+
+
+def _outputs(query: Any, key: Any, _value: Any, output: Any) -> tuple[int, int]:
+    """Of queries, and of keys."""
+    queries: int = output.in_features
+    return queries, (query.out_features - queries) // 2 if key is None else key.out_features
 
 
 def _is_served(module: nn.Module) -> bool:

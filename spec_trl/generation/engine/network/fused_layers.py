@@ -122,7 +122,7 @@ class _Attention(_Fused):
     def is_plain(self) -> bool:
         """Whether C++ computes the whole of it."""
         known = set(self._options) <= {"softcap"} and self._needs in ("", "use_rope")
-        return known and not (self._wide_norms or self._is_gated or len(self._inputs) == 1)
+        return known and not (self._wide_norms or self._is_gated)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer = layer_of(kwargs.get(self._cache_name), self.layer_idx)
@@ -186,6 +186,8 @@ class DecoderLayer(_Fused):
     _cache_name: str
     _order: tuple[str, ...] = ("input_layernorm", "", "post_attention_layernorm", "")
     """Names of the norms before attention, after it, before the MLP and after it; "": there is none."""
+    _dropouts: tuple[str, ...] = ()
+    """Which do nothing but in training."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         is_traced = args or torch.compiler.is_compiling()  # by the compiled runner
@@ -194,7 +196,7 @@ class DecoderLayer(_Fused):
         first, after, second, last = (getattr(self, name) if name else None for name in self._order)
         norms = [norm for norm in (after, second, last) if norm is not None]
         fused = _are_fused(norms, hidden_states.shape[-1]) and hasattr(self, "self_attn")
-        if args or not fused or not self._fit(hidden_states, *(norm.weight for norm in norms)):
+        if args or self._drops() or not fused or not self._fit(hidden_states, *(norm.weight for norm in norms)):
             return super().forward(hidden_states, *args, **kwargs)
         given, dtype = hidden_states, self._narrow(hidden_states, self.self_attn)
         if first is not None:
@@ -220,6 +222,10 @@ class DecoderLayer(_Fused):
         total, normed = self._kernels.add_rms_norm(*given, before.weight, before.epsilon, *how)
         return total, normed
 
+    def _drops(self) -> bool:
+        dropouts = [getattr(self, name) for name in self._dropouts]
+        return any(each.training or not is_unwatched(each) for each in dropouts)
+
     def _narrow(self, x: Tensor, part: nn.Module) -> list[Any]:
         """The dtype in which a norm before `part` may return its result, if another than that of the residual."""
         dtype = autocast_dtype(x.device)
@@ -230,7 +236,7 @@ class DecoderLayer(_Fused):
         self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> Tensor | None:
         """On a CPU, if all parts of the layer are Llama's, or those of its kind, and unwatched."""
-        if self._kernels is not cpu_layers or position_embeddings is None or attention_mask is None:
+        if self._kernels is not cpu_layers or position_embeddings is None or attention_mask is None or self._drops():
             return None
         if not self._fit(hidden_states, *position_embeddings):
             return None
@@ -252,11 +258,12 @@ class DecoderLayer(_Fused):
         norms = [first, *heads, inner[0], after, second, inner[1], last]
         gate = _gate_of(mlp.activation)
         ours = gate and all(norm is None or isinstance(norm, _Norm) for norm in norms)
-        patched = "forward" in vars(mlp.activation) or len(mlp._inputs) == 1 or first is None or second is None
+        patched = "forward" in vars(mlp.activation) or first is None or second is None
         if not ours or patched or attention.config._attn_implementation != RAGGED_ATTENTION:
             return None
-        inputs = ([getattr(part, name) for name in part._inputs] for part in (attention, mlp))
-        products = [*next(inputs), attention.o_proj, *next(inputs), mlp.down_proj]
+        queries, gates = ([getattr(part, name) for name in part._inputs] for part in (attention, mlp))
+        queries, gates = queries + [None] * (3 - len(queries)), gates + [None] * (2 - len(gates))
+        products = [*queries, attention.o_proj, *gates, mlp.down_proj]
         softcap = next((getattr(attention, name) for name in attention._options.values()), None) or 0.0
         rotates = not attention._needs or bool(getattr(attention, attention._needs))
         return cpu_layers.Parts(products, norms, (attention.scaling, softcap, gate == "gelu_multiply", rotates))
@@ -281,11 +288,12 @@ _REFERENCES: dict[str, tuple[type, dict[str, Any]]] = {
     "gemma2.Gemma2Attention": (_Attention, dict(_options={"softcap": "attn_logit_softcapping"})),
     "olmo2.Olmo2Attention": (_Attention, dict(_wide_norms=("q_norm", "k_norm"), _rounds_back=True)),
     "gpt_oss.GptOssAttention": (_Attention, dict(_options={"s_aux": "sinks"}, _has_one_half=True, _on_cpu=False)),
-    "phi3.Phi3Attention": (_Attention, dict(_inputs=("qkv_proj",), _on_cpu=False)),
+    "phi3.Phi3Attention": (_Attention, dict(_inputs=("qkv_proj",))),
     "glm4_moe.Glm4MoeAttention": (_Attention, dict(_HEADS, _needs="use_qk_norm", _on_cpu=False)),
     "qwen3_5.Qwen3_5Attention": (_Attention, dict(_HEADS, _is_gated=True, _on_cpu=False)),
     "llama.LlamaDecoderLayer": (DecoderLayer, {}),
     "mixtral.MixtralDecoderLayer": (DecoderLayer, {}),
+    "phi3.Phi3DecoderLayer": (DecoderLayer, dict(_dropouts=("resid_attn_dropout", "resid_mlp_dropout"))),
     "gpt_oss.GptOssDecoderLayer": (DecoderLayer, {}),
     "qwen3_5.Qwen3_5DecoderLayer": (DecoderLayer, dict(_on_cpu=False)),
     "qwen3_next.Qwen3NextDecoderLayer": (DecoderLayer, dict(_on_cpu=False)),

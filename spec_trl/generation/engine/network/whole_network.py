@@ -32,7 +32,8 @@ class WholeNetwork:
         self._layers = list(self._decoder.layers)[: self._decoder.config.num_hidden_layers]
         self._types = getattr(self._decoder.config, "layer_types", None) or [""] * len(self._layers)
         parts = [layer.parts() for layer in self._layers]
-        self._call = cpu_layers.OneCall(self._layers, parts, [network, self._decoder, *self._layers])
+        dropouts = [getattr(layer, name) for layer in self._layers for name in layer._dropouts]
+        self._call = cpu_layers.OneCall(self._layers, parts, [network, self._decoder, *self._layers, *dropouts])
 
     @classmethod
     def of(cls, network: PreTrainedModel) -> Optional["WholeNetwork"]:

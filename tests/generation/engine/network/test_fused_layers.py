@@ -106,7 +106,7 @@ def test_a_forward_is_that_of_the_family(fused, family: str, dtype: torch.dtype)
 # operations a layer takes; None: experts come to it.
 OTHERS: dict[str, tuple[str, int | None]] = {
     "gemma3_text": ("NMAD", 14), "qwen3_5_text": ("NMAD", 15), "qwen3_vl": ("NMAD", 14), "olmo2": ("NMAD", 15),
-    "gpt_oss": ("NAD", None), "glm4_moe": ("NMAD", None), "phi3": ("NMA", 12), "gemma2": ("NMAD", 14),
+    "gpt_oss": ("NAD", None), "glm4_moe": ("NMAD", None), "phi3": ("NMAD", 11), "gemma2": ("NMAD", 14),
     "gemma3": ("NMAD", 14), "qwen2_5_vl": ("NMAD", 14), "smolvlm": ("NMAD", 14), "smollm3": ("NMAD", 14),
     "qwen3_vl_moe": ("NAD", None), "qwen3_next": ("NMAD", None), "mixtral": ("NAD", None), "granite": ("NMA", 17),
     "seed_oss": ("NAD", 15),
@@ -212,7 +212,7 @@ def test_in_cpp_a_forward_is_that_of_the_family(
         ("mixtral", dict(rms_norm=3 * 4, add_rms_norm=8, rotate_and_write=8)),
         ("gemma", dict(rms_norm=3 * 4, add_rms_norm=8, gelu_multiply=8, rotate_and_write=8)),
         ("gemma3_text", dict(rms_norm=3 * 4, add_rms_norm=8, norm_add=8, gelu_multiply=8, rotate_and_write=8)),
-        ("phi3", dict(rms_norm=5 * 4, silu_multiply=8)),
+        ("phi3", dict(rms_norm=3 * 4, add_rms_norm=8, silu_multiply=8, rotate_and_write=8)),
     ],
 )
 def test_in_cpp_what_has_llamas_code_in_other_families(
