@@ -1,6 +1,7 @@
 // The operations of a decoder layer between its matrix products, and the whole layer. Compiled for one type of numbers,
-// SCALAR: float or Bfloat16. Sums are in float32; each operation of the family's code rounds its result to SCALAR. Rows
-// are `[rows, size]`, and contiguous. A number is computed in one order.
+// SCALAR: float or Bfloat16. Under autocast products take and give SCALAR, and the residual stream, the weights of norms
+// and angles are WIDE. Sums are in float32; a result is rounded to the type that the family gives it. Rows are
+// `[rows, size]`, and contiguous. A number is computed in one order.
 
 #include <algorithm>
 #include <cmath>
@@ -13,6 +14,10 @@
 #include "cpu_structs.h"
 #include "cpu_vectors.h"
 
+#ifndef WIDE
+#define WIDE SCALAR
+#endif
+using Wide = WIDE;
 using Real = float;
 constexpr int64_t LANES = WIDEST / sizeof(Real);
 constexpr bool IS_NARROW = std::is_same_v<SCALAR, Bfloat16>;
@@ -22,32 +27,37 @@ typedef uint32_t Integers __attribute__((vector_size(WIDEST)));
 #include "cpu_exp.h"
 #include "cpu_scalars.h"
 
+template <typename T>
 static Vector rounded(Vector value) {
-  if constexpr (IS_NARROW) return (Vector)(to_upper_half(value) << 16);
+  if constexpr (std::is_same_v<T, Bfloat16>) return (Vector)(to_upper_half(value) << 16);
   return value;
 }
 
 // The numbers of a row of `size` from i on, and zeros.
-static inline Vector at(const SCALAR* row, int64_t i, int64_t size) {
+template <typename T>
+static inline Vector at(const T* row, int64_t i, int64_t size) {
   if (i + LANES <= size) return load(row + i);
-  SCALAR padded[LANES] = {};
-  std::memcpy(padded, row + i, (size - i) * sizeof(SCALAR));
+  T padded[LANES] = {};
+  std::memcpy(padded, row + i, (size - i) * sizeof(T));
   return load(padded);
 }
 
-static inline void put(SCALAR* row, int64_t i, int64_t size, Vector value) {
+template <typename T>
+static inline void put(T* row, int64_t i, int64_t size, Vector value) {
   if (i + LANES <= size) return store(row + i, value);
-  SCALAR padded[LANES];
+  T padded[LANES];
   store(padded, value);
-  std::memcpy(row + i, padded, (size - i) * sizeof(SCALAR));
+  std::memcpy(row + i, padded, (size - i) * sizeof(T));
 }
 
-static void add(const SCALAR* a, const SCALAR* b, SCALAR* to, int64_t size) {
+template <typename T>
+static void add(const T* a, const Wide* b, Wide* to, int64_t size) {
   for (int64_t i = 0; i < size; i += LANES) put(to, i, size, at(a, i, size) + at(b, i, size));
 }
 
 // 1 / sqrt(mean of squares + eps)
-static float factor_of(const SCALAR* x, int64_t size, double eps) {
+template <typename T>
+static float factor_of(const T* x, int64_t size, double eps) {
   Vector squares = {};
   for (int64_t i = 0; i < size; i += LANES) squares = fused(at(x, i, size), at(x, i, size), squares);
   for (int64_t half = LANES / 2; half; half /= 2)
@@ -56,36 +66,50 @@ static float factor_of(const SCALAR* x, int64_t size, double eps) {
 }
 
 struct Norm {
-  const SCALAR* weight;  // null: there is no such norm
+  const Wide* weight;  // null: there is no such norm
   double eps;
   double shift;  // is added to weights, in float32; negative: it is not, and rows are rounded before they are weighted
 };
 
-static Vector normed(const SCALAR* x, const SCALAR* weight, double shift, float factor, int64_t i, int64_t size) {
+template <typename T>
+static Vector normed(const T* x, const Wide* weight, double shift, float factor, int64_t i, int64_t size) {
   const Vector row = at(x, i, size) * factor, weights = at(weight, i, size);
-  return shift < 0 ? weights * rounded(row) : row * (weights + (Real)shift);
+  return shift < 0 ? rounded<Wide>(weights * rounded<T>(row)) : rounded<T>(row * (weights + (Real)shift));
 }
 
-static void norm_row(const Norm& n, const SCALAR* x, SCALAR* out, int64_t size) {  // which may be the same
+template <typename T, typename OUT>
+static void norm_row(const Norm& n, const T* x, OUT* out, int64_t size) {  // which may be the same
   const float factor = factor_of(x, size, n.eps);
   for (int64_t i = 0; i < size; i += LANES) put(out, i, size, normed(x, n.weight, n.shift, factor, i, size));
 }
 
-// x, normed by `branch` (null: not), + residual into total (null: x alone, and no total), and its norm (null: none)
-// into out; all rows are contiguous
-extern "C" void rms_norm(const SCALAR* x, const Norm* branch, const SCALAR* residual, SCALAR* total, const Norm* norm,
-                         SCALAR* out, int64_t rows, int64_t size, int64_t threads) {
+// See `rms_norm`.
+template <typename T>
+static void norm_rows(const T* x, const Norm* branch, const Wide* residual, Wide* total, const Norm* norm, SCALAR* out,
+                      int64_t rows, int64_t size, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t row = 0; row < rows; ++row) {
-    const SCALAR* from = x + row * size;
-    if (residual) {
-      SCALAR* sum = total + row * size;
-      if (branch) norm_row(*branch, from, sum, size);
-      add(branch ? sum : from, residual + row * size, sum, size);
-      from = sum;
+    const T* from = x + row * size;
+    if (!residual) {
+      norm_row(*norm, from, out + row * size, size);
+      continue;
     }
-    if (norm) norm_row(*norm, from, out + row * size, size);
+    Wide* sum = total + row * size;
+    if (branch) {
+      norm_row(*branch, from, sum, size);
+      add(sum, residual + row * size, sum, size);
+    } else {
+      add(from, residual + row * size, sum, size);
+    }
+    if (norm) norm_row(*norm, sum, out + row * size, size);
   }
+}
+
+// x, normed by `branch` (null: not), + residual into total (null: x alone, and no total), and its norm (null: none)
+// into out; all rows are contiguous
+extern "C" void rms_norm(const SCALAR* x, const Norm* branch, const Wide* residual, Wide* total, const Norm* norm,
+                         SCALAR* out, int64_t rows, int64_t size, int64_t threads) {
+  norm_rows(x, branch, residual, total, norm, out, rows, size, threads);
 }
 
 // silu(gate) * up, or tanh-GELU of gate; rows of gate and up are `strides` apart, those of out are contiguous
@@ -98,7 +122,7 @@ extern "C" void gate_multiply(const SCALAR* gate, const SCALAR* up, SCALAR* out,
       // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), and 1.59... = 2 sqrt(2 / pi)
       const Vector power = is_gelu ? -1.5957691216057308f * (a + 0.044715f * a * a * a) : -a;
       const Vector inverse = exponential(power > -LEAST ? all_of<Vector>(-LEAST) : power);
-      put(out + row * size, i, size, rounded(a / (1 + inverse)) * b);
+      put(out + row * size, i, size, rounded<SCALAR>(a / (1 + inverse)) * b);
     }
 }
 
@@ -112,7 +136,7 @@ struct Heads {
 };
 
 // One head of one token: normed (no weight: not), then rotated by its position (no angles: not, and not normed).
-static void rotate(const SCALAR* from, SCALAR* to, const Norm& n, const SCALAR* cosine, const SCALAR* sine,
+static void rotate(const SCALAR* from, SCALAR* to, const Norm& n, const Wide* cosine, const Wide* sine,
                    int64_t size, int64_t half) {
   if (!cosine) {
     std::memcpy(to, from, size * sizeof(SCALAR));
@@ -121,16 +145,17 @@ static void rotate(const SCALAR* from, SCALAR* to, const Norm& n, const SCALAR* 
   const float factor = n.weight ? factor_of(from, size, n.eps) : 1;
   const auto part = [&](int64_t start, int64_t i, int64_t end) {
     const SCALAR* x = from + start;
-    return n.weight ? rounded(normed(x, n.weight + start, n.shift, factor, i, end)) : at(x, i, end);
+    return n.weight ? normed(x, n.weight + start, n.shift, factor, i, end) : at(x, i, end);
   };
   const int64_t rest = size - 2 * half;
   for (int64_t i = 0; i < rest; i += LANES) put(to + 2 * half, i, rest, part(2 * half, i, rest));
   for (int64_t i = 0; i < half; i += LANES) {
     const Vector low = part(0, i, half), high = part(half, i, half);
-    const Vector turned = rounded(high * at(sine, i, half)), turned_low = rounded(low * at(sine + half, i, half));
-    if constexpr (IS_NARROW) {
-      put(to, i, half, rounded(low * at(cosine, i, half)) - turned);
-      put(to + half, i, half, rounded(high * at(cosine + half, i, half)) + turned_low);
+    const Vector turned = rounded<Wide>(high * at(sine, i, half));
+    const Vector turned_low = rounded<Wide>(low * at(sine + half, i, half));
+    if constexpr (std::is_same_v<Wide, Bfloat16>) {
+      put(to, i, half, rounded<Wide>(low * at(cosine, i, half)) - turned);
+      put(to + half, i, half, rounded<Wide>(high * at(cosine + half, i, half)) + turned_low);
     } else {
       put(to, i, half, fused(low, at(cosine, i, half), -turned));
       put(to + half, i, half, fused(high, at(cosine + half, i, half), turned_low));
@@ -140,16 +165,16 @@ static void rotate(const SCALAR* from, SCALAR* to, const Norm& n, const SCALAR* 
 
 // queries, keys, values [rows, count, heads, head_size]; to_rows and to_columns [rows, count], where the cache's
 // buffers are written; rotated queries to out [rows, heads, count, head_size]
-extern "C" void rotate_and_write(const SCALAR* query, const SCALAR* key, const SCALAR* value, const SCALAR* cosine,
-                                 const SCALAR* sine, SCALAR* keys, SCALAR* values, const int64_t* to_rows,
+extern "C" void rotate_and_write(const SCALAR* query, const SCALAR* key, const SCALAR* value, const Wide* cosine,
+                                 const Wide* sine, SCALAR* keys, SCALAR* values, const int64_t* to_rows,
                                  const int64_t* to_columns, const Norm* of_queries, const Norm* of_keys, SCALAR* out,
                                  const Heads* heads) {
   const Heads s = *heads;
 #pragma omp parallel for num_threads(s.threads) if (s.threads > 1)
   for (int64_t token = 0; token < s.rows * s.count; ++token) {
     const int64_t row = token / s.count, step = token % s.count;
-    const SCALAR* c = cosine ? cosine + row * s.cosine[0] + step * s.cosine[1] : nullptr;
-    const SCALAR* d = cosine ? sine + row * s.sine[0] + step * s.sine[1] : nullptr;
+    const Wide* c = cosine ? cosine + row * s.cosine[0] + step * s.cosine[1] : nullptr;
+    const Wide* d = cosine ? sine + row * s.sine[0] + step * s.sine[1] : nullptr;
     const int64_t to_row = to_rows[row * s.to_row[0] + step * s.to_row[1]];
     const int64_t column = to_columns[row * s.to_column[0] + step * s.to_column[1]];
     for (int64_t h = 0; h < s.heads; ++h) {
@@ -185,8 +210,8 @@ struct Layer {
 // Tensors of one call: `hidden`, [tokens, hidden], is updated in place; attention reads the rows of a cache from
 // `first_row` on
 struct Call {
-  SCALAR* hidden;
-  const SCALAR *cosine, *sine;
+  Wide* hidden;
+  const Wide *cosine, *sine;
   const int64_t *to_rows, *to_columns;
   int64_t span_width, rows, count, heads, kv_heads, head_size, half, first_row;
   int64_t cosine_strides[2], sine_strides[2], to_row_strides[2], to_column_strides[2], key_strides[3];
@@ -202,14 +227,17 @@ static const Norm* given(const Norm& n) { return n.weight ? &n : nullptr; }
 static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, const int64_t* spans, const Call& c) {
   const int64_t tokens = c.rows * c.count, hidden = l.query.in, inner = l.down.in, most = c.threads;
   const int64_t queries = c.heads * c.head_size, keys = c.kv_heads * c.head_size, width = queries + 2 * keys;
+  static thread_local std::vector<Wide> sums;
   static thread_local std::vector<SCALAR> scratch;
-  scratch.resize(tokens * (2 * hidden + width + 2 * queries + 3 * inner));
-  SCALAR *residual = scratch.data(), *normed = residual + tokens * hidden, *projected = normed + tokens * hidden;
+  sums.resize(tokens * hidden);
+  scratch.resize(tokens * (hidden + width + 2 * queries + 3 * inner));
+  Wide* residual = sums.data();
+  SCALAR *normed = scratch.data(), *projected = normed + tokens * hidden;
   SCALAR *rotated = projected + tokens * width, *attended = rotated + tokens * queries;
   SCALAR *gated = attended + tokens * queries, *product = gated + 2 * tokens * inner;  // gated: [tokens, 2, inner]
 
-  const auto norm = [&](const Norm& n, const SCALAR* x, SCALAR* out, int64_t size) {
-    rms_norm(x, nullptr, nullptr, nullptr, &n, out, tokens, size, threads_for(tokens * size, most));
+  const auto norm = [&](const Norm& n, const auto* x, SCALAR* out, int64_t size) {
+    norm_rows(x, nullptr, nullptr, nullptr, &n, out, tokens, size, threads_for(tokens * size, most));
   };
 
   norm(l.before_attention, c.hidden, normed, hidden);

@@ -25,7 +25,7 @@ from ....native.cpu_products import Matrix
 from ....native.native_code import SOURCES, load, load_ahead, untraced
 from ....quantization.kernels.native import Native
 from ....quantization.linear import QuantizedLinear
-from ..kv.cache import RaggedLayer
+from ..kv.cache import RaggedLayer, autocast_dtype
 from .products import Product
 
 
@@ -90,7 +90,7 @@ def compile_ahead(network: PreTrainedModel) -> None:
     load_ahead(SOURCES / "cpu_products.cpp")
     load_ahead(SOURCES / "cpu_sampling.cpp")
     if network.dtype in cpu_products.DTYPES:
-        load_ahead(_LAYER, SCALAR=scalar)
+        load_ahead(_LAYER, SCALAR=scalar, WIDE=scalar)
     config = network.config.get_text_config(decoder=True)
     heads: int = getattr(config, "num_attention_heads", None) or 1
     load_ahead(_ATTENTION, SCALAR=scalar, HEAD_SIZE=getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -116,9 +116,20 @@ _Strides = ctypes.c_int64 * 2
 
 def serves(x: Tensor) -> bool:
     """Whether the functions take `x`: float32 or bfloat16, in inference mode (in forwards of the compiled runner), and
-    not under autocast. In float64 the norms of families still compute in float32, and would round differently here."""
-    fits = x.dtype in cpu_products.DTYPES and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    return fits and torch.is_inference_mode_enabled() and library(x.dtype) is not None
+    under no autocast to another dtype. In float64 the norms of families still compute in float32, and would round
+    differently here."""
+    return computes(x) and autocast_dtype(x.device) in (None, x.dtype)
+
+
+def computes(hidden_states: Tensor) -> bool:
+    """Whether :class:`OneCall` takes them: like :func:`serves`, or float32 under autocast to bfloat16."""
+    dtype = autocast_dtype(hidden_states.device) or hidden_states.dtype
+    fits = (dtype, hidden_states.dtype) in _DTYPES and hidden_states.device.type == "cpu"
+    return fits and torch.is_inference_mode_enabled() and library(dtype, hidden_states.dtype) is not None
+
+
+_DTYPES = {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)}
+"""Of products, and of the residual stream."""
 
 
 class _Norm(ctypes.Structure):
@@ -227,9 +238,10 @@ def _threads(out: Tensor) -> int:
 
 
 @functools.cache
-def library(dtype: torch.dtype) -> Any:
-    """The functions compiled for `dtype`; None without a compiler."""
-    functions = load(_LAYER, SCALAR=SCALARS[dtype])
+def library(dtype: torch.dtype, wide: torch.dtype | None = None) -> Any:
+    """The functions compiled for `dtype`, with a residual stream in `wide`, by default the same; None without a
+    compiler."""
+    functions = load(_LAYER, SCALAR=SCALARS[dtype], WIDE=SCALARS[wide or dtype])
     if functions is not None:
         pointer, integer, norm = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_Norm)
         functions.decoder_layers.argtypes = [pointer, integer, *[pointer] * 4]
@@ -242,6 +254,7 @@ def library(dtype: torch.dtype) -> Any:
 
 
 _Matrices, _Norms = Matrix * 7, _Norm * 8
+_OF_HEADS, _OF_PRODUCT = 3, 6  # of these norms
 
 
 class _Layer(ctypes.Structure):
@@ -289,17 +302,16 @@ class OneCall:
         self._hooks = [hooks for part in watched for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._hooks += [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
         self._quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
+        self._products = [module for module in modules if isinstance(module, Product)]
         self._flags = [vars(module) for module in self._quantized]
         tensors: list[tuple[dict[str, Tensor | None], str]] = []
-        for module in modules:
-            if isinstance(module, QuantizedLinear):  # whose packed weights never move
-                tensors.append((module._buffers, "merged_bias"))
-                module = module.dense
-            else:
-                tensors.append((module._parameters, "weight"))
-            tensors.append((module._parameters, "bias"))
+        for module in self._quantized:  # their packed weights never move
+            tensors += [(module._buffers, "merged_bias"), (module.dense._parameters, "bias")]
         tensors += [(norm._parameters, "weight") for norm in given]
-        self._tensors: list[Any] = [(where, name) for where, name in tensors if where.get(name) is not None]
+        weights = [(module._parameters, name) for module in self._products for name in ("weight", "bias")]
+        self._others, self._weights = (
+            [(where, name) for where, name in each if where.get(name) is not None] for each in (tensors, weights)
+        )
         heads = {
             (*_outputs(*each.projections[:4]), layer.self_attn.head_dim)
             for each, layer in zip(self._parts, layers, strict=True)
@@ -308,36 +320,41 @@ class OneCall:
         self._heads, self._kv_heads = queries // self._head_dim, keys // self._head_dim
         self._pointers: list[int] = []
         self._are_whole: list[bool] = []
-        self._dtype: torch.dtype | None = None
+        self._dtypes: tuple[torch.dtype, torch.dtype] | None = None
         self._served = len(heads) == 1
 
     def __call__(
         self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Sequence[Tensor], caches: Sequence[Any]
     ) -> Tensor | None:
-        """The output of the last layer for `hidden_states` [B, q, hidden] in float32 or bfloat16, the dtype of all
-        weights; None if a layer is not served, or watched.
+        """The output of the last layer for `hidden_states` [B, q, hidden], which :func:`computes` takes, in the dtype
+        of all weights; None if a layer is not served, or watched.
 
         Args:
             cosine, sine: [B, q, 2 * half] in that dtype, for what is rotated of a head.
             spans: of each layer's attention, `[B, 1, q, 2 to 4]` int64.
             caches: of the layers' K/V.
         """
-        dtype = hidden_states.dtype
+        wide = hidden_states.dtype
+        dtype = autocast_dtype(hidden_states.device) or wide
         if not self._served or any(self._hooks) or not cpu_products.serves(dtype):
             return None
         if any(map(torch.is_floating_point, spans)) or any(type(cache) is not RaggedLayer for cache in caches):
             return None
-        tensors = [where[name] for where, name in self._tensors]
+        tensors: list[Any] = [where[name] for where, name in self._others]
+        if dtype == wide:
+            tensors += [where[name] for where, name in self._weights]
+        else:
+            tensors += [tensor for product in self._products for tensor in product.copies or () if tensor is not None]
         pointers, are_whole = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.is_contiguous, tensors))
-        if pointers != self._pointers or are_whole != self._are_whole or dtype != self._dtype:
-            self._pointers, self._are_whole, self._dtype = pointers, are_whole, dtype
-            self._describe(dtype)
+        if pointers != self._pointers or are_whole != self._are_whole or (dtype, wide) != self._dtypes:
+            self._pointers, self._are_whole, self._dtypes = pointers, are_whole, (dtype, wide)
+            self._describe(dtype, wide)
         batch, count, _ = hidden_states.shape
         if self._most_rows is not None and batch * count > self._most_rows:
             return None
         for cache in caches:
             if not cache.is_initialized:
-                heads = hidden_states.new_empty(batch, self._kv_heads, 0, self._head_dim)
+                heads = hidden_states.new_empty(batch, self._kv_heads, 0, self._head_dim, dtype=dtype)
                 cache.lazy_initialization(heads, heads)
         hidden = hidden_states.clone(memory_format=torch.contiguous_format)
         spans = [each.contiguous() for each in spans]
@@ -352,18 +369,20 @@ class OneCall:
             *cosine.stride()[:2], *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(),
             *all_keys[0].stride()[:3], torch.get_num_threads(), *self._functions,
         )  # fmt: skip
-        library(dtype).decoder_layers(self._described, len(caches), *by_layer, call)
+        library(dtype, wide).decoder_layers(self._described, len(caches), *by_layer, call)
         for flags in self._flags:
             flags["called"] = True
         return hidden
 
-    def _describe(self, dtype: torch.dtype) -> None:
+    def _describe(self, dtype: torch.dtype, wide: torch.dtype) -> None:
         self._most_rows = min((module.max_rows for module in self._quantized), default=None)
         attend, layers = attention_function(dtype, self._head_dim), []
         for projections, norms, numbers in self._parts:
-            matrices = [Matrix() if module is None else _matrix_of(module, dtype) for module in projections]
-            weights = [_norm(None, 0.0, None) if norm is None else _norm_of(norm, dtype) for norm in norms]
-            if None in matrices or None in weights or attend is None:
+            matrices = [Matrix() if module is None else _matrix_of(module, dtype, wide) for module in projections]
+            weights = [_norm(None, 0.0, None) if norm is None else _norm_of(norm, wide) for norm in norms]
+            # C++ rounds what attention and the gate return, whose norms round no more.
+            rounds = dtype != wide and any(norms[place] is not None for place in (_OF_HEADS, _OF_PRODUCT))
+            if None in matrices or None in weights or attend is None or rounds:
                 self._most_rows = 0
                 return
             layers.append(_Layer(_Matrices(*matrices), _Norms(*weights), *numbers))  # type: ignore[misc]
@@ -390,14 +409,17 @@ def _is_served(module: nn.Module) -> bool:
     return is_native and module.inverse_scales is None
 
 
-def _matrix_of(module: Any, dtype: torch.dtype) -> Matrix | None:
+def _matrix_of(module: Any, dtype: torch.dtype, wide: torch.dtype) -> Matrix | None:
     """None if C++ cannot read a tensor."""
-    bias = module.bias
+    is_product = isinstance(module, Product)
+    weight, bias = (None, None) if is_product and dtype != wide else (module.weight, module.bias)
+    if is_product and dtype != wide and module.copies is not None:
+        weight, bias = module.copies
     if bias is not None and not _is_plain(bias, dtype):
         return None
-    if isinstance(module, QuantizedLinear):
-        return module.packed.matrix(bias)  # type: ignore[operator]
-    return cpu_products.dense_matrix(module.weight, bias) if _is_plain(module.weight, dtype) else None
+    if not is_product:
+        return module.packed.matrix(bias)
+    return cpu_products.dense_matrix(weight, bias) if weight is not None and _is_plain(weight, dtype) else None
 
 
 def _norm_of(module: Any, dtype: torch.dtype) -> _Norm | None:

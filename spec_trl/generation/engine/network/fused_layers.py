@@ -238,13 +238,13 @@ class DecoderLayer(_Fused):
         """On a CPU, if all parts of the layer are Llama's, or those of its kind, and unwatched."""
         if self._kernels is not cpu_layers or position_embeddings is None or attention_mask is None or self._drops():
             return None
-        if not self._fit(hidden_states, *position_embeddings):
+        cosine, sine = position_embeddings
+        if not cpu_layers.computes(hidden_states) or cosine.dtype != hidden_states.dtype or torch.is_grad_enabled():
             return None
         call = cpu_layers.calls.get(self)
         if call is None:
             call = cpu_layers.calls[self] = cpu_layers.OneCall([self], [self.parts()])
         caches = [layer_of(kwargs.get(self._cache_name), call.indices[0])]
-        cosine, sine = position_embeddings
         return call(hidden_states, cosine, sine, [attention_mask], caches)
 
     def parts(self) -> cpu_layers.Parts | None:

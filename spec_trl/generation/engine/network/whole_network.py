@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ....native import cpu_products
+from ..kv.cache import autocast_dtype
 from . import cpu_layers
 from .fused_layers import DecoderLayer, layer_of
 from .known_code import code_of, code_of_reference, has_its_forward
@@ -58,12 +59,12 @@ class WholeNetwork:
             cache: which the forward writes to.
         """
         decoder = self._decoder
-        if not cpu_products.serves(decoder.embed_tokens.weight.dtype):
+        if not cpu_products.serves(autocast_dtype(tokens.device) or decoder.embed_tokens.weight.dtype):
             return None
         spans = [masks[kind] if isinstance(masks, dict) else masks for kind in self._types]
         hidden = decoder.embed_tokens(tokens)  # [B, q, hidden]
         cosine, sine = decoder.rotary_emb(hidden, position_ids=position_ids)
-        if not cpu_layers.serves(hidden) or cosine.dtype != hidden.dtype:
+        if not cpu_layers.computes(hidden) or cosine.dtype != hidden.dtype:
             return None
         caches = [layer_of(cache, index) for index in self._call.indices]
         hidden = self._call(hidden, cosine, sine, spans, caches)
