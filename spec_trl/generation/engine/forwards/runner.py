@@ -474,7 +474,7 @@ class CompiledRunner(EagerRunner):
 
     def _without_padding(self, tokens: Tensor, fed: Sequence[int] | None) -> Tensor | None:
         plain = type(self.cache) is RaggedCache and self.cache.offsets is None and self.cache.key_positions is None
-        if not plain or fed is None or min(fed) == tokens.shape[1]:
+        if self.uses_spans or not plain or fed is None or min(fed) == tokens.shape[1]:  # a GPU's spans have no rows
             return None
         return torch.arange(tokens.shape[1]) < torch.tensor(fed)[:, None]  # [B, q]
 

@@ -323,6 +323,10 @@ class OneCall:
         self._dtypes: tuple[torch.dtype, torch.dtype] | None = None
         self._served = len(heads) == 1
 
+    def may_run(self, dtype: torch.dtype) -> bool:
+        """Whether all layers are served, with products in `dtype`, and nothing watches them."""
+        return self._served and not any(self._hooks) and cpu_products.serves(dtype)
+
     def __call__(
         self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Sequence[Tensor], caches: Sequence[Any]
     ) -> Tensor | None:
@@ -336,7 +340,7 @@ class OneCall:
         """
         wide = hidden_states.dtype
         dtype = autocast_dtype(hidden_states.device) or wide
-        if not self._served or any(self._hooks) or not cpu_products.serves(dtype):
+        if not self.may_run(dtype):
             return None
         if any(map(torch.is_floating_point, spans)) or any(type(cache) is not RaggedLayer for cache in caches):
             return None

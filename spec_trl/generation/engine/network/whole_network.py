@@ -9,7 +9,6 @@ from typing import Any, Optional
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ....native import cpu_products
 from ..kv.cache import autocast_dtype
 from . import cpu_layers
 from .fused_layers import DecoderLayer, layer_of
@@ -59,7 +58,7 @@ class WholeNetwork:
             cache: which the forward writes to.
         """
         decoder = self._decoder
-        if not cpu_products.serves(autocast_dtype(tokens.device) or decoder.embed_tokens.weight.dtype):
+        if not self._call.may_run(autocast_dtype(tokens.device) or decoder.embed_tokens.weight.dtype):
             return None
         spans = [masks[kind] if isinstance(masks, dict) else masks for kind in self._types]
         hidden = decoder.embed_tokens(tokens)  # [B, q, hidden]
