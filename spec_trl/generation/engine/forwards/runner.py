@@ -25,7 +25,7 @@ from ..network.family import Family
 from ..network.family_hooks import cache_argument
 from ..network.media import read_media
 from ..network.shadow import keep_states
-from ..network.whole_network import WholeNetwork
+from ..network.whole_network import whole
 from ..requirements import position_limit
 from ..rows import Admission, Piece, Rows
 from ..sampling.accept import Proposal
@@ -461,7 +461,7 @@ class CompiledRunner(EagerRunner):
 
     def __init__(self, network: PreTrainedModel, cache: KVCache) -> None:
         super().__init__(network, cache)
-        self._whole = WholeNetwork.of(network)
+        self._whole = whole(network)
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
         return cpu_runner(network, self._cache_for(network, shares_cache))

@@ -84,16 +84,20 @@ def attend(
 
 def compile_ahead(network: PreTrainedModel) -> None:
     """Begins to compile the libraries that forwards of `network` on a CPU will most likely call, all at once."""
-    scalar = SCALARS.get(network.dtype)
-    if network.device.type != "cpu" or scalar is None:
-        return
-    load_ahead(SOURCES / "cpu_products.cpp")
-    load_ahead(SOURCES / "cpu_sampling.cpp")
-    if network.dtype in cpu_products.DTYPES:
-        load_ahead(_LAYER, SCALAR=scalar, WIDE=scalar)
     config = network.config.get_text_config(decoder=True)
     heads: int = getattr(config, "num_attention_heads", None) or 1
-    load_ahead(_ATTENTION, SCALAR=scalar, HEAD_SIZE=getattr(config, "head_dim", None) or config.hidden_size // heads)
+    if network.device.type == "cpu" and network.dtype in SCALARS:
+        _compile_ahead(network.dtype, getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+@functools.cache
+def _compile_ahead(dtype: torch.dtype, head_size: int) -> None:
+    scalar = SCALARS[dtype]
+    load_ahead(SOURCES / "cpu_products.cpp")
+    load_ahead(SOURCES / "cpu_sampling.cpp")
+    if dtype in cpu_products.DTYPES:
+        load_ahead(_LAYER, SCALAR=scalar, WIDE=scalar)
+    load_ahead(_ATTENTION, SCALAR=scalar, HEAD_SIZE=head_size)
 
 
 @functools.cache

@@ -4,9 +4,10 @@ It saves the Python of transformers' modules: a third of the time of a draft of 
 """
 
 import functools
-from typing import Any, Optional
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kv.cache import autocast_dtype
@@ -22,29 +23,17 @@ _DECODERS = ("llama.LlamaModel", "mistral.MistralModel", "qwen2.Qwen2Model")
 
 
 class WholeNetwork:
-    """Computes what `network`, a shadow that :meth:`of` takes, computes.
+    """Computes what a network, a shadow that :func:`whole` takes, computes.
 
-    Its embedding, rotary embedding, last norm and head run as modules.
+    Its embedding, rotary embedding, last norm and head run as modules. It does not reference the network.
     """
 
     def __init__(self, network: Any) -> None:
-        self._network, self._decoder = network, network.get_decoder()
-        self._layers = list(self._decoder.layers)[: self._decoder.config.num_hidden_layers]
-        self._types = getattr(self._decoder.config, "layer_types", None) or [""] * len(self._layers)
-        parts = [layer.parts() for layer in self._layers]
-        dropouts = [getattr(layer, name) for layer in self._layers for name in layer._dropouts]
-        self._call = cpu_layers.OneCall(self._layers, parts, [network, self._decoder, *self._layers, *dropouts])
-
-    @classmethod
-    def of(cls, network: PreTrainedModel) -> Optional["WholeNetwork"]:
-        """None if the forward of `network` is not known."""
-        decoder: Any = network.get_decoder()
-        parts = [(network, _HEADS), (decoder, _DECODERS)]
-        if decoder is network or not all(_is_known(part, names) for part, names in parts):
-            return None
-        if not all(isinstance(layer, DecoderLayer) and layer._kernels is cpu_layers for layer in decoder.layers):
-            return None
-        return cls(network)
+        self._decoder, self._head = network.get_decoder(), network.lm_head
+        layers = list(self._decoder.layers)[: self._decoder.config.num_hidden_layers]
+        self._types = getattr(self._decoder.config, "layer_types", None) or [""] * len(layers)
+        parts = [layer.parts() for layer in layers]
+        self._call = cpu_layers.OneCall(layers, parts, [network, self._decoder, *layers])
 
     def __call__(
         self, tokens: Tensor, position_ids: Tensor, masks: Any, cache: Any, logits_to_keep: int
@@ -69,8 +58,28 @@ class WholeNetwork:
         hidden = self._call(hidden, cosine, sine, spans, caches)
         if hidden is None:
             return None
-        logits: Tensor = self._network.lm_head(decoder.norm(hidden)[:, -logits_to_keep:])
+        logits: Tensor = self._head(decoder.norm(hidden)[:, -logits_to_keep:])
         return logits
+
+
+def whole(network: PreTrainedModel) -> WholeNetwork | None:
+    """None if the forward of `network` is not known. Found once: another forward makes another shadow."""
+    if network not in _found:
+        _found[network] = _find(network)
+    return _found[network]
+
+
+_found: WeakKeyDictionary[nn.Module, WholeNetwork | None] = WeakKeyDictionary()
+
+
+def _find(network: Any) -> WholeNetwork | None:
+    decoder = network.get_decoder()
+    parts = [(network, _HEADS), (decoder, _DECODERS)]
+    if decoder is network or not all(_is_known(part, names) for part, names in parts):
+        return None
+    layers = decoder.layers
+    fused = all(isinstance(layer, DecoderLayer) and layer._kernels is cpu_layers for layer in layers)
+    return WholeNetwork(network) if fused else None
 
 
 def _is_known(module: Any, names: tuple[str, ...]) -> bool:

@@ -302,7 +302,7 @@ def test_under_autocast_training_goes_on_after_it(served: list[int]) -> None:
 
 
 LAYERS, FORWARDS = 2, 4  # of `run`
-WHOLE, EACH, NONE = [LAYERS], [0, *[1] * LAYERS], [0] * (1 + LAYERS)
+WHOLE, EACH, NONE = [LAYERS], [1] * LAYERS, [0] * LAYERS
 """What :func:`served` finds in a forward: one call, one for each layer, and none."""
 ARE_WHOLE = dict.fromkeys([*CONFIGS, "smollm3", "phi3", "phi3, rotated in part"], True)
 ARE_WHOLE |= dict.fromkeys(["gemma", "gemma2", "gemma3_text"], False)
@@ -350,14 +350,14 @@ def test_layers_are_those_of_the_family(served: list[int], family: str, threads:
     finally:
         torch.set_num_threads(before)
     compare(whole, expected)
-    assert served == (WHOLE if is_whole else EACH[1:]) * FORWARDS
+    assert served == (WHOLE if is_whole else EACH) * FORWARDS
     layers = network.model.layers
     for watched, found in (([layers[0]], EACH), ([layer.self_attn.o_proj for layer in layers], NONE)):
         for module in watched:
             module.register_forward_hook(lambda module, given, output: None)
         served.clear()
         assert torch.equal(run(network, kind=CompiledRunner), whole), "what hooks watch, in C++ too"
-        assert served == found[not is_whole :] * FORWARDS
+        assert served == found * FORWARDS
 
 
 @torch.no_grad()
@@ -455,8 +455,8 @@ def test_changes_between_forwards(served: list[int], change: str) -> None:
     compare(run(network, kind=CompiledRunner), expected)
     if "rows that" not in change:
         assert not torch.allclose(before, expected)
-    by_modules = "hook" in change or "rows" in change
-    assert served == ([0, 1, 0] if by_modules else WHOLE) * FORWARDS
+    expected_of_a_forward = [1, 0] if "hook" in change else [0, 1, 0] if "rows" in change else WHOLE
+    assert served == expected_of_a_forward * FORWARDS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -487,7 +487,7 @@ def test_many_tokens_of_a_copy_are_left_to_the_modules(served: list[int]) -> Non
     for count in (32, 33):
         served.clear()
         runner.forward(torch.ones(1, count, dtype=torch.long), torch.arange(count)[None], count)
-        assert served == (WHOLE if count == 32 else NONE)
+        assert served == (WHOLE if count == 32 else [0, *NONE])
 
 
 def test_drafts_change_no_token(served: list[int]) -> None:
