@@ -110,7 +110,7 @@ def attention_function(dtype: torch.dtype, head_size: int) -> Callable[..., None
 
 _PER_THREAD = 1 << 15  # elements: with fewer, a second thread saves less than waking it takes
 
-_Heads = ctypes.c_int64 * 30  # struct Heads
+_Heads = ctypes.c_int64 * 31  # struct Heads
 _Strides = ctypes.c_int64 * 2
 
 
@@ -213,7 +213,7 @@ def rotate_and_write(
         batch, length, heads, key.shape[2], head_dim, half,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         *cos.stride()[:2], *sin.stride()[:2], *to_rows.stride(), *to_columns.stride(),
-        *keys.stride()[:3], *values.stride()[:3], _threads(out),
+        *keys.stride()[:3], *values.stride()[:3], _threads(out), cos.dtype == torch.float32,
     )  # fmt: skip
     tensors = query, key, value, cos, sin, keys, values, to_rows, to_columns
     norms = _norm(query_weight, eps, shift), _norm(key_weight, eps, shift)
@@ -247,7 +247,7 @@ _Matrices, _Norms = Matrix * 7, _Norm * 8
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("matrices", _Matrices), ("norms", _Norms), ("scale", ctypes.c_double), ("softcap", ctypes.c_double),
-        ("is_gelu", ctypes.c_int64), ("rotates", ctypes.c_int64),
+        ("is_gelu", ctypes.c_int64), ("rotates", ctypes.c_int64), ("norms_all", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -265,7 +265,7 @@ class Parts(NamedTuple):
 MOST_TOKENS = 256
 """Most tokens of one call, whose scratch memory stays: some 40 MiB in bfloat16 for a model of 7 B parameters. More
 tokens are computed by the parts of a layer, with the same bits."""
-_Call = ctypes.c_int64 * 27  # struct Call: pointers, sizes and strides, all eight bytes wide
+_Call = ctypes.c_int64 * 28  # struct Call: pointers, sizes and strides, all eight bytes wide
 
 
 class OneCall:
@@ -319,7 +319,7 @@ class OneCall:
         weights; None if a layer is not served, or watched.
 
         Args:
-            cosine, sine: [B, q, 2 * half] in that dtype, for what is rotated of a head.
+            cosine, sine: [B, q, 2 * half] in that dtype or float32, for what is rotated of a head.
             spans: of each layer's attention, `[B, 1, q, 2 to 4]` int64.
             caches: of the layers' K/V.
         """
@@ -351,7 +351,7 @@ class OneCall:
             spans[0].shape[3], batch, count,
             self._heads, self._kv_heads, self._head_dim, cosine.shape[2] // 2, first_row,
             *cosine.stride()[:2], *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(),
-            *all_keys[0].stride()[:3], torch.get_num_threads(), *self._functions,
+            *all_keys[0].stride()[:3], torch.get_num_threads(), cosine.dtype == torch.float32, *self._functions,
         )  # fmt: skip
         library(dtype).decoder_layers(self._described, len(caches), *by_layer, call)
         for flags in self._flags:

@@ -6,6 +6,7 @@ It saves the Python of transformers' modules: a third of the time of a draft of 
 import functools
 from typing import Any, Optional
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -31,6 +32,7 @@ class WholeNetwork:
         self._layers = list(self._decoder.layers)[: self._decoder.config.num_hidden_layers]
         self._types = getattr(self._decoder.config, "layer_types", None) or [""] * len(self._layers)
         parts = [layer.parts() for layer in self._layers]
+        self._takes_wide_angles = all(getattr(layer.self_attn, "_rounds_back", False) for layer in self._layers)
         dropouts = [getattr(layer, name) for layer in self._layers for name in layer._dropouts]
         self._call = cpu_layers.OneCall(self._layers, parts, [network, self._decoder, *self._layers, *dropouts])
 
@@ -62,7 +64,8 @@ class WholeNetwork:
         spans = [masks[kind] if isinstance(masks, dict) else masks for kind in self._types]
         hidden = decoder.embed_tokens(tokens)  # [B, q, hidden]
         cosine, sine = decoder.rotary_emb(hidden, position_ids=position_ids)
-        if not cpu_layers.serves(hidden) or cosine.dtype != hidden.dtype:
+        fits = cosine.dtype == hidden.dtype or (self._takes_wide_angles and cosine.dtype == torch.float32)
+        if not cpu_layers.serves(hidden) or not fits:
             return None
         caches = [layer_of(cache, index) for index in self._call.indices]
         hidden = self._call(hidden, cosine, sine, spans, caches)
