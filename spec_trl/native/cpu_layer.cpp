@@ -132,11 +132,12 @@ struct Heads {
   int64_t cosine[2], sine[2];          // strides of rows, tokens
   int64_t to_row[2], to_column[2];     // strides of rows, tokens
   int64_t keys[3], values[3];          // strides of rows, heads, columns
-  int64_t threads;
+  int64_t threads, has_wide_angles;    // float32, whatever SCALAR is: then the sum of products is rounded, they are not
 };
 
 // One head of one token: normed (no weight: not), then rotated by its position (no angles: not, and not normed).
-static void rotate(const SCALAR* from, SCALAR* to, const Norm& n, const Wide* cosine, const Wide* sine,
+template <typename Angle>
+static void rotate(const SCALAR* from, SCALAR* to, const Norm& n, const Angle* cosine, const Angle* sine,
                    int64_t size, int64_t half) {
   if (!cosine) {
     std::memcpy(to, from, size * sizeof(SCALAR));
@@ -151,11 +152,11 @@ static void rotate(const SCALAR* from, SCALAR* to, const Norm& n, const Wide* co
   for (int64_t i = 0; i < rest; i += LANES) put(to + 2 * half, i, rest, part(2 * half, i, rest));
   for (int64_t i = 0; i < half; i += LANES) {
     const Vector low = part(0, i, half), high = part(half, i, half);
-    const Vector turned = rounded<Wide>(high * at(sine, i, half));
-    const Vector turned_low = rounded<Wide>(low * at(sine + half, i, half));
-    if constexpr (std::is_same_v<Wide, Bfloat16>) {
-      put(to, i, half, rounded<Wide>(low * at(cosine, i, half)) - turned);
-      put(to + half, i, half, rounded<Wide>(high * at(cosine + half, i, half)) + turned_low);
+    const Vector turned = rounded<Angle>(high * at(sine, i, half));
+    const Vector turned_low = rounded<Angle>(low * at(sine + half, i, half));
+    if constexpr (std::is_same_v<Angle, Bfloat16>) {
+      put(to, i, half, rounded<Angle>(low * at(cosine, i, half)) - turned);
+      put(to + half, i, half, rounded<Angle>(high * at(cosine + half, i, half)) + turned_low);
     } else {
       put(to, i, half, fused(low, at(cosine, i, half), -turned));
       put(to + half, i, half, fused(high, at(cosine + half, i, half), turned_low));
@@ -165,16 +166,16 @@ static void rotate(const SCALAR* from, SCALAR* to, const Norm& n, const Wide* co
 
 // queries, keys, values [rows, count, heads, head_size]; to_rows and to_columns [rows, count], where the cache's
 // buffers are written; rotated queries to out [rows, heads, count, head_size]
-extern "C" void rotate_and_write(const SCALAR* query, const SCALAR* key, const SCALAR* value, const Wide* cosine,
-                                 const Wide* sine, SCALAR* keys, SCALAR* values, const int64_t* to_rows,
-                                 const int64_t* to_columns, const Norm* of_queries, const Norm* of_keys, SCALAR* out,
-                                 const Heads* heads) {
-  const Heads s = *heads;
+template <typename Angle>
+static void rotate_all(const SCALAR* query, const SCALAR* key, const SCALAR* value, const Angle* cosine,
+                       const Angle* sine, SCALAR* keys, SCALAR* values, const int64_t* to_rows,
+                       const int64_t* to_columns, const Norm* of_queries, const Norm* of_keys, SCALAR* out,
+                       const Heads& s) {
 #pragma omp parallel for num_threads(s.threads) if (s.threads > 1)
   for (int64_t token = 0; token < s.rows * s.count; ++token) {
     const int64_t row = token / s.count, step = token % s.count;
-    const Wide* c = cosine ? cosine + row * s.cosine[0] + step * s.cosine[1] : nullptr;
-    const Wide* d = cosine ? sine + row * s.sine[0] + step * s.sine[1] : nullptr;
+    const Angle* c = cosine ? cosine + row * s.cosine[0] + step * s.cosine[1] : nullptr;
+    const Angle* d = cosine ? sine + row * s.sine[0] + step * s.sine[1] : nullptr;
     const int64_t to_row = to_rows[row * s.to_row[0] + step * s.to_row[1]];
     const int64_t column = to_columns[row * s.to_column[0] + step * s.to_column[1]];
     for (int64_t h = 0; h < s.heads; ++h) {
@@ -191,6 +192,18 @@ extern "C" void rotate_and_write(const SCALAR* query, const SCALAR* key, const S
   }
 }
 
+extern "C" void rotate_and_write(const SCALAR* query, const SCALAR* key, const SCALAR* value, const void* cosine,
+                                 const void* sine, SCALAR* keys, SCALAR* values, const int64_t* to_rows,
+                                 const int64_t* to_columns, const Norm* of_queries, const Norm* of_keys, SCALAR* out,
+                                 const Heads* heads) {
+  const auto rotate_by = [&](auto angle) {
+    using Angles = const decltype(angle)*;
+    rotate_all(query, key, value, (Angles)cosine, (Angles)sine, keys, values, to_rows, to_columns, of_queries, of_keys,
+               out, *heads);
+  };
+  heads->has_wide_angles ? rotate_by(float{}) : rotate_by(SCALAR{});
+}
+
 typedef void Multiply(const Matrix*, int64_t number, const void* x, int64_t x_stride, int64_t count, void* y,
                       int64_t y_stride, int64_t threads, int64_t is_narrow);
 typedef void Attend(const SCALAR* queries, const SCALAR* keys, const SCALAR* values, const int64_t* spans,
@@ -205,17 +218,18 @@ struct Layer {
   double scale, softcap;  // of attention; 0: no cap
   int64_t is_gelu;        // or SiLU
   int64_t rotates;        // queries and keys
+  int64_t norms_all;      // heads of a token together, before they are rotated
 };
 
 // Tensors of one call: `hidden`, [tokens, hidden], is updated in place; attention reads the rows of a cache from
 // `first_row` on
 struct Call {
   Wide* hidden;
-  const Wide *cosine, *sine;
+  const void *cosine, *sine;
   const int64_t *to_rows, *to_columns;
   int64_t span_width, rows, count, heads, kv_heads, head_size, half, first_row;
   int64_t cosine_strides[2], sine_strides[2], to_row_strides[2], to_column_strides[2], key_strides[3];
-  int64_t threads;
+  int64_t threads, has_wide_angles;
   Multiply* multiply;
   Attend* attend;
 };
@@ -240,9 +254,16 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
     norm_rows(x, nullptr, nullptr, nullptr, &n, out, tokens, size, threads_for(tokens * size, most));
   };
 
-  norm(l.before_attention, c.hidden, normed, hidden);
-  c.multiply(&l.query, l.key.weights ? 3 : 1, normed, hidden, tokens, projected, width, most, IS_NARROW);
+  // Without a norm, products read the residual stream, which is SCALAR then.
+  const void* input = l.before_attention.weight ? (const void*)normed : c.hidden;
+  if (l.before_attention.weight) norm(l.before_attention, c.hidden, normed, hidden);
+  c.multiply(&l.query, l.key.weights ? 3 : 1, input, hidden, tokens, projected, width, most, IS_NARROW);
+  for (SCALAR* row = projected; l.norms_all && row < rotated; row += width) {
+    norm_row(l.of_queries, row, row, queries);
+    norm_row(l.of_keys, row + queries, row + queries, keys);
+  }
 
+  static const Norm none = {};
   Heads heads = {c.rows, c.count, c.heads, c.kv_heads, c.head_size, c.half};
   for (int64_t* strides : {heads.query, heads.key, heads.value}) {
     strides[0] = c.count * width;
@@ -256,8 +277,10 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
   std::copy_n(c.key_strides, 3, heads.keys);
   std::copy_n(c.key_strides, 3, heads.values);
   heads.threads = threads_for(tokens * queries, most);
+  heads.has_wide_angles = c.has_wide_angles;
   rotate_and_write(projected, projected + queries, projected + queries + keys, l.rotates ? c.cosine : nullptr, c.sine,
-                   all_keys, all_values, c.to_rows, c.to_columns, &l.of_queries, &l.of_keys, rotated, &heads);
+                   all_keys, all_values, c.to_rows, c.to_columns, l.norms_all ? &none : &l.of_queries,
+                   l.norms_all ? &none : &l.of_keys, rotated, &heads);
 
   Sizes sizes = {c.rows, c.kv_heads, c.heads / c.kv_heads, c.count};
   sizes.query_strides[0] = queries * c.count;
@@ -272,8 +295,10 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
   if (l.of_heads.weight) norm(l.of_heads, attended, attended, queries);
   c.multiply(&l.attention_out, 1, attended, queries, tokens, normed, hidden, most, IS_NARROW);
   const int64_t threads = threads_for(tokens * hidden, most);
-  rms_norm(normed, given(l.after_attention), c.hidden, residual, &l.before_mlp, normed, tokens, hidden, threads);
-  c.multiply(&l.gate, l.up.weights ? 2 : 1, normed, hidden, tokens, gated, 2 * inner, most, IS_NARROW);
+  rms_norm(normed, given(l.after_attention), c.hidden, residual, given(l.before_mlp), normed, tokens, hidden,
+           threads);
+  input = l.before_mlp.weight ? (const void*)normed : residual;
+  c.multiply(&l.gate, l.up.weights ? 2 : 1, input, hidden, tokens, gated, 2 * inner, most, IS_NARROW);
   const int64_t strides[2] = {2 * inner, 2 * inner};
   gate_multiply(gated, gated + inner, product, tokens, inner, strides, l.is_gelu, threads_for(tokens * inner, most));
   if (l.of_product.weight) norm(l.of_product, product, product, inner);
@@ -297,8 +322,9 @@ extern "C" void decoder_layers(const Layer* layers, int64_t number, SCALAR* cons
       part.count = std::min(count, c.count - start);
       part.first_row += row;
       part.hidden += first * layers->query.in;
-      part.cosine += row * c.cosine_strides[0] + start * c.cosine_strides[1];
-      part.sine += row * c.sine_strides[0] + start * c.sine_strides[1];
+      const int64_t bytes = c.has_wide_angles ? sizeof(float) : sizeof(SCALAR);  // of an angle
+      part.cosine = (const char*)c.cosine + bytes * (row * c.cosine_strides[0] + start * c.cosine_strides[1]);
+      part.sine = (const char*)c.sine + bytes * (row * c.sine_strides[0] + start * c.sine_strides[1]);
       part.to_rows += row * c.to_row_strides[0] + start * c.to_row_strides[1];
       part.to_columns += row * c.to_column_strides[0] + start * c.to_column_strides[1];
       for (int64_t i = 0; i < number; ++i)

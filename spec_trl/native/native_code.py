@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cache, partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -55,7 +56,8 @@ loaded: list[Library] = []
 failed: list[Library] = []
 """Libraries that :func:`load` could not load."""
 _ahead: dict[str, Future[ctypes.CDLL]] = {}
-_threads = ThreadPoolExecutor(thread_name_prefix="compiler")
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_ahead.clear)  # there its threads are gone
 
 
 def untraced(function: F) -> F:
@@ -69,7 +71,15 @@ def load_ahead(source: Path, **defined: object) -> None:
     """Begins what :func:`load` will do, in another thread: several libraries are compiled at once."""
     library = _library(source, defined)
     if compiler() is not None and library not in (*loaded, *failed) and str(library) not in _ahead:
-        _ahead[str(library)] = _threads.submit(_load, source, library.macros)
+        _ahead[str(library)] = future = Future[ctypes.CDLL]()
+        Thread(target=_fill, args=(future, source, library.macros), name="compiler", daemon=True).start()
+
+
+def _fill(future: Future[ctypes.CDLL], source: Path, macros: dict[str, str]) -> None:
+    try:
+        future.set_result(_load(source, macros))
+    except BaseException as error:
+        future.set_exception(error)
 
 
 @untraced

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,27 @@ def test_where_nothing_can_be_kept_it_is_compiled_for_this_process(
 def test_several_that_compile_at_once_keep_one_library(compilations: list[str], tmp_path: Path) -> None:
     """As the ranks of a first job do; nobody waits for another one."""
     with ThreadPoolExecutor(3) as pool:
-        libraries = list(pool.map(lambda _: native_code.load(cpu_layers._SOURCE, SCALAR="float", HEAD_SIZE=16), "abc"))
+        load = partial(native_code.load, cpu_layers._ATTENTION, SCALAR="float", HEAD_SIZE=16)
+        libraries = [loading.result() for loading in [pool.submit(load) for _ in range(3)]]
     assert all(library is not None and library.attend for library in libraries)
     assert len([path for path in (tmp_path / "spec_trl").rglob("*") if path.is_file()]) == 1
+
+
+def test_libraries_are_compiled_ahead_and_a_fork_starts_anew(compilations: list[str], tmp_path: Path) -> None:
+    source = tmp_path / "answer.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    native_code.load_ahead(source)
+    native_code.load_ahead(source)
+    assert len(native_code._ahead) == 1
+    if not (child := os.fork()):
+        found = native_code.load(source)
+        os._exit(0 if found is not None and found.answer() == 42 and not native_code._ahead else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    found = native_code.load(source)
+    assert found is not None and found.answer() == 42 and not native_code._ahead
+    native_code.load_ahead(source)
+    assert not native_code._ahead, "it is loaded"
+    assert len(compilations) == 1
 
 
 def test_a_header_that_changes_is_compiled_anew(compilations: list[str], tmp_path: Path) -> None:
@@ -134,7 +153,7 @@ def test_without_a_compiler_attention_stays_torchs(
     elif trouble == "it fails":
         broken = tmp_path / "broken.cpp"
         broken.write_text("this is not C++")
-        monkeypatch.setattr(cpu_layers, "_SOURCE", broken)
+        monkeypatch.setattr(cpu_layers, "_ATTENTION", broken)
     else:
         monkeypatch.setattr(native_code, "_SECONDS", 1e-3)
     for runner in ("compiled", "auto"):

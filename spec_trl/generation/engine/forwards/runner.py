@@ -20,7 +20,7 @@ from ..kv.base import KVCache
 from ..kv.cache import RaggedCache, ReplayCache, autocast_dtype
 from ..kv.memory import sent
 from ..network.attention import EXACT_ATTENTION, MaskPlan, attended, calls_attention, reads_spans
-from ..network.cpu_layers import SCALARS
+from ..network.cpu_layers import SCALARS, attention_failed
 from ..network.family import Family
 from ..network.family_hooks import cache_argument
 from ..network.media import read_media
@@ -474,7 +474,8 @@ class CompiledRunner(EagerRunner):
 
     def _without_padding(self, tokens: Tensor, fed: Sequence[int] | None) -> Tensor | None:
         plain = type(self.cache) is RaggedCache and self.cache.offsets is None and self.cache.key_positions is None
-        if self.uses_spans or not plain or fed is None or min(fed) == tokens.shape[1]:  # a GPU's spans have no rows
+        # Spans of a GPU have no rows, and a mask for all rows would be large.
+        if not plain or self.uses_spans or attention_failed() or fed is None or min(fed) == tokens.shape[1]:
             return None
         return torch.arange(tokens.shape[1]) < torch.tensor(fed)[:, None]  # [B, q]
 

@@ -11,6 +11,7 @@ The operations between matrix products replace some thirty small torch calls. Th
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ....native import cpu_products
 from ....native.cpu_products import Matrix
-from ....native.native_code import SOURCES, load, load_ahead, untraced
+from ....native.native_code import SOURCES, failed, load, load_ahead, untraced
 from ....quantization.kernels.native import Native
 from ....quantization.linear import QuantizedLinear
 from ..kv.cache import RaggedLayer, autocast_dtype
@@ -49,7 +50,8 @@ def attend(
 
     Args:
         query, key, value: in one dtype: bfloat16, float16, float32 or float64. Values may have another `d`.
-        spans: `[B, 1, q, 2]` int64, first and last column of each query; or `[B, 1, q, 4]`: third, the column from
+        spans: `[B, 1, q, 2]` int64, first and last column of each query; or `[B, 1, q, 3]`: third, the row of K/V;
+            or `[B, 1, q, 4]`: third, the column from
             which columns are shifted, fourth, the shift (:meth:`MaskPlan.spans`).
         scale: of the scores.
         softcap: scores become `tanh(score / softcap) * softcap`.
@@ -84,10 +86,10 @@ def attend(
 
 def compile_ahead(network: PreTrainedModel) -> None:
     """Begins to compile the libraries that forwards of `network` on a CPU will most likely call, all at once."""
-    config = network.config.get_text_config(decoder=True)
-    heads: int = getattr(config, "num_attention_heads", None) or 1
-    if network.device.type == "cpu" and network.dtype in SCALARS:
-        _compile_ahead(network.dtype, getattr(config, "head_dim", None) or config.hidden_size // heads)
+    sizes = (getattr(module, "head_dim", None) for module in network.modules())
+    head_size = next((size for size in sizes if isinstance(size, int)), None)
+    if network.device.type == "cpu" and network.dtype in SCALARS and head_size is not None:
+        _compile_ahead(network.dtype, head_size)
 
 
 @functools.cache
@@ -112,9 +114,14 @@ def attention_function(dtype: torch.dtype, head_size: int) -> Callable[..., None
     return library.attend
 
 
+def attention_failed() -> bool:
+    """Whether the C++ of attention could not be compiled, as far as is known."""
+    return any(library.source.endswith(_ATTENTION.name) for library in failed)
+
+
 _PER_THREAD = 1 << 15  # elements: with fewer, a second thread saves less than waking it takes
 
-_Heads = ctypes.c_int64 * 30  # struct Heads
+_Heads = ctypes.c_int64 * 31  # struct Heads
 _Strides = ctypes.c_int64 * 2
 
 
@@ -228,7 +235,7 @@ def rotate_and_write(
         batch, length, heads, key.shape[2], head_dim, half,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         *cos.stride()[:2], *sin.stride()[:2], *to_rows.stride(), *to_columns.stride(),
-        *keys.stride()[:3], *values.stride()[:3], _threads(out),
+        *keys.stride()[:3], *values.stride()[:3], _threads(out), cos.dtype == torch.float32,
     )  # fmt: skip
     tensors = query, key, value, cos, sin, keys, values, to_rows, to_columns
     norms = _norm(query_weight, eps, shift), _norm(key_weight, eps, shift)
@@ -258,13 +265,13 @@ def library(dtype: torch.dtype, wide: torch.dtype | None = None) -> Any:
 
 
 _Matrices, _Norms = Matrix * 7, _Norm * 8
-_OF_HEADS, _OF_PRODUCT = 3, 6  # of these norms
+_BEFORE_PRODUCTS = 0, 3, 5, 6  # of these norms
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("matrices", _Matrices), ("norms", _Norms), ("scale", ctypes.c_double), ("softcap", ctypes.c_double),
-        ("is_gelu", ctypes.c_int64), ("rotates", ctypes.c_int64),
+        ("is_gelu", ctypes.c_int64), ("rotates", ctypes.c_int64), ("norms_all", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -279,7 +286,7 @@ class Parts(NamedTuple):
     """The rest of `struct Layer`."""
 
 
-_Call = ctypes.c_int64 * 27  # struct Call: pointers, sizes and strides, all eight bytes wide
+_Call = ctypes.c_int64 * 28  # struct Call: pointers, sizes and strides, all eight bytes wide
 
 
 class OneCall:
@@ -308,6 +315,7 @@ class OneCall:
         self._quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
         self._products = [module for module in modules if isinstance(module, Product)]
         self._flags = [vars(module) for module in self._quantized]
+        self._most_tokens = min((float(module.max_rows) for module in self._quantized), default=inf)
         tensors: list[tuple[dict[str, Tensor | None], str]] = []
         for module in self._quantized:  # their packed weights never move
             tensors += [(module._buffers, "merged_bias"), (module.dense._parameters, "bias")]
@@ -327,9 +335,10 @@ class OneCall:
         self._dtypes: tuple[torch.dtype, torch.dtype] | None = None
         self._served = len(heads) == 1
 
-    def may_run(self, dtype: torch.dtype) -> bool:
-        """Whether all layers are served, with products in `dtype`, and nothing watches them."""
-        return self._served and not any(self._hooks) and cpu_products.serves(dtype)
+    def may_run(self, x: Tensor, tokens: int) -> bool:
+        """Whether nothing watches the layers, all of a known kind, and they take `tokens` tokens in the dtype of x."""
+        fits = self._served and computes(x) and cpu_products.serves(autocast_dtype(x.device) or x.dtype)
+        return fits and tokens <= self._most_tokens and not any(self._hooks)
 
     def __call__(
         self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Sequence[Tensor], caches: Sequence[Any]
@@ -338,13 +347,14 @@ class OneCall:
         of all weights; None if a layer is not served, or watched.
 
         Args:
-            cosine, sine: [B, q, 2 * half] in that dtype, for what is rotated of a head.
+            cosine, sine: [B, q, 2 * half] in that dtype or float32, for what is rotated of a head.
             spans: of each layer's attention, `[B, 1, q, 2 to 4]` int64.
             caches: of the layers' K/V.
         """
         wide = hidden_states.dtype
         dtype = autocast_dtype(hidden_states.device) or wide
-        if not self.may_run(dtype):
+        batch, count, _ = hidden_states.shape
+        if not self.may_run(hidden_states, batch * count):
             return None
         if any(map(torch.is_floating_point, spans)) or any(type(cache) is not RaggedLayer for cache in caches):
             return None
@@ -355,10 +365,9 @@ class OneCall:
             tensors += [tensor for product in self._products for tensor in product.copies or () if tensor is not None]
         pointers, are_whole = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.is_contiguous, tensors))
         if pointers != self._pointers or are_whole != self._are_whole or (dtype, wide) != self._dtypes:
+            self._functions = self._describe(dtype, wide)
             self._pointers, self._are_whole, self._dtypes = pointers, are_whole, (dtype, wide)
-            self._describe(dtype, wide)
-        batch, count, _ = hidden_states.shape
-        if self._most_rows is not None and batch * count > self._most_rows:
+        if not self._functions:
             return None
         for cache in caches:
             if not cache.is_initialized:
@@ -375,27 +384,27 @@ class OneCall:
             spans[0].shape[3], batch, count,
             self._heads, self._kv_heads, self._head_dim, cosine.shape[2] // 2, first_row,
             *cosine.stride()[:2], *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(),
-            *all_keys[0].stride()[:3], torch.get_num_threads(), *self._functions,
+            *all_keys[0].stride()[:3], torch.get_num_threads(), cosine.dtype == torch.float32, *self._functions,
         )  # fmt: skip
         library(dtype, wide).decoder_layers(self._described, len(caches), *by_layer, call)
         for flags in self._flags:
             flags["called"] = True
         return hidden
 
-    def _describe(self, dtype: torch.dtype, wide: torch.dtype) -> None:
-        self._most_rows = min((module.max_rows for module in self._quantized), default=None)
+    def _describe(self, dtype: torch.dtype, wide: torch.dtype) -> list[int]:
+        """Describes the layers as C++ reads them; returns the functions that they call, or [] if it cannot."""
         attend, layers = attention_function(dtype, self._head_dim), []
         for projections, norms, numbers in self._parts:
             matrices = [Matrix() if module is None else _matrix_of(module, dtype, wide) for module in projections]
             weights = [_norm(None, 0.0, None) if norm is None else _norm_of(norm, wide) for norm in norms]
-            # C++ rounds what attention and the gate return, whose norms round no more.
-            rounds = dtype != wide and any(norms[place] is not None for place in (_OF_HEADS, _OF_PRODUCT))
-            if None in matrices or None in weights or attend is None or rounds:
-                self._most_rows = 0
-                return
+            # Under autocast only these norms make products' inputs narrow, and those between products round no more.
+            given = [place for place in _BEFORE_PRODUCTS if norms[place] is not None]
+            is_other = dtype != wide and given != [0, 5]
+            if None in matrices or None in weights or attend is None or is_other:
+                return []
             layers.append(_Layer(_Matrices(*matrices), _Norms(*weights), *numbers))  # type: ignore[misc]
-        self._functions = [cpu_products.address(function) for function in (cpu_products.library().multiply, attend)]
         self._described, self._Pointers = (_Layer * len(layers))(*layers), ctypes.c_void_p * len(layers)
+        return [cpu_products.address(function) for function in (cpu_products.library().multiply, attend)]
 
 
 calls: WeakKeyDictionary[nn.Module, OneCall] = WeakKeyDictionary()

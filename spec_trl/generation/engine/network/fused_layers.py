@@ -122,7 +122,7 @@ class _Attention(_Fused):
     def is_plain(self) -> bool:
         """Whether C++ computes the whole of it."""
         known = set(self._options) <= {"softcap"} and self._needs in ("", "use_rope")
-        return known and not (self._wide_norms or self._is_gated)
+        return known and not self._is_gated
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer = layer_of(kwargs.get(self._cache_name), self.layer_idx)
@@ -174,10 +174,9 @@ class _Attention(_Fused):
         return query, key, value, gate
 
     def _takes_angles(self, query: Tensor, cosine: Tensor) -> bool:
-        if self._kernels is cpu_layers:
-            return query.dtype == cosine.dtype
         rounded = self._rounds_back and cosine.dtype == torch.float32 and query.dtype.itemsize == 2
-        return _goes_with(query, cosine) or rounded
+        fits = query.dtype == cosine.dtype if self._kernels is cpu_layers else _goes_with(query, cosine)
+        return fits or rounded
 
 
 class DecoderLayer(_Fused):
@@ -238,8 +237,10 @@ class DecoderLayer(_Fused):
         """On a CPU, if all parts of the layer are Llama's, or those of its kind, and unwatched."""
         if self._kernels is not cpu_layers or position_embeddings is None or attention_mask is None or self._drops():
             return None
-        cosine, sine = position_embeddings
-        if not cpu_layers.computes(hidden_states) or cosine.dtype != hidden_states.dtype or torch.is_grad_enabled():
+        attention, (cosine, sine) = self.self_attn, position_embeddings
+        if not cpu_layers.computes(hidden_states) or torch.is_grad_enabled() or not isinstance(attention, _Attention):
+            return None
+        if not attention._takes_angles(hidden_states, cosine):
             return None
         call = cpu_layers.calls.get(self)
         if call is None:
@@ -252,13 +253,13 @@ class DecoderLayer(_Fused):
         attention, mlp = self.self_attn, self.mlp
         if not isinstance(attention, _Attention) or not isinstance(mlp, _Mlp) or not attention.is_plain:
             return None
-        heads = [getattr(attention, name) for name in attention._norms] or [None, None]
+        heads = [getattr(attention, name) for name in attention._norms or attention._wide_norms] or [None, None]
         inner = [getattr(part, part._norm_between) if part._norm_between else None for part in (attention, mlp)]
         first, after, second, last = (getattr(self, name) if name else None for name in self._order)
         norms = [first, *heads, inner[0], after, second, inner[1], last]
         gate = _gate_of(mlp.activation)
         ours = gate and all(norm is None or isinstance(norm, _Norm) for norm in norms)
-        patched = "forward" in vars(mlp.activation) or first is None or second is None
+        patched = "forward" in vars(mlp.activation)
         if not ours or patched or attention.config._attn_implementation != RAGGED_ATTENTION:
             return None
         queries, gates = ([getattr(part, name) for name in part._inputs] for part in (attention, mlp))
@@ -266,14 +267,15 @@ class DecoderLayer(_Fused):
         products = [*queries, attention.o_proj, *gates, mlp.down_proj]
         softcap = next((getattr(attention, name) for name in attention._options.values()), None) or 0.0
         rotates = not attention._needs or bool(getattr(attention, attention._needs))
-        return cpu_layers.Parts(products, norms, (attention.scaling, softcap, gate == "gelu_multiply", rotates))
+        flags = gate == "gelu_multiply", rotates, bool(attention._wide_norms)
+        return cpu_layers.Parts(products, norms, (attention.scaling, softcap, *flags))
 
 
 _HEADS = {"_norms": ("q_norm", "k_norm")}
 _REFERENCES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama.LlamaRMSNorm": (_Norm, {}),
     "gemma3.Gemma3RMSNorm": (_Norm, dict(_shift=1.0, _eps_name="eps")),
-    "gpt_oss.GptOssRMSNorm": (_Norm, dict(_shift=0.0, _on_cpu=False)),
+    "gpt_oss.GptOssRMSNorm": (_Norm, dict(_shift=0.0)),
     "llama.LlamaMLP": (_Mlp, {}),
     "bitnet.BitNetMLP": (_Mlp, dict(_norm_between="ffn_sub_norm")),
     "phi3.Phi3MLP": (_Mlp, dict(_inputs=("gate_up_proj",), _activation="activation_fn")),
@@ -301,7 +303,7 @@ _REFERENCES: dict[str, tuple[type, dict[str, Any]]] = {
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"))),
     "glm4.Glm4DecoderLayer": (DecoderLayer, dict(_on_cpu=False, _order=(
         "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"))),
-    "olmo2.Olmo2DecoderLayer": (DecoderLayer, dict(_on_cpu=False, _order=(
+    "olmo2.Olmo2DecoderLayer": (DecoderLayer, dict(_order=(
         "", "post_attention_layernorm", "", "post_feedforward_layernorm"))),
 }  # fmt: skip
 """What fuses a class whose forward is that of a class `<family>.<name>` of transformers."""

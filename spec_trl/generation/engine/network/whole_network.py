@@ -7,10 +7,10 @@ import functools
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..kv.cache import autocast_dtype
 from . import cpu_layers
 from .fused_layers import DecoderLayer, layer_of
 from .known_code import code_of, code_of_reference, has_its_forward
@@ -31,9 +31,11 @@ class WholeNetwork:
     def __init__(self, network: Any) -> None:
         self._decoder, self._head = network.get_decoder(), network.lm_head
         layers = list(self._decoder.layers)[: self._decoder.config.num_hidden_layers]
-        self._types = getattr(self._decoder.config, "layer_types", None) or [""] * len(layers)
-        parts = [layer.parts() for layer in layers]
-        self._call = cpu_layers.OneCall(layers, parts, [network, self._decoder, *layers])
+        types = getattr(self._decoder.config, "layer_types", None) or [""] * len(layers)
+        self._types, parts = types[: len(layers)], [layer.parts() for layer in layers]
+        self._takes_wide_angles = all(getattr(layer.self_attn, "_rounds_back", False) for layer in layers)
+        dropouts = [getattr(layer, name) for layer in layers for name in layer._dropouts]
+        self._call = cpu_layers.OneCall(layers, parts, [network, self._decoder, *layers, *dropouts])
 
     def __call__(
         self, tokens: Tensor, position_ids: Tensor, masks: Any, cache: Any, logits_to_keep: int
@@ -47,12 +49,12 @@ class WholeNetwork:
             cache: which the forward writes to.
         """
         decoder = self._decoder
-        if not self._call.may_run(autocast_dtype(tokens.device) or decoder.embed_tokens.weight.dtype):
+        if not self._call.may_run(decoder.embed_tokens.weight, tokens.numel()):
             return None
         spans = [masks[kind] if isinstance(masks, dict) else masks for kind in self._types]
         hidden = decoder.embed_tokens(tokens)  # [B, q, hidden]
         cosine, sine = decoder.rotary_emb(hidden, position_ids=position_ids)
-        if not cpu_layers.computes(hidden) or cosine.dtype != hidden.dtype:
+        if cosine.dtype != hidden.dtype and not (self._takes_wide_angles and cosine.dtype == torch.float32):
             return None
         caches = [layer_of(cache, index) for index in self._call.indices]
         hidden = self._call(hidden, cosine, sine, spans, caches)

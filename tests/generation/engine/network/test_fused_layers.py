@@ -173,7 +173,7 @@ def test_a_float32_forward_under_autocast_is_that_of_the_family(fused, family: s
 
 @pytest.fixture
 def in_cpp(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the compiled functions that ran, where layers are not one call (test_cpu_layers.py)."""
+    """Names of the compiled functions that ran, where layers are not one call (test_one_call.py)."""
     if compiler() is None:
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(cpu_layers.OneCall, "__call__", lambda *given: None)
@@ -212,6 +212,7 @@ def test_in_cpp_a_forward_is_that_of_the_family(
         ("mixtral", dict(rms_norm=3 * 4, add_rms_norm=8, rotate_and_write=8)),
         ("gemma", dict(rms_norm=3 * 4, add_rms_norm=8, gelu_multiply=8, rotate_and_write=8)),
         ("gemma3_text", dict(rms_norm=3 * 4, add_rms_norm=8, norm_add=8, gelu_multiply=8, rotate_and_write=8)),
+        ("olmo2", dict(rms_norm=5 * 4, norm_add=16, silu_multiply=8, rotate_and_write=8)),
         ("phi3", dict(rms_norm=3 * 4, add_rms_norm=8, silu_multiply=8, rotate_and_write=8)),
     ],
 )
