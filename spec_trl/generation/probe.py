@@ -15,8 +15,9 @@ from ..quantization.linear import QuantizedLinear
 from .engine.cuda.graph_capture import CudaRecorder, Outputs
 from .engine.drafter import Drafter
 from .engine.forwards import runner_choice
+from .engine.forwards.cpu_runner import cpu_runner
 from .engine.forwards.model_costs import model_constants
-from .engine.forwards.runner import COLUMN_BUCKET, EagerRunner, cpu_runner
+from .engine.forwards.runner import COLUMN_BUCKET, EagerRunner
 from .engine.kv.cache import autocast_dtype
 from .engine.network.family import Family
 from .engine.network.products import lend_copies, take_copies_back

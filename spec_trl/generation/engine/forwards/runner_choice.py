@@ -19,8 +19,9 @@ from ..network.products import make_copies, refresh_copies
 from ..network.shadow import make_shadow
 from ..network.snapshot import Snapshot, addresses
 from ..network.swap import not_exact
+from .cpu_runner import cpu_runner
 from .exactness import inexact_parts
-from .runner import EagerRunner, cpu_runner
+from .runner import EagerRunner
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:

@@ -14,7 +14,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from spec_trl.generation.engine.forwards.runner import CompiledRunner, EagerRunner, cpu_runner
+from spec_trl.generation.engine.forwards.cpu_runner import CompiledRunner, cpu_runner
+from spec_trl.generation.engine.forwards.runner import EagerRunner
 from spec_trl.generation.engine.kv.cache import RaggedCache
 from spec_trl.generation.engine.network import cpu_layers
 from spec_trl.generation.engine.network.attention import MaskPlan, ragged_attention

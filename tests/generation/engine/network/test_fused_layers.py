@@ -25,7 +25,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from benchmarks.gpu.kernels_per_layer import in_a_forward, per_layer
 from spec_trl.generation.engine.cuda import graph_runner
 from spec_trl.generation.engine.cuda.graph_runner import compiled_twin
-from spec_trl.generation.engine.forwards.runner import CompiledRunner, EagerRunner
+from spec_trl.generation.engine.forwards.cpu_runner import CompiledRunner
+from spec_trl.generation.engine.forwards.runner import EagerRunner
 from spec_trl.generation.engine.kv.cache import RaggedCache
 from spec_trl.generation.engine.network import cpu_layers, fused_layers
 from spec_trl.generation.engine.network.products import make_copies

@@ -10,7 +10,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm, apply_rotary_pos_emb
 
-from spec_trl.generation.engine.forwards.runner import CompiledRunner
+from spec_trl.generation.engine.forwards.cpu_runner import CompiledRunner
 from spec_trl.generation.engine.kv.cache import RaggedCache
 from spec_trl.generation.engine.network import cpu_layers
 from spec_trl.generation.engine.network.products import make_copies
