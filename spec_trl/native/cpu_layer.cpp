@@ -204,7 +204,6 @@ struct Layer {
 // `first_row` on
 struct Call {
   SCALAR* hidden;
-  const void *cosine, *sine;
   const int64_t *to_rows, *to_columns;
   int64_t span_width, rows, count, heads, kv_heads, head_size, half, first_row;
   int64_t cosine_strides[2], sine_strides[2], to_row_strides[2], to_column_strides[2], key_strides[3];
@@ -217,7 +216,8 @@ static int64_t threads_for(int64_t elements, int64_t most) { return std::min(mos
 
 static const Norm* given(const Norm& n) { return n.weight ? &n : nullptr; }
 
-static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, const int64_t* spans, const Call& c) {
+static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, const int64_t* spans,
+                          const void* cosine, const void* sine, const Call& c) {
   const int64_t tokens = c.rows * c.count, hidden = l.query.in, inner = l.down.in, most = c.threads;
   const int64_t queries = c.heads * c.head_size, keys = c.kv_heads * c.head_size, width = queries + 2 * keys;
   static thread_local std::vector<SCALAR> scratch;
@@ -253,7 +253,7 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
   std::copy_n(c.key_strides, 3, heads.values);
   heads.threads = threads_for(tokens * queries, most);
   heads.has_wide_angles = c.has_wide_angles;
-  rotate_and_write(projected, projected + queries, projected + queries + keys, l.rotates ? c.cosine : nullptr, c.sine,
+  rotate_and_write(projected, projected + queries, projected + queries + keys, l.rotates ? cosine : nullptr, sine,
                    all_keys, all_values, c.to_rows, c.to_columns, l.norms_all ? &none : &l.of_queries,
                    l.norms_all ? &none : &l.of_keys, rotated, &heads);
 
@@ -281,8 +281,11 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
   rms_norm(normed, given(l.after_mlp), residual, c.hidden, nullptr, nullptr, tokens, hidden, threads);
 }
 
-// Layers one after the other; of each: `keys` and `values`, the whole buffers, and `spans` as in cpu_attention.cpp
+// Layers one after the other; of each: `keys` and `values`, the whole buffers, `spans` as in cpu_attention.cpp, and
+// angles
 extern "C" void decoder_layers(const Layer* layers, int64_t number, SCALAR* const* keys, SCALAR* const* values,
-                               const int64_t* const* spans, const Call* call) {
-  for (int64_t i = 0; i < number; ++i) decoder_layer(layers[i], keys[i], values[i], spans[i], *call);
+                               const int64_t* const* spans, const void* const* cosines, const void* const* sines,
+                               const Call* call) {
+  for (int64_t i = 0; i < number; ++i)
+    decoder_layer(layers[i], keys[i], values[i], spans[i], cosines[i], sines[i], *call);
 }

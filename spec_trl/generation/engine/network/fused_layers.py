@@ -246,8 +246,7 @@ class DecoderLayer(_Fused):
         if call is None:
             call = cpu_layers.calls[self] = cpu_layers.OneCall([self], [self.parts()])
         caches = [layer_of(kwargs.get(self._cache_name), call.indices[0])]
-        cosine, sine = position_embeddings
-        return call(hidden_states, cosine, sine, [attention_mask], caches)
+        return call(hidden_states, [position_embeddings], [attention_mask], caches)
 
     def parts(self) -> cpu_layers.Parts | None:
         """As :class:`~.OneCall` takes them; None: one is not ours."""

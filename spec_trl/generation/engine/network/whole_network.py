@@ -1,4 +1,4 @@
-"""A language model of Llama's kind on a CPU with its decoder layers in one C++ call, for few tokens.
+"""A language model of a known family on a CPU with its decoder layers in one C++ call, for few tokens.
 
 It saves the Python of transformers' modules: a third of the time of a draft of a small model.
 """
@@ -16,9 +16,13 @@ from .known_code import code_of, code_of_reference, has_its_forward
 from .snapshot import patched_forward
 
 
-_HEADS = ("llama.LlamaForCausalLM",)
-_DECODERS = ("llama.LlamaModel", "mistral.MistralModel", "qwen2.Qwen2Model")
-"""Classes of transformers whose forwards are known; others, with the same code, are served too."""
+_CAPPED = ("gemma2.Gemma2ForCausalLM",)
+_HEADS = ("llama.LlamaForCausalLM", *_CAPPED)
+_BY_TYPE = ("gemma3.Gemma3TextModel",)
+_DECODERS = ("llama.LlamaModel", "mistral.MistralModel", "qwen2.Qwen2Model", "gemma.GemmaModel", "gemma2.Gemma2Model",
+             *_BY_TYPE)  # fmt: skip
+"""Classes of transformers whose forwards are known; others, with the same code, are served too. Some cap logits, and
+some have angles by type of layer."""
 
 
 class WholeNetwork:
@@ -31,6 +35,9 @@ class WholeNetwork:
         self._network, self._decoder = network, network.get_decoder()
         self._layers = list(self._decoder.layers)[: self._decoder.config.num_hidden_layers]
         self._types = getattr(self._decoder.config, "layer_types", None) or [""] * len(self._layers)
+        config = network.config
+        self._cap = config.final_logit_softcapping if code_of(type(network)) in _codes(_CAPPED) else None
+        self._has_angles_by_type = code_of(type(self._decoder)) in _codes(_BY_TYPE)
         parts = [layer.parts() for layer in self._layers]
         self._takes_wide_angles = all(getattr(layer.self_attn, "_rounds_back", False) for layer in self._layers)
         dropouts = [getattr(layer, name) for layer in self._layers for name in layer._dropouts]
@@ -63,16 +70,18 @@ class WholeNetwork:
         decoder = self._decoder
         spans = [masks[kind] if isinstance(masks, dict) else masks for kind in self._types]
         hidden = decoder.embed_tokens(tokens)  # [B, q, hidden]
-        cosine, sine = decoder.rotary_emb(hidden, position_ids=position_ids)
+        kinds = [(kind,) for kind in self._types] if self._has_angles_by_type else [()] * len(self._types)
+        by_kind = {kind: decoder.rotary_emb(hidden, position_ids, *kind) for kind in set(kinds)}
+        cosine = by_kind[kinds[0]][0]  # [B, q, 2 * half]
         fits = cosine.dtype == hidden.dtype or (self._takes_wide_angles and cosine.dtype == torch.float32)
         if not cpu_layers.serves(hidden) or not fits:
             return None
         caches = [layer_of(cache, index) for index in self._call.indices]
-        hidden = self._call(hidden, cosine, sine, spans, caches)
+        hidden = self._call(hidden, [by_kind[kind] for kind in kinds], spans, caches)
         if hidden is None:
             return None
         logits: Tensor = self._network.lm_head(decoder.norm(hidden)[:, -logits_to_keep:])
-        return logits
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
 
 
 def _is_known(module: Any, names: tuple[str, ...]) -> bool:
