@@ -225,7 +225,6 @@ struct Layer {
 // `first_row` on
 struct Call {
   Wide* hidden;
-  const void *cosine, *sine;
   const int64_t *to_rows, *to_columns;
   int64_t span_width, rows, count, heads, kv_heads, head_size, half, first_row;
   int64_t cosine_strides[2], sine_strides[2], to_row_strides[2], to_column_strides[2], key_strides[3];
@@ -238,7 +237,8 @@ static int64_t threads_for(int64_t elements, int64_t most) { return std::min(mos
 
 static const Norm* given(const Norm& n) { return n.weight ? &n : nullptr; }
 
-static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, const int64_t* spans, const Call& c) {
+static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, const int64_t* spans,
+                          const void* cosine, const void* sine, const Call& c) {
   const int64_t tokens = c.rows * c.count, hidden = l.query.in, inner = l.down.in, most = c.threads;
   const int64_t queries = c.heads * c.head_size, keys = c.kv_heads * c.head_size, width = queries + 2 * keys;
   static thread_local std::vector<Wide> sums;
@@ -278,7 +278,7 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
   std::copy_n(c.key_strides, 3, heads.values);
   heads.threads = threads_for(tokens * queries, most);
   heads.has_wide_angles = c.has_wide_angles;
-  rotate_and_write(projected, projected + queries, projected + queries + keys, l.rotates ? c.cosine : nullptr, c.sine,
+  rotate_and_write(projected, projected + queries, projected + queries + keys, l.rotates ? cosine : nullptr, sine,
                    all_keys, all_values, c.to_rows, c.to_columns, l.norms_all ? &none : &l.of_queries,
                    l.norms_all ? &none : &l.of_keys, rotated, &heads);
 
@@ -308,26 +308,28 @@ static void decoder_layer(const Layer& l, SCALAR* all_keys, SCALAR* all_values, 
 
 constexpr int64_t MOST_TOKENS = 256;  // at once, whose scratch memory stays: 40 MiB in bfloat16 for 7 B parameters
 
-// Layers one after the other; of each: `keys` and `values`, the whole buffers, and `spans` as in cpu_attention.cpp.
-// A token sees those before it, so many tokens are computed in parts: some rows, or some tokens of a row.
+// Layers one after the other; of each: `keys` and `values`, the whole buffers, `spans` as in cpu_attention.cpp, and
+// angles. A token sees those before it, so many tokens are computed in parts: some rows, or some tokens of a row.
 extern "C" void decoder_layers(const Layer* layers, int64_t number, SCALAR* const* keys, SCALAR* const* values,
-                               const int64_t* const* spans, const Call* call) {
+                               const int64_t* const* spans, const char* const* cosines, const char* const* sines,
+                               const Call* call) {
   const Call& c = *call;
   const int64_t rows = std::max<int64_t>(1, MOST_TOKENS / c.count), count = std::min(c.count, MOST_TOKENS);
+  const int64_t bytes = c.has_wide_angles ? sizeof(float) : sizeof(SCALAR);  // of an angle
   for (int64_t row = 0; row < c.rows; row += rows)
     for (int64_t start = 0; start < c.count; start += count) {
       Call part = c;
       const int64_t first = row * c.count + start;
+      const int64_t cosine = bytes * (row * c.cosine_strides[0] + start * c.cosine_strides[1]);
+      const int64_t sine = bytes * (row * c.sine_strides[0] + start * c.sine_strides[1]);
       part.rows = std::min(rows, c.rows - row);
       part.count = std::min(count, c.count - start);
       part.first_row += row;
       part.hidden += first * layers->query.in;
-      const int64_t bytes = c.has_wide_angles ? sizeof(float) : sizeof(SCALAR);  // of an angle
-      part.cosine = (const char*)c.cosine + bytes * (row * c.cosine_strides[0] + start * c.cosine_strides[1]);
-      part.sine = (const char*)c.sine + bytes * (row * c.sine_strides[0] + start * c.sine_strides[1]);
       part.to_rows += row * c.to_row_strides[0] + start * c.to_row_strides[1];
       part.to_columns += row * c.to_column_strides[0] + start * c.to_column_strides[1];
       for (int64_t i = 0; i < number; ++i)
-        decoder_layer(layers[i], keys[i], values[i], spans[i] + first * c.span_width, part);
+        decoder_layer(layers[i], keys[i], values[i], spans[i] + first * c.span_width, cosines[i] + cosine,
+                      sines[i] + sine, part);
     }
 }

@@ -255,7 +255,7 @@ def library(dtype: torch.dtype, wide: torch.dtype | None = None) -> Any:
     functions = load(_LAYER, SCALAR=SCALARS[dtype], WIDE=SCALARS[wide or dtype])
     if functions is not None:
         pointer, integer, norm = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_Norm)
-        functions.decoder_layers.argtypes = [pointer, integer, *[pointer] * 4]
+        functions.decoder_layers.argtypes = [pointer, integer, *[pointer] * 6]
         functions.rms_norm.argtypes = [pointer, norm, pointer, pointer, norm, pointer, *[integer] * 3]
         functions.gate_multiply.argtypes = [pointer] * 3 + [integer, integer, _Strides, integer, integer]
         functions.rotate_and_write.argtypes = [pointer] * 9 + [norm, norm, pointer, _Heads]
@@ -286,7 +286,7 @@ class Parts(NamedTuple):
     """The rest of `struct Layer`."""
 
 
-_Call = ctypes.c_int64 * 28  # struct Call: pointers, sizes and strides, all eight bytes wide
+_Call = ctypes.c_int64 * 26  # struct Call: pointers, sizes and strides, all eight bytes wide
 
 
 class OneCall:
@@ -341,13 +341,14 @@ class OneCall:
         return fits and tokens <= self._most_tokens and not any(self._hooks)
 
     def __call__(
-        self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Sequence[Tensor], caches: Sequence[Any]
+        self, hidden_states: Tensor, angles: Sequence[Any], spans: Sequence[Tensor], caches: Sequence[Any]
     ) -> Tensor | None:
         """The output of the last layer for `hidden_states` [B, q, hidden], which :func:`computes` takes, in the dtype
         of all weights; None if a layer is not served, or watched.
 
         Args:
-            cosine, sine: [B, q, 2 * half] in that dtype or float32, for what is rotated of a head.
+            angles: of each layer, cosine and sine [B, q, 2 * half], strided alike, in that dtype or float32, for what
+                is rotated of a head.
             spans: of each layer's attention, `[B, 1, q, 2 to 4]` int64.
             caches: of the layers' K/V.
         """
@@ -378,10 +379,12 @@ class OneCall:
         to_rows, to_columns, first_row = caches[0].places
         all_keys = [cache.keys for cache in caches]
         all_values = [cache.values for cache in caches]
-        by_layer = [self._Pointers(*map(Tensor.data_ptr, each)) for each in (all_keys, all_values, spans)]
+        cosines, sines = zip(*angles, strict=True)
+        given = all_keys, all_values, spans, cosines, sines
+        by_layer = [self._Pointers(*map(Tensor.data_ptr, each)) for each in given]
+        cosine, sine = angles[0]
         call = _Call(
-            hidden.data_ptr(), cosine.data_ptr(), sine.data_ptr(), to_rows.data_ptr(), to_columns.data_ptr(),
-            spans[0].shape[3], batch, count,
+            hidden.data_ptr(), to_rows.data_ptr(), to_columns.data_ptr(), spans[0].shape[3], batch, count,
             self._heads, self._kv_heads, self._head_dim, cosine.shape[2] // 2, first_row,
             *cosine.stride()[:2], *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(),
             *all_keys[0].stride()[:3], torch.get_num_threads(), cosine.dtype == torch.float32, *self._functions,

@@ -237,7 +237,7 @@ class DecoderLayer(_Fused):
         """On a CPU, if all parts of the layer are Llama's, or those of its kind, and unwatched."""
         if self._kernels is not cpu_layers or position_embeddings is None or attention_mask is None or self._drops():
             return None
-        attention, (cosine, sine) = self.self_attn, position_embeddings
+        attention, (cosine, _) = self.self_attn, position_embeddings
         if not cpu_layers.computes(hidden_states) or torch.is_grad_enabled() or not isinstance(attention, _Attention):
             return None
         if not attention._takes_angles(hidden_states, cosine):
@@ -246,7 +246,7 @@ class DecoderLayer(_Fused):
         if call is None:
             call = cpu_layers.calls[self] = cpu_layers.OneCall([self], [self.parts()])
         caches = [layer_of(kwargs.get(self._cache_name), call.indices[0])]
-        return call(hidden_states, cosine, sine, [attention_mask], caches)
+        return call(hidden_states, [position_embeddings], [attention_mask], caches)
 
     def parts(self) -> cpu_layers.Parts | None:
         """As :class:`~.OneCall` takes them; None: one is not ours."""

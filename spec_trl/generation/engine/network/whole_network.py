@@ -1,4 +1,4 @@
-"""A language model of Llama's kind on a CPU with its decoder layers in one C++ call.
+"""A language model of a known family on a CPU with its decoder layers in one C++ call.
 
 It saves the Python of transformers' modules: a third of the time of a draft of a small model.
 """
@@ -17,9 +17,13 @@ from .known_code import code_of, code_of_reference, has_its_forward
 from .snapshot import patched_forward
 
 
-_HEADS = ("llama.LlamaForCausalLM",)
-_DECODERS = ("llama.LlamaModel", "mistral.MistralModel", "qwen2.Qwen2Model")
-"""Classes of transformers whose forwards are known; others, with the same code, are served too."""
+_CAPPED = ("gemma2.Gemma2ForCausalLM",)
+_HEADS = ("llama.LlamaForCausalLM", *_CAPPED)
+_BY_TYPE = ("gemma3.Gemma3TextModel",)
+_DECODERS = ("llama.LlamaModel", "mistral.MistralModel", "qwen2.Qwen2Model", "gemma.GemmaModel", "gemma2.Gemma2Model",
+             *_BY_TYPE)  # fmt: skip
+"""Classes of transformers whose forwards are known; others, with the same code, are served too. Some cap logits, and
+some have angles by type of layer."""
 
 
 class WholeNetwork:
@@ -30,6 +34,9 @@ class WholeNetwork:
 
     def __init__(self, network: Any) -> None:
         self._decoder, self._head = network.get_decoder(), network.lm_head
+        is_capped = code_of(type(network)) in _codes(_CAPPED)
+        self._cap = network.config.final_logit_softcapping if is_capped else None
+        self._has_angles_by_type = code_of(type(self._decoder)) in _codes(_BY_TYPE)
         layers = list(self._decoder.layers)[: self._decoder.config.num_hidden_layers]
         types = getattr(self._decoder.config, "layer_types", None) or [""] * len(layers)
         self._types, parts = types[: len(layers)], [layer.parts() for layer in layers]
@@ -53,15 +60,17 @@ class WholeNetwork:
             return None
         spans = [masks[kind] if isinstance(masks, dict) else masks for kind in self._types]
         hidden = decoder.embed_tokens(tokens)  # [B, q, hidden]
-        cosine, sine = decoder.rotary_emb(hidden, position_ids=position_ids)
+        kinds = [(kind,) for kind in self._types] if self._has_angles_by_type else [()] * len(self._types)
+        by_kind = {kind: decoder.rotary_emb(hidden, position_ids, *kind) for kind in set(kinds)}
+        cosine = by_kind[kinds[0]][0]  # [B, q, 2 * half]
         if cosine.dtype != hidden.dtype and not (self._takes_wide_angles and cosine.dtype == torch.float32):
             return None
         caches = [layer_of(cache, index) for index in self._call.indices]
-        hidden = self._call(hidden, cosine, sine, spans, caches)
+        hidden = self._call(hidden, [by_kind[kind] for kind in kinds], spans, caches)
         if hidden is None:
             return None
         logits: Tensor = self._head(decoder.norm(hidden)[:, -logits_to_keep:])
-        return logits
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
 
 
 def whole(network: PreTrainedModel) -> WholeNetwork | None:

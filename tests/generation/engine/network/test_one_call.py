@@ -25,9 +25,7 @@ pytestmark = pytest.mark.skipif(native_code.compiler() is None, reason="no C++ c
 LAYERS, FORWARDS = 2, 4  # of `run`
 WHOLE, EACH, NONE = [LAYERS], [1] * LAYERS, [0] * LAYERS
 """What :func:`served` finds in a forward: one call, one for each layer, and none."""
-ARE_WHOLE = dict.fromkeys([*CONFIGS, "smollm3", "phi3", "phi3, rotated in part", "olmo2"], True)
-ARE_WHOLE |= dict.fromkeys(["gemma", "gemma2", "gemma3_text"], False)
-"""Families, and whether a network is one call, not each layer."""
+FAMILIES = [*CONFIGS, "smollm3", "phi3", "phi3, rotated in part", "olmo2", "gemma", "gemma2", "gemma3_text"]
 
 
 def model_in(family: str, dtype: torch.dtype) -> Any:
@@ -37,6 +35,10 @@ def model_in(family: str, dtype: torch.dtype) -> Any:
     if "part" in family:
         model.config.rope_parameters["partial_rotary_factor"] = 0.5
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    if family == "gemma3_text":
+        model.config.layer_types = ["sliding_attention", "full_attention"]
+        states, model = model.state_dict(), type(model)(model.config).to(dtype).eval()
+        model.load_state_dict(states)
     if family == "smollm3":
         model.model.layers[1].self_attn.use_rope = 0
     return model
@@ -59,9 +61,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("family", ARE_WHOLE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_layers_are_those_of_the_family(served: list[int], family: str, threads: int, dtype: torch.dtype) -> None:
-    before, is_whole = torch.get_num_threads(), ARE_WHOLE[family]
+    before = torch.get_num_threads()
     network = make_shadow(model_in(family, dtype))
     expected = run(network)
     assert not served, "an eager forward runs the modules as they are"
@@ -71,7 +73,7 @@ def test_layers_are_those_of_the_family(served: list[int], family: str, threads:
     finally:
         torch.set_num_threads(before)
     compare(whole, expected)
-    assert served == (WHOLE if is_whole else EACH) * FORWARDS
+    assert served == WHOLE * FORWARDS
     layers = network.model.layers
     for watched, found in (([layers[0]], EACH), ([layer.self_attn.o_proj for layer in layers], NONE)):
         for module in watched:
@@ -83,7 +85,7 @@ def test_layers_are_those_of_the_family(served: list[int], family: str, threads:
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ARE_WHOLE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_layers_under_autocast_are_those_of_the_family(served: list[int], family: str, dtype: torch.dtype) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         network = make_shadow(model_in(family, dtype))
@@ -95,7 +97,7 @@ def test_layers_under_autocast_are_those_of_the_family(served: list[int], family
     if family in ("bitnet", "olmo2") and dtype == torch.float32:
         assert not any(served)
     else:
-        assert set(served) == ({LAYERS} if ARE_WHOLE[family] else {1})
+        assert served == WHOLE * FORWARDS
 
 
 @pytest.mark.parametrize(
