@@ -55,9 +55,9 @@ loaded: list[Library] = []
 """Libraries that this process has loaded."""
 failed: list[Library] = []
 """Libraries that :func:`load` could not load."""
-_ahead: dict[str, Future[ctypes.CDLL]] = {}
+ahead: dict[str, Future[ctypes.CDLL]] = {}
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_ahead.clear)  # there its threads are gone
+    os.register_at_fork(after_in_child=ahead.clear)  # there its threads are gone
 
 
 def untraced(function: F) -> F:
@@ -70,8 +70,8 @@ def untraced(function: F) -> F:
 def load_ahead(source: Path, **defined: object) -> None:
     """Begins what :func:`load` will do, in another thread: several libraries are compiled at once."""
     library = _library(source, defined)
-    if compiler() is not None and library not in (*loaded, *failed) and str(library) not in _ahead:
-        _ahead[str(library)] = future = Future[ctypes.CDLL]()
+    if compiler() is not None and library not in (*loaded, *failed) and str(library) not in ahead:
+        ahead[str(library)] = future = Future[ctypes.CDLL]()
         Thread(target=_fill, args=(future, source, library.macros), name="compiler", daemon=True).start()
 
 
@@ -86,7 +86,7 @@ def _fill(future: Future[ctypes.CDLL], source: Path, macros: dict[str, str]) -> 
 def load(source: Path, **defined: object) -> ctypes.CDLL | None:
     """Returns the library of `source`, compiled now or by an earlier process, with macros `defined`, or None."""
     library, functions = _library(source, defined), None
-    begun = _ahead.pop(str(library), None)
+    begun = ahead.pop(str(library), None)
     try:
         if compiler() is not None:
             functions = _load(source, library.macros) if begun is None else begun.result()

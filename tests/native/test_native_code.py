@@ -82,15 +82,15 @@ def test_libraries_are_compiled_ahead_and_a_fork_starts_anew(compilations: list[
     source.write_text('extern "C" int answer() { return 42; }')
     native_code.load_ahead(source)
     native_code.load_ahead(source)
-    assert len(native_code._ahead) == 1
+    assert len(native_code.ahead) == 1
     if not (child := os.fork()):
         found = native_code.load(source)
-        os._exit(0 if found is not None and found.answer() == 42 and not native_code._ahead else 1)
+        os._exit(0 if found is not None and found.answer() == 42 and not native_code.ahead else 1)
     assert os.waitpid(child, 0)[1] == 0
     found = native_code.load(source)
-    assert found is not None and found.answer() == 42 and not native_code._ahead
+    assert found is not None and found.answer() == 42 and not native_code.ahead
     native_code.load_ahead(source)
-    assert not native_code._ahead, "it is loaded"
+    assert not native_code.ahead, "it is loaded"
     assert len(compilations) == 1
 
 

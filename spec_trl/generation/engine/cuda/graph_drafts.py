@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..drafter import Forward, NetworkDraft
-from ..forwards.runner import FeatureRunner, Over, TakeIn
+from ..forwards.feature_runner import FeatureRunner, Over, TakeIn
 from ..kv.base import KVCache
 from ..kv.cache import autocast_dtype
 from ..network.attention import takes_spans

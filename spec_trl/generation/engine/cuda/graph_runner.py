@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..drafter import NetworkDraft
-from ..forwards.runner import EagerRunner, FeatureRunner, Listener
+from ..forwards.feature_runner import FeatureRunner
+from ..forwards.runner import EagerRunner, Listener
 from ..kv.base import KVCache
 from ..kv.cache import autocast_dtype
 from ..network.attention import attended

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ....native.cpu_products import reading_prompts
-from ..drafter import Forward, NetworkDraft
+from ..drafter import NetworkDraft
 from ..kv.base import KVCache
 from ..kv.cache import ReplayCache, autocast_dtype
 from ..kv.memory import sent
@@ -27,6 +27,7 @@ from ..requirements import position_limit
 from ..rows import Admission, Piece, Rows
 from ..sampling.accept import Proposal
 from ..saved_row import TARGET
+from .feature_runner import FeatureRunner
 
 
 # Attention reads columns up to the longest row, rounded up: kernels that are prepared per shape (oneDNN on CPU,
@@ -40,10 +41,6 @@ _LOGITS_PER_FORWARD = 2**27
 _facts: "WeakKeyDictionary[nn.Module, tuple[MaskPlan, int | None, str, bool]]" = WeakKeyDictionary()
 
 Listener = Callable[[Tensor, Tensor, int], None]
-TakeIn = Callable[[Tensor, Tensor], None]
-"""Stores features `[B, q, F]` at positions `[B, q]` in the network's cache, which points there."""
-Over = Callable[[int], Forward]
-"""Runs the forwards of one draft, with attention over the first columns, up to this number."""
 
 
 def _facts_of(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool]:
@@ -56,36 +53,6 @@ def _facts_of(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool
             network._supports_logits_to_keep(),
         )  # fmt: skip
     return facts
-
-
-class FeatureRunner:
-    """Runs the network of a drafter that reads its target's hidden states, eagerly.
-
-    Args:
-        network: of the drafter.
-        cache: of the network, with the stored features.
-    """
-
-    is_exact = False
-    uses_spans = False
-    """Whether texts and drafts attend under spans (:meth:`~.MaskPlan.spans`)."""
-
-    def __init__(self, network: nn.Module, cache: KVCache) -> None:
-        self.network, self.cache = network, cache
-
-    def take_in(self, features: Tensor, positions: Tensor, first_row: int, keep: TakeIn) -> None:
-        """Calls `keep` to store the features of a forward of the target over the rows from `first_row` on."""
-        self.cache.point_at(positions, 0, first_row)
-        self.cache.table_to_read(len(positions))  # nothing is read: no pages are gathered
-        keep(features, positions)
-
-    def take_in_round(self, features: Tensor, positions: Tensor, keep: TakeIn) -> None:
-        """The same for a round, which verifies all rows in flight."""
-        self.take_in(features, positions, 0, keep)
-
-    def draft(self, draft: NetworkDraft, over: Over, columns: int) -> Proposal:
-        """Drafts, with attention over columns `0..columns`."""
-        return attended(self, lambda: draft.run(over(columns)))
 
 
 class EagerRunner:

@@ -1,33 +1,25 @@
-"""Decoder layers on a CPU in C++, if there is a compiler: attention, the operations between products, whole layers.
+"""Parts of decoder layers on a CPU in C++, if there is a compiler: attention, and the operations between products.
 
 Attention reads the columns of a row, without a mask, so a row's output does not depend on other rows or on padding of
 columns. It is compiled once per element type and head size, in about a second (`native_code.py`).
 
 The operations between matrix products replace some thirty small torch calls. They have the arguments of those in
-`kernels/fused_layer.py`, in float32 and bfloat16. A layer is one call, or all layers of a network are
-(`whole_network.py`). It gets the addresses of their weights: collected once, and again if a weight has moved.
+`kernels/fused_layer.py`, in float32 and bfloat16. Whole layers are one call: `one_call.py`.
 """
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
-from math import inf
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ....native import cpu_products
-from ....native.cpu_products import Matrix
 from ....native.native_code import SOURCES, failed, load, load_ahead, untraced
-from ....quantization.kernels.native import Native
-from ....quantization.linear import QuantizedLinear
-from ..kv.cache import RaggedLayer, autocast_dtype
-from .products import Product
+from ..kv.cache import autocast_dtype
 
 
 SCALARS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "Bfloat16", torch.float16: "_Float16"}
@@ -133,7 +125,7 @@ def serves(x: Tensor) -> bool:
 
 
 def computes(hidden_states: Tensor) -> bool:
-    """Whether :class:`OneCall` takes them: like :func:`serves`, or float32 under autocast to bfloat16."""
+    """Whether :class:`~.OneCall` takes them: like :func:`serves`, or float32 under autocast to bfloat16."""
     dtype = autocast_dtype(hidden_states.device) or hidden_states.dtype
     fits = (dtype, hidden_states.dtype) in _DTYPES and hidden_states.device.type == "cpu"
     return fits and torch.is_inference_mode_enabled() and library(dtype, hidden_states.dtype) is not None
@@ -143,18 +135,18 @@ _DTYPES = {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (to
 """Of products, and of the residual stream."""
 
 
-class _Norm(ctypes.Structure):
+class Norm(ctypes.Structure):
     _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_double), ("shift", ctypes.c_double)]
 
 
-def _norm(weight: Tensor | None, eps: float, shift: float | None) -> _Norm:
-    return _Norm(None if weight is None else weight.data_ptr(), eps, -1.0 if shift is None else shift)
+def norm_of(weight: Tensor | None, eps: float, shift: float | None) -> Norm:
+    return Norm(None if weight is None else weight.data_ptr(), eps, -1.0 if shift is None else shift)
 
 
 @untraced
 def rms_norm(x: Tensor, weight: Tensor, eps: float, _dtype: None = None, shift: float | None = None) -> Tensor:
     """`[..., hidden]` contiguous, normed over its last dimension and times `weight` `[hidden]`."""
-    out, size, norm = torch.empty_like(x), x.shape[-1], _norm(weight, eps, shift)
+    out, size, norm = torch.empty_like(x), x.shape[-1], norm_of(weight, eps, shift)
     pointers = x.data_ptr(), None, None, None, norm, out.data_ptr()
     library(x.dtype).rms_norm(*pointers, x.numel() // size, size, _threads(out))
     return out
@@ -174,8 +166,8 @@ def add_rms_norm(
     """x + residual, both `[..., hidden]` contiguous, and :func:`rms_norm` of that. With a `branch_weight` `[hidden]` x
     is normed before, by a norm of the same `shift`."""
     total, out, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
-    branch = None if branch_weight is None else _norm(branch_weight, branch_eps, shift)
-    pointers = x.data_ptr(), branch, residual.data_ptr(), total.data_ptr(), _norm(weight, eps, shift), out.data_ptr()
+    branch = None if branch_weight is None else norm_of(branch_weight, branch_eps, shift)
+    pointers = x.data_ptr(), branch, residual.data_ptr(), total.data_ptr(), norm_of(weight, eps, shift), out.data_ptr()
     library(x.dtype).rms_norm(*pointers, x.numel() // size, size, _threads(out))
     return total, out
 
@@ -184,7 +176,7 @@ def add_rms_norm(
 def norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float | None) -> Tensor:
     """residual + :func:`rms_norm` of x, both `[..., hidden]` contiguous."""
     total, size = torch.empty_like(x), x.shape[-1]
-    pointers = x.data_ptr(), _norm(weight, eps, shift), residual.data_ptr(), total.data_ptr(), None, None
+    pointers = x.data_ptr(), norm_of(weight, eps, shift), residual.data_ptr(), total.data_ptr(), None, None
     library(x.dtype).rms_norm(*pointers, x.numel() // size, size, _threads(total))
     return total
 
@@ -238,7 +230,7 @@ def rotate_and_write(
         *keys.stride()[:3], *values.stride()[:3], _threads(out), cos.dtype == torch.float32,
     )  # fmt: skip
     tensors = query, key, value, cos, sin, keys, values, to_rows, to_columns
-    norms = _norm(query_weight, eps, shift), _norm(key_weight, eps, shift)
+    norms = norm_of(query_weight, eps, shift), norm_of(key_weight, eps, shift)
     function = library(query.dtype).rotate_and_write
     function(*(tensor.data_ptr() for tensor in tensors), *norms, out.data_ptr(), sizes)
     return out
@@ -254,7 +246,7 @@ def library(dtype: torch.dtype, wide: torch.dtype | None = None) -> Any:
     compiler."""
     functions = load(_LAYER, SCALAR=SCALARS[dtype], WIDE=SCALARS[wide or dtype])
     if functions is not None:
-        pointer, integer, norm = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_Norm)
+        pointer, integer, norm = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(Norm)
         functions.decoder_layers.argtypes = [pointer, integer, *[pointer] * 6]
         functions.rms_norm.argtypes = [pointer, norm, pointer, pointer, norm, pointer, *[integer] * 3]
         functions.gate_multiply.argtypes = [pointer] * 3 + [integer, integer, _Strides, integer, integer]
@@ -262,190 +254,3 @@ def library(dtype: torch.dtype, wide: torch.dtype | None = None) -> Any:
         for name in ("rms_norm", "gate_multiply", "rotate_and_write", "decoder_layers"):
             getattr(functions, name).restype = None
     return functions
-
-
-_Matrices, _Norms = Matrix * 7, _Norm * 8
-_BEFORE_PRODUCTS = 0, 3, 5, 6  # of these norms
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        ("matrices", _Matrices), ("norms", _Norms), ("scale", ctypes.c_double), ("softcap", ctypes.c_double),
-        ("is_gelu", ctypes.c_int64), ("rotates", ctypes.c_int64), ("norms_all", ctypes.c_int64),
-    ]  # fmt: skip
-
-
-class Parts(NamedTuple):
-    """Of a decoder layer."""
-
-    projections: list[Any]
-    """Modules in the order of `struct Layer`, with None for what is joined to the one before."""
-    norms: list[Any]
-    """Likewise, with None for a norm that the layer lacks."""
-    numbers: tuple[float, ...]
-    """The rest of `struct Layer`."""
-
-
-_Call = ctypes.c_int64 * 26  # struct Call: pointers, sizes and strides, all eight bytes wide
-
-
-class OneCall:
-    """Decoder layers, one after the other, as one C++ call.
-
-    Args:
-        layers: fused decoder layers. Their modules stay; hooks on them may come and go, and weights may move.
-        parts: of each layer; None: it is not served.
-        watched: further modules that must have no hooks.
-
-    Attributes:
-        indices: of the layers.
-    """
-
-    def __init__(self, layers: Sequence[Any], parts: Sequence[Parts | None], watched: Sequence[Any] = ()) -> None:
-        self.indices, self._served = [getattr(layer.self_attn, "layer_idx", 0) for layer in layers], False
-        self._parts = [each for each in parts if each is not None]
-        modules = [module for each in self._parts for module in each.projections if module is not None]
-        if len(self._parts) < len(layers) or not all(map(_is_served, modules)):
-            return
-        given = [norm for each in self._parts for norm in each.norms if norm is not None]
-        inner = [part for layer in layers for part in (layer.self_attn, layer.mlp, layer.mlp.activation)]
-        watched = [*watched, *inner, *modules, *given]
-        self._hooks = [hooks for part in watched for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        self._hooks += [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
-        self._quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
-        self._products = [module for module in modules if isinstance(module, Product)]
-        self._flags = [vars(module) for module in self._quantized]
-        self._most_tokens = min((float(module.max_rows) for module in self._quantized), default=inf)
-        tensors: list[tuple[dict[str, Tensor | None], str]] = []
-        for module in self._quantized:  # their packed weights never move
-            tensors += [(module._buffers, "merged_bias"), (module.dense._parameters, "bias")]
-        tensors += [(norm._parameters, "weight") for norm in given]
-        weights = [(module._parameters, name) for module in self._products for name in ("weight", "bias")]
-        self._others, self._weights = (
-            [(where, name) for where, name in each if where.get(name) is not None] for each in (tensors, weights)
-        )
-        heads = {
-            (*_outputs(*each.projections[:4]), layer.self_attn.head_dim)
-            for each, layer in zip(self._parts, layers, strict=True)
-        }
-        queries, keys, self._head_dim = next(iter(heads))
-        self._heads, self._kv_heads = queries // self._head_dim, keys // self._head_dim
-        self._pointers: list[int] = []
-        self._are_whole: list[bool] = []
-        self._dtypes: tuple[torch.dtype, torch.dtype] | None = None
-        self._served = len(heads) == 1
-
-    def may_run(self, x: Tensor, tokens: int) -> bool:
-        """Whether nothing watches the layers, all of a known kind, and they take `tokens` tokens in the dtype of x."""
-        fits = self._served and computes(x) and cpu_products.serves(autocast_dtype(x.device) or x.dtype)
-        return fits and tokens <= self._most_tokens and not any(self._hooks)
-
-    def __call__(
-        self, hidden_states: Tensor, angles: Sequence[Any], spans: Sequence[Tensor], caches: Sequence[Any]
-    ) -> Tensor | None:
-        """The output of the last layer for `hidden_states` [B, q, hidden], which :func:`computes` takes, in the dtype
-        of all weights; None if a layer is not served, or watched.
-
-        Args:
-            angles: of each layer, cosine and sine [B, q, 2 * half], strided alike, in that dtype or float32, for what
-                is rotated of a head.
-            spans: of each layer's attention, `[B, 1, q, 2 to 4]` int64.
-            caches: of the layers' K/V.
-        """
-        wide = hidden_states.dtype
-        dtype = autocast_dtype(hidden_states.device) or wide
-        batch, count, _ = hidden_states.shape
-        if not self.may_run(hidden_states, batch * count):
-            return None
-        if any(map(torch.is_floating_point, spans)) or any(type(cache) is not RaggedLayer for cache in caches):
-            return None
-        tensors: list[Any] = [where[name] for where, name in self._others]
-        if dtype == wide:
-            tensors += [where[name] for where, name in self._weights]
-        else:
-            tensors += [tensor for product in self._products for tensor in product.copies or () if tensor is not None]
-        pointers, are_whole = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.is_contiguous, tensors))
-        if pointers != self._pointers or are_whole != self._are_whole or (dtype, wide) != self._dtypes:
-            self._functions = self._describe(dtype, wide)
-            self._pointers, self._are_whole, self._dtypes = pointers, are_whole, (dtype, wide)
-        if not self._functions:
-            return None
-        for cache in caches:
-            if not cache.is_initialized:
-                heads = hidden_states.new_empty(batch, self._kv_heads, 0, self._head_dim, dtype=dtype)
-                cache.lazy_initialization(heads, heads)
-        hidden = hidden_states.clone(memory_format=torch.contiguous_format)
-        spans = [each.contiguous() for each in spans]
-        to_rows, to_columns, first_row = caches[0].places
-        all_keys = [cache.keys for cache in caches]
-        all_values = [cache.values for cache in caches]
-        cosines, sines = zip(*angles, strict=True)
-        given = all_keys, all_values, spans, cosines, sines
-        by_layer = [self._Pointers(*map(Tensor.data_ptr, each)) for each in given]
-        cosine, sine = angles[0]
-        call = _Call(
-            hidden.data_ptr(), to_rows.data_ptr(), to_columns.data_ptr(), spans[0].shape[3], batch, count,
-            self._heads, self._kv_heads, self._head_dim, cosine.shape[2] // 2, first_row,
-            *cosine.stride()[:2], *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(),
-            *all_keys[0].stride()[:3], torch.get_num_threads(), cosine.dtype == torch.float32, *self._functions,
-        )  # fmt: skip
-        library(dtype, wide).decoder_layers(self._described, len(caches), *by_layer, call)
-        for flags in self._flags:
-            flags["called"] = True
-        return hidden
-
-    def _describe(self, dtype: torch.dtype, wide: torch.dtype) -> list[int]:
-        """Describes the layers as C++ reads them; returns the functions that they call, or [] if it cannot."""
-        attend, layers = attention_function(dtype, self._head_dim), []
-        for projections, norms, numbers in self._parts:
-            matrices = [Matrix() if module is None else _matrix_of(module, dtype, wide) for module in projections]
-            weights = [_norm(None, 0.0, None) if norm is None else _norm_of(norm, wide) for norm in norms]
-            # Under autocast only these norms make products' inputs narrow, and those between products round no more.
-            given = [place for place in _BEFORE_PRODUCTS if norms[place] is not None]
-            is_other = dtype != wide and given != [0, 5]
-            if None in matrices or None in weights or attend is None or is_other:
-                return []
-            layers.append(_Layer(_Matrices(*matrices), _Norms(*weights), *numbers))  # type: ignore[misc]
-        self._described, self._Pointers = (_Layer * len(layers))(*layers), ctypes.c_void_p * len(layers)
-        return [cpu_products.address(function) for function in (cpu_products.library().multiply, attend)]
-
-
-calls: WeakKeyDictionary[nn.Module, OneCall] = WeakKeyDictionary()
-"""Of a decoder layer alone."""
-
-
-def _outputs(query: Any, key: Any, _value: Any, output: Any) -> tuple[int, int]:
-    """Of queries, and of keys."""
-    queries: int = output.in_features
-    return queries, (query.out_features - queries) // 2 if key is None else key.out_features
-
-
-def _is_served(module: nn.Module) -> bool:
-    if "forward" in vars(module):
-        return False
-    if isinstance(module, Product):
-        return module.routine == "native" and isinstance(module, nn.Linear) and cpu_products.library() is not None
-    is_native = type(module) is QuantizedLinear and isinstance(module.packed, Native)
-    return is_native and module.inverse_scales is None
-
-
-def _matrix_of(module: Any, dtype: torch.dtype, wide: torch.dtype) -> Matrix | None:
-    """None if C++ cannot read a tensor."""
-    is_product = isinstance(module, Product)
-    weight, bias = (None, None) if is_product and dtype != wide else (module.weight, module.bias)
-    if is_product and dtype != wide and module.copies is not None:
-        weight, bias = module.copies
-    if bias is not None and not _is_plain(bias, dtype):
-        return None
-    if not is_product:
-        return module.packed.matrix(bias)
-    return cpu_products.dense_matrix(weight, bias) if weight is not None and _is_plain(weight, dtype) else None
-
-
-def _norm_of(module: Any, dtype: torch.dtype) -> _Norm | None:
-    """None if C++ cannot read it."""
-    return _norm(module.weight, module.epsilon, module._shift) if _is_plain(module.weight, dtype) else None
-
-
-def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return cpu_products.is_readable(tensor) and tensor.dtype == dtype

@@ -22,7 +22,7 @@ from ..cuda.kernels import run_on
 from ..kv.base import KVCache
 from ..kv.cache import RaggedLayer, autocast_dtype
 from ..kv.pages import PagedLayer
-from . import cpu_layers
+from . import cpu_layers, one_call
 from .adapted_layers import AdaptedLinear, only_multiplies, project, project_gated
 from .attention import ATTENTIONS, RAGGED_ATTENTION
 from .family_hooks import cache_name
@@ -242,13 +242,13 @@ class DecoderLayer(_Fused):
             return None
         if not attention._takes_angles(hidden_states, cosine):
             return None
-        call = cpu_layers.calls.get(self)
+        call = one_call.calls.get(self)
         if call is None:
-            call = cpu_layers.calls[self] = cpu_layers.OneCall([self], [self.parts()])
+            call = one_call.calls[self] = one_call.OneCall([self], [self.parts()])
         caches = [layer_of(kwargs.get(self._cache_name), call.indices[0])]
         return call(hidden_states, [position_embeddings], [attention_mask], caches)
 
-    def parts(self) -> cpu_layers.Parts | None:
+    def parts(self) -> one_call.Parts | None:
         """As :class:`~.OneCall` takes them; None: one is not ours."""
         attention, mlp = self.self_attn, self.mlp
         if not isinstance(attention, _Attention) or not isinstance(mlp, _Mlp) or not attention.is_plain:
@@ -268,7 +268,7 @@ class DecoderLayer(_Fused):
         softcap = next((getattr(attention, name) for name in attention._options.values()), None) or 0.0
         rotates = not attention._needs or bool(getattr(attention, attention._needs))
         flags = gate == "gelu_multiply", rotates, bool(attention._wide_norms)
-        return cpu_layers.Parts(products, norms, (attention.scaling, softcap, *flags))
+        return one_call.Parts(products, norms, (attention.scaling, softcap, *flags))
 
 
 _HEADS = {"_norms": ("q_norm", "k_norm")}

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from . import cpu_layers
 from .fused_layers import DecoderLayer, layer_of
 from .known_code import code_of, code_of_reference, has_its_forward
+from .one_call import OneCall
 from .snapshot import patched_forward
 
 
@@ -42,7 +43,7 @@ class WholeNetwork:
         self._types, parts = types[: len(layers)], [layer.parts() for layer in layers]
         self._takes_wide_angles = all(getattr(layer.self_attn, "_rounds_back", False) for layer in layers)
         dropouts = [getattr(layer, name) for layer in layers for name in layer._dropouts]
-        self._call = cpu_layers.OneCall(layers, parts, [network, self._decoder, *layers, *dropouts])
+        self._call = OneCall(layers, parts, [network, self._decoder, *layers, *dropouts])
 
     def __call__(
         self, tokens: Tensor, position_ids: Tensor, masks: Any, cache: Any, logits_to_keep: int

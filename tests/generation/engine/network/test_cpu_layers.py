@@ -252,15 +252,15 @@ def test_texts_of_several_lengths_are_read_as_one_row(
 
 
 def test_texts_stay_padded_where_attention_could_not_be_compiled(
-    tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    tiny: LlamaForCausalLM, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's attention would need a mask over the columns of all rows."""
-    runner = CompiledRunner(make_shadow(tiny), RaggedCache.for_network(tiny, 2, 8))
-    assert runner._without_padding(torch.ones(2, 3), [3, 1]) is not None
-    failed = native_code.Library(cpu_layers._ATTENTION.name, {"SCALAR": "double", "HEAD_SIZE": "16"})
-    monkeypatch.setattr(native_code, "failed", [failed])
-    monkeypatch.setattr(cpu_layers, "failed", native_code.failed)
-    assert runner._without_padding(torch.ones(2, 3), [3, 1]) is None
+    generate(tiny, PROMPTS, "none")
+    monkeypatch.setattr("spec_trl.generation.engine.forwards.cpu_runner.attention_failed", lambda: True)
+    assert max(lengths) == 25
+    lengths.clear()
+    generate(tiny, PROMPTS, "none")
+    assert max(lengths) == 14
 
 
 def test_float16_is_compiled_too(lengths: list[int]) -> None:

@@ -28,7 +28,7 @@ from spec_trl.generation.engine.cuda.graph_runner import compiled_twin
 from spec_trl.generation.engine.forwards.cpu_runner import CompiledRunner
 from spec_trl.generation.engine.forwards.runner import EagerRunner
 from spec_trl.generation.engine.kv.cache import RaggedCache
-from spec_trl.generation.engine.network import cpu_layers, fused_layers
+from spec_trl.generation.engine.network import cpu_layers, fused_layers, one_call
 from spec_trl.generation.engine.network.products import make_copies
 from spec_trl.generation.engine.network.shadow import keep_states, make_shadow
 from spec_trl.native import cpu_products
@@ -177,7 +177,7 @@ def in_cpp(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the compiled functions that ran, where layers are not one call (test_one_call.py)."""
     if compiler() is None:
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(cpu_layers.OneCall, "__call__", lambda *given: None)
+    monkeypatch.setattr(one_call.OneCall, "__call__", lambda *given: None)
     ran: list[str] = []
 
     def note(name: str) -> None:

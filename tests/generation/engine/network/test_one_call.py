@@ -13,6 +13,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm, apply_rotary_
 from spec_trl.generation.engine.forwards.cpu_runner import CompiledRunner
 from spec_trl.generation.engine.kv.cache import RaggedCache
 from spec_trl.generation.engine.network import cpu_layers
+from spec_trl.generation.engine.network.one_call import OneCall
 from spec_trl.generation.engine.network.products import make_copies
 from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.native import native_code
@@ -48,14 +49,14 @@ def model_in(family: str, dtype: torch.dtype) -> Any:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Layers that each call computed; 0: it left them to the modules."""
     found: list[int] = []
-    call = cpu_layers.OneCall.__call__
+    call = OneCall.__call__
 
     def noted(layers: Any, *given: Any) -> Any:
         output = call(layers, *given)
         found.append(0 if output is None else len(layers.indices))
         return output
 
-    monkeypatch.setattr(cpu_layers.OneCall, "__call__", noted)
+    monkeypatch.setattr(OneCall, "__call__", noted)
     return found
 
 
