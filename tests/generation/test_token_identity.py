@@ -223,7 +223,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         listened=draw(st.sampled_from([0, 1, 3, 6])),
         prefill=draw(st.sampled_from([(1024, 8192), (1024, 8192), (4, 8), (5, 1000), (1, 1)])),
         captured=is_capturable and plans is not None and draw(st.sampled_from([False, False, False, True])),
-        pages=draw(st.sampled_from([0, 4, 4, 8])),
+        # Pools are GPUs'. On a CPU C++ computes whole layers under autocast, over K/V in rows.
+        pages=draw(st.sampled_from([0, 4, 4, 8] if dtype != "autocast" else [0])),
         fault=fault,
     )
 

@@ -37,6 +37,9 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[li
         compiled.extend(arguments[arguments.index("-c") + 1 :][:1] if "-c" in arguments else [])
         return run(arguments, **options)
 
+    for begun in native_code.ahead.values():  # by tests before
+        begun.exception()
+    native_code.ahead.clear()
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
     monkeypatch.setattr(native_code.subprocess, "run", noted)
     monkeypatch.setattr(native_code, "loaded", [])
