@@ -28,7 +28,7 @@ from ..papers import load
 from .call import Call, check_call
 from .engine.drafter import Drafter
 from .engine.forwards.runner import EagerRunner
-from .engine.forwards.runner_choice import exactness, runner_for
+from .engine.forwards.runner_choice import exactness, runner_for, runner_mode
 from .engine.kv.base import Capacity
 from .engine.kv.cache import autocast_dtype
 from .engine.kv.row_memory import plan_memory, watch_memory
@@ -110,7 +110,8 @@ def speculative_decoding(
                 session, model, input_ids, logits_processor, stopping_criteria, generation_config,
                 assistant_strategy, config, drafter, control, request_ids, model_kwargs,
             )  # fmt: skip
-            compile_ahead(model)
+            if runner_mode(config, model.device) == "compiled":
+                compile_ahead(model)
             drafters, control = make_drafting(session, call, claims)
             capacity = plan_memory(session, call, drafters, max(config.first_draft_length, control.most_drafted))
             ahead = config.specactor.decoupled_execution != "never" and load("papers.specactor.decoupled.execution")

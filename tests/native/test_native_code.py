@@ -50,14 +50,18 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[li
     cpu_layers.attention_function.cache_clear()
 
 
+def stem(path: str) -> str:
+    return Path(path).stem
+
+
 def test_it_is_compiled_once_and_kept(compilations: list[str], tmp_path: Path) -> None:
     model = tiny_llama()
     expected = outputs(generate(model, PROMPTS, "none", {"runner": "eager"}))
-    assert not compilations
+    assert "cpu_attention" not in map(stem, compilations)
     for _ in range(2):
         assert outputs(generate(model, PROMPTS)) == expected
         cpu_layers.attention_function.cache_clear()  # as in another process
-    assert len(compilations) == 1
+    assert [*map(stem, compilations)].count("cpu_attention") == 1
     assert [path.suffix for path in (tmp_path / "spec_trl").rglob("cpu_attention*")].count(".so") == 1
 
 
@@ -161,7 +165,7 @@ def test_without_a_compiler_attention_stays_torchs(
         monkeypatch.setattr(native_code, "_SECONDS", 1e-3)
     for runner in ("compiled", "auto"):
         assert outputs(generate(model, PROMPTS, "self", {"runner": runner})) == expected
-    assert len(compilations) == (trouble == "it fails")  # tried once
+    assert [*map(stem, compilations)].count("broken") == (trouble == "it fails")  # tried once
     assert not [warning for warning in recwarn if "attention" in str(warning.message)]
 
 
