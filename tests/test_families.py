@@ -35,6 +35,7 @@ TABLE = documented(DOCUMENT.read_text(encoding="utf-8"))
         "git",  # a vision tower within the decoder
         "phi4_multimodal",  # the same, and projections for images and sound
         "mllama",  # layers that text skips
+        "gemma4_text",  # heads of two sizes, which the config does not tell
         "gemma3", "llava", "qwen2_vl",
     ],
 )  # fmt: skip
