@@ -276,9 +276,9 @@ static void attend_run(Query* queries, int64_t number, const SCALAR* keys, const
 }
 
 // queries [rows, kv_heads * groups, count, HEAD_SIZE], keys and values [rows, kv_heads, columns, HEAD_SIZE]; spans
-// [rows, count, span_width]: first and last column of a query; of four numbers the third is a column from which on
-// columns lie as many further as the fourth says; of three numbers the third is the row that a query reads; sinks [kv_heads * groups], or null; softcap: 0 for none; output
-// [rows, count, kv_heads * groups, HEAD_SIZE]
+// [rows, count, span_width]: first and last column of a query; of three numbers the third is the row that it reads; of
+// four the third is a column from which on columns lie as many further as the fourth says; sinks [kv_heads * groups], or
+// null; softcap: 0 for none; output [rows, count, kv_heads * groups, HEAD_SIZE]
 extern "C" void attend(const SCALAR* queries, const SCALAR* keys, const SCALAR* values, const int64_t* spans,
                        const Real* sinks, SCALAR* output, const Sizes* sizes, double scale, double softcap) {
   const Sizes s = *sizes;
