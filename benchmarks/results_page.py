@@ -18,10 +18,8 @@ from .measure import FEWEST_REPEATS, RESULTS, Finding, Result, interval_text, nu
 PAGE = Path(__file__).parent / "RESULTS.md"
 HEAD = """# Results
 
-Made by `python -m benchmarks.results_page` from the files in [results](results): what README and docs claim, and the
-command of each. `python -m benchmarks.results_page NAME` prints setup, machine and every number of a result.
-[docs/performance.md](../docs/performance.md) says what the numbers mean.
-
+Made by `python -m benchmarks.results_page` from [results](results): what README and docs claim, and the command of each.
+`python -m benchmarks.results_page NAME` prints a result whole. [docs/performance.md](../docs/performance.md) says what it means.
 Ratios and changes are medians over repeats, with the lowest and the highest or 95 % in brackets.
 
 ## Claims
@@ -55,7 +53,7 @@ threads, repeats (–: no clock decides), load at the start, commit ("+": files 
 CLAIMS = {
     **dict.fromkeys(("rollout_chat", "rollout_chat_many"), r"ours (none|self|auto) / transformers generate$"),
     **dict.fromkeys(("rollout_chat_bfloat16", "rollout_chat_bfloat16_many"), r"ours (none|auto) / transformers gen"),
-    "end_to_end_chat": "auto, (rollout tokens|tokens/s of a whole)",
+    **dict.fromkeys(("end_to_end_chat", "end_to_end_chat_bfloat16"), "auto, (rollout tokens|tokens/s of a whole)"),
     "fresh_machine": "auto / none",
     "rollout_batch1": "none / |model / transformers assisted",
     "rollout_qwen_fp32": "self / ours none|none / transformers generate$",

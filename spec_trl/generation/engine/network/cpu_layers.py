@@ -111,7 +111,7 @@ def attention_failed() -> bool:
     return any(library.source.endswith(_ATTENTION.name) for library in failed)
 
 
-_PER_THREAD = 1 << 15  # elements: with fewer, a second thread saves less than waking it takes
+_PER_THREAD = 1 << 12  # elements: with fewer, a second thread saves less than waking it takes
 
 _Heads = ctypes.c_int64 * 31  # struct Heads
 _Strides = ctypes.c_int64 * 2
