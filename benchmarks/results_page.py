@@ -18,8 +18,8 @@ from .measure import FEWEST_REPEATS, RESULTS, Finding, Result, interval_text, nu
 PAGE = Path(__file__).parent / "RESULTS.md"
 HEAD = """# Results
 
-Made by `python -m benchmarks.results_page` from [results](results): what README and docs claim, and the command of each.
-`python -m benchmarks.results_page NAME` prints a result whole. [docs/performance.md](../docs/performance.md) says what it means.
+Made by `python -m benchmarks.results_page` from [results](results): what README and docs claim. The same with a name
+prints a result whole. [docs/performance.md](../docs/performance.md) says what the numbers mean.
 Ratios and changes are medians over repeats, with the lowest and the highest or 95 % in brackets.
 
 ## Claims

@@ -91,14 +91,18 @@ def test_libraries_are_compiled_ahead_and_a_fork_starts_anew(compilations: list[
     native_code.load_ahead(source)
     assert len(native_code.ahead) == 1
     if not (child := os.fork()):
-        found = native_code.load(source)
-        os._exit(0 if found is not None and found.answer() == 42 and not native_code.ahead else 1)
+        right = False
+        try:
+            found = native_code.load(source)
+            right = found is not None and found.answer() == 42 and not native_code.ahead
+        finally:
+            os._exit(0 if right else 1)
     assert os.waitpid(child, 0)[1] == 0
     found = native_code.load(source)
     assert found is not None and found.answer() == 42 and not native_code.ahead
     native_code.load_ahead(source)
     assert not native_code.ahead, "it is loaded"
-    assert len(compilations) == 1
+    assert len(compilations) <= 1  # 0: the child was faster
 
 
 def test_a_header_that_changes_is_compiled_anew(compilations: list[str], tmp_path: Path) -> None:
