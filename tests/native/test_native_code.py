@@ -5,6 +5,7 @@ import ctypes
 import os
 import platform
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -91,6 +92,7 @@ def test_libraries_are_compiled_ahead_and_a_fork_starts_anew(compilations: list[
     native_code.load_ahead(source)
     assert len(native_code.ahead) == 1
     if not (child := os.fork()):
+        signal.alarm(60)  # ends a child that waits for a thread of its parent
         right = False
         try:
             found = native_code.load(source)
