@@ -23,7 +23,8 @@ from .products import Product
 
 
 _Matrices, _Norms = Matrix * 7, Norm * 8
-_BEFORE_PRODUCTS = 0, 3, 5, 6  # of these norms
+# Places of norms in `struct Layer` whose results are the inputs of products.
+_BEFORE_ATTENTION, _OF_HEADS, _BEFORE_MLP, _OF_PRODUCT = 0, 3, 5, 6
 
 
 class _Layer(ctypes.Structure):
@@ -158,10 +159,11 @@ class OneCall:
         for projections, norms, numbers in self._parts:
             matrices = [Matrix() if module is None else _matrix_of(module, dtype, wide) for module in projections]
             weights = [norm_of(None, 0.0, None) if norm is None else _norm_if_plain(norm, wide) for norm in norms]
-            # Under autocast only these norms make products' inputs narrow, and those between products round no more.
-            given = [place for place in _BEFORE_PRODUCTS if norms[place] is not None]
-            is_other = dtype != wide and given != [0, 5]
-            if None in matrices or None in weights or attend is None or is_other:
+            # Under autocast the first two of these norms make the narrow inputs of products. C++ has rounded what the
+            # last two take, and the family's code has not.
+            needed, refused = (_BEFORE_ATTENTION, _BEFORE_MLP), (_OF_HEADS, _OF_PRODUCT)
+            fits = None not in (norms[at] for at in needed) and {norms[at] for at in refused} == {None}
+            if None in matrices or None in weights or attend is None or (dtype != wide and not fits):
                 return []
             layers.append(_Layer(_Matrices(*matrices), _Norms(*weights), *numbers))  # type: ignore[misc]
         self._described, self._Pointers = (_Layer * len(layers))(*layers), ctypes.c_void_p * len(layers)

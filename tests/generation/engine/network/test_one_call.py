@@ -260,3 +260,19 @@ def test_where_modules_must_run_they_run_once(served: list[int]) -> None:
     network.model.embed_tokens.register_forward_hook(lambda module, given, output: embedded.append(1))
     run(network, kind=CompiledRunner)
     assert len(embedded) == FORWARDS and served == EACH * FORWARDS
+
+
+def test_a_call_that_is_interrupted_describes_its_layers_anew(
+    served: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = make_shadow(model_of("llama", torch.float32))
+    expected = run(network)
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("spec_trl.generation.engine.network.one_call.attention_function", interrupt)
+        run(network, kind=CompiledRunner)
+    compare(run(network, kind=CompiledRunner), expected)
+    assert served == WHOLE * FORWARDS
