@@ -4,6 +4,8 @@
 // and an element of the result is summed in one order, whatever the number of rows, threads or lanes: even and odd words
 // of its inputs (`cpu_words.h`), each in turn, then both sums. Products of codes are summed as integers: a draft may round
 // x. On AMX the order in bfloat16 is that of its tiles (`cpu_by_tiles.h`).
+//
+// With ONLY it takes only weights of so many bits, and compiles in a third of the time.
 
 #include <algorithm>
 #include <cstdint>
@@ -179,10 +181,7 @@ static const char* unpacked(const Matrix& w, Kind kind, int64_t first, int64_t e
   scratch.resize(4 * (end - first) * w.in);
   float* to = (float*)scratch.data();
   for (int64_t o = first; o < end; ++o, to += w.in) {
-    const Bfloat16* halves = (const Bfloat16*)w.weights + o * w.in;
     const int8_t* codes = (const int8_t*)w.weights + o * w.in;
-    if (w.bits == 16)
-      for (int64_t i = 0; i < w.in; ++i) to[i] = halves[i];
     if (w.bits == 8)
       for (int64_t i = 0; i < w.in; ++i) to[i] = w.scales[o] * codes[i];
     for (int64_t i = 0; w.bits == 4 && i < w.in; i += 64) {
@@ -200,12 +199,20 @@ static void chunk(const Matrix& w, Kind kind, const Packed& x, int64_t row, int6
   static thread_local std::vector<char> scratch;
   const char* weights = unpacked(w, kind, first, end, scratch);
   switch (kind) {
+#if !ONLY || ONLY == 16
     case PAIRS: return by_words<PAIRS>(w, weights, 2 * w.in, x, row, last, to, first, end);
-#ifdef HAS_BYTES
+#endif
+#if defined(HAS_BYTES) && (!ONLY || ONLY == 8)
     case CODES_8: return by_words<CODES_8>(w, weights, w.in, x, row, last, to, first, end);
+#endif
+#if defined(HAS_BYTES) && (!ONLY || ONLY == 4)
     case CODES_4: return by_words<CODES_4>(w, weights, w.in / 2, x, row, last, to, first, end);
 #endif
+#if !ONLY || ONLY == 32 || (ONLY < 16 && !defined(HAS_BYTES))
     default: by_words<SINGLES>(w, weights, 4 * w.in, x, row, last, to, first, end);
+#else
+    default: __builtin_unreachable();
+#endif
   }
 }
 
@@ -247,8 +254,8 @@ static void by_columns(const Matrix& w, const float* x, int64_t x_stride, int64_
 }
 
 // y [count, out of all] = x [count, in] times the transposed `matrices`, and their biases, next to each other; rows are
-// strides apart; `most_threads` at most. x and y are float32, or bfloat16 where `is_narrow`. Threads are woken once for
-// all matrices: that takes as long as 1e5 products.
+// strides apart; `most_threads` at most. x and y are float32, or bfloat16 where `is_narrow`, as are dense weights.
+// Threads are woken once for all matrices: that takes as long as 1e5 products.
 extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, int64_t x_stride, int64_t count, void* y,
                          int64_t y_stride, int64_t most_threads, int64_t is_narrow) {
   if (!count) return;
@@ -264,7 +271,7 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
   const auto start = [&](const Matrix& w) { return tiles ? w.out / TILE * TILE : 0; };
   std::vector<float> wide;  // x, for what reads no bfloat16
   for (int64_t n = 0; n < number && wide.empty(); ++n)
-    if (is_narrow && (matrices[n].is_transposed || kind_of(matrices[n], true) != PAIRS)) wide.resize(count * in);
+    if (is_narrow && (matrices[n].is_transposed || kind_of(matrices[n]) != PAIRS)) wide.resize(count * in);
   if (!wide.empty())
     for (int64_t m = 0; m < count; ++m)
       for (int64_t k = 0; k < in; ++k) wide[m * in + k] = ((const Bfloat16*)x)[m * x_stride + k];
@@ -274,7 +281,7 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
   Packed* packed = own;
   bool has[KINDS] = {};
   for (int64_t n = 0; n < number; ++n) {
-    const Kind kind = kind_of(matrices[n], is_narrow);
+    const Kind kind = kind_of(matrices[n]);
     if (matrices[n].is_transposed || start(matrices[n]) == matrices[n].out || has[kind]) continue;
     has[kind] = true;
     reserve(packed[kind], kind, matrices[n], count);
@@ -323,7 +330,7 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
     for (int64_t row = 0; row < count; row += block)
       for (int64_t n = 0, column = 0; n < number; column += matrices[n++].out) {
         const Matrix w = matrices[n];
-        const Kind kind = kind_of(w, is_narrow);
+        const Kind kind = kind_of(w);
         const Output to = Output{y, y_stride, (bool)is_narrow}.after(0, column);
         const int64_t last = std::min(count, row + block);
         const int64_t size = w.is_transposed ? COLUMNS : w.out < 4 * threads * CHUNK ? CHUNK / 2 : CHUNK;

@@ -65,12 +65,12 @@ struct Output {
 
 enum Kind { SINGLES, PAIRS, CODES_8, CODES_4, KINDS };  // what is in a word; the codes of 4 bits have their own order
 
-static Kind kind_of(const Matrix& w, bool is_narrow) {
+static Kind kind_of(const Matrix& w) {
 #ifdef HAS_BYTES
   if (w.bits == 4) return CODES_4;
-  if (w.bits == 8 && w.in % 4 == 0) return CODES_8;
+  if (w.bits == 8) return CODES_8;
 #endif
-  return w.bits == 16 && is_narrow ? PAIRS : SINGLES;
+  return w.bits == 16 ? PAIRS : SINGLES;
 }
 
 // Rows of x that are multiplied at once

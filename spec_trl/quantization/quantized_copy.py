@@ -15,7 +15,7 @@ from ..value_checks import require_choice
 from .awq import ActivationAware, ActivationStatistics
 from .experts import QuantizedExperts, holds_stacked_weights, inspect_experts, is_experts, matrices_of, matrix_names
 from .kernels import KERNEL_NAMES, LayerSpec, PackedWeight, announce, make_packed
-from .kernels.native import Native
+from .kernels.native import Native, NativeInt8
 from .linear import PackedLayer, QuantizedLinear, is_unwatched, join
 from .rtn import GROUP_SIZES, Scheme, find_scheme
 from .source_weight import SourceSpec, inspect_projection, is_projection, is_trained_copy, under_adapters
@@ -175,7 +175,7 @@ def choose_scheme(name: str, kernel: str, policy: PreTrainedModel) -> Scheme:
     if name != "auto":
         return find_scheme(name)
     is_served = policy.device.type == "cpu" and policy.dtype in DTYPES and not torch.is_autocast_enabled("cpu")
-    has_kernel = is_served and kernel in ("auto", Native.name) and library() is not None
+    has_kernel = is_served and kernel in ("auto", Native.name) and library(NativeInt8.bits) is not None
     return find_scheme("rtn-w8" if has_kernel else "rtn-w4-g128")
 
 

@@ -1,6 +1,7 @@
 """Products in C++: right, and an element the same bits whatever the number of rows and threads."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 # Outputs that no block divides, inputs that no register does, a single output, and more than one block of outputs.
 DENSE = [(50, 172), (7, 64), (1, 9), (961, 576)]
 QUANTIZED = [(50, 192, 64), (1, 64, 64), (961, 576, 64), (70, 1536, 128)]  # the last is the group
-EIGHT_BITS = [(50, 172, None), (1, 9, None), (961, 576, None)]
+EIGHT_BITS = [(50, 172, None), (1, 12, None), (961, 576, None)]
 Products = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Ours, and the same in double precision."""
 
@@ -67,3 +68,17 @@ def test_products(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         torch.set_num_threads(threads)
     wide = torch.stack([x, x], dim=1)[:, 0]  # rows do not follow each other
     assert torch.equal(products(wide)[0], whole)
+
+
+@pytest.mark.instructions
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_library_for_one_dtype_has_the_bits_of_the_one_for_all(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    for shape in DENSE:
+        x, products = dense(*shape, dtype)
+        alone = [products(x[:rows])[0] for rows in (1, 5, 16, 70)]
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_products, "library", partial(lambda functions, dtype: functions, cpu_products.library()))
+            assert all(map(torch.equal, alone, [products(x[:rows])[0] for rows in (1, 5, 16, 70)]))

@@ -21,7 +21,7 @@ class Native(PackedWeight):
 
     @classmethod
     def unsupported(cls, layer: LayerSpec) -> str | None:
-        return super().unsupported(layer) or (None if library() is not None else "no C++ compiler")
+        return super().unsupported(layer) or (None if library(layer.bits) is not None else "no C++ compiler")
 
     def matrix(self, bias: Tensor | None) -> Matrix:
         """Arguments of the C++; the buffers never move. `bias`: float32 [out]."""
@@ -66,5 +66,6 @@ class NativeInt4(Native):
 class NativeInt8(Native, ReferenceInt8):
     """The reference's layout: plain int8 rows."""
 
+    multiples = (1, 4)  # the codes of a word
     rows_along = {"codes": 0, "scales": 0}
     max_rows = 2 * MOST_ROWS  # a byte is a number with fewer instructions than half a byte

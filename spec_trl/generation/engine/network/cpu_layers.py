@@ -81,17 +81,17 @@ def compile_ahead(network: PreTrainedModel) -> None:
     sizes = (getattr(module, "head_dim", None) for module in network.modules())
     head_size = next((size for size in sizes if isinstance(size, int)), None)
     if network.device.type == "cpu" and network.dtype in SCALARS and head_size is not None:
-        _compile_ahead(network.dtype, head_size)
+        _compile_ahead(autocast_dtype(network.device) or network.dtype, network.dtype, head_size)
 
 
 @functools.cache
-def _compile_ahead(dtype: torch.dtype, head_size: int) -> None:
+def _compile_ahead(dtype: torch.dtype, wide: torch.dtype, head_size: int) -> None:
     scalar = SCALARS[dtype]
-    load_ahead(SOURCES / "cpu_products.cpp")
-    load_ahead(SOURCES / "cpu_sampling.cpp")
-    if dtype in cpu_products.DTYPES:
-        load_ahead(_LAYER, SCALAR=scalar, WIDE=scalar)
+    if (dtype, wide) in _DTYPES:
+        load_ahead(cpu_products.SOURCE, **cpu_products.macros(cpu_products.DTYPES[dtype]))  # takes longest
+        load_ahead(_LAYER, SCALAR=scalar, WIDE=SCALARS[wide])
     load_ahead(_ATTENTION, SCALAR=scalar, HEAD_SIZE=head_size)
+    load_ahead(SOURCES / "cpu_sampling.cpp")
 
 
 @functools.cache

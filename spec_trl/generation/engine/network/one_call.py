@@ -167,7 +167,9 @@ class OneCall:
                 return []
             layers.append(_Layer(_Matrices(*matrices), _Norms(*weights), *numbers))  # type: ignore[misc]
         self._described, self._Pointers = (_Layer * len(layers))(*layers), ctypes.c_void_p * len(layers)
-        return [cpu_products.address(function) for function in (cpu_products.library().multiply, attend)]
+        bits = {int(matrix.bits) for layer in layers for matrix in layer.matrices} - {0}
+        products = cpu_products.library(bits.pop() if len(bits) == 1 else None)
+        return [] if products is None else [cpu_products.address(each) for each in (products.multiply, attend)]
 
 
 calls: WeakKeyDictionary[nn.Module, OneCall] = WeakKeyDictionary()
@@ -184,7 +186,7 @@ def _is_served(module: nn.Module) -> bool:
     if "forward" in vars(module):
         return False
     if isinstance(module, Product):
-        return module.routine == "native" and isinstance(module, nn.Linear) and cpu_products.library() is not None
+        return module.routine == "native" and isinstance(module, nn.Linear)
     is_native = type(module) is QuantizedLinear and isinstance(module.packed, Native)
     return is_native and module.inverse_scales is None
 
