@@ -278,12 +278,12 @@ static void attend_run(Query* queries, int64_t number, const SCALAR* keys, const
 // queries [rows, kv_heads * groups, count, HEAD_SIZE], keys and values [rows, kv_heads, columns, HEAD_SIZE]; spans
 // [rows, count, span_width]: first and last column of a query; of three numbers the third is the row that it reads; of
 // four the third is a column from which on columns lie as many further as the fourth says; sinks [kv_heads * groups], or
-// null; softcap: 0 for none; output [rows, count, kv_heads * groups, HEAD_SIZE]
-extern "C" void attend(const SCALAR* queries, const SCALAR* keys, const SCALAR* values, const int64_t* spans,
+// null; softcap: 0 for none; output [rows, count, kv_heads * groups, HEAD_SIZE]. All threads of a team call it.
+extern "C" void attend_in_team(const SCALAR* queries, const SCALAR* keys, const SCALAR* values, const int64_t* spans,
                        const Real* sinks, SCALAR* output, const Sizes* sizes, double scale, double softcap) {
   const Sizes s = *sizes;
   const int64_t share = std::max<int64_t>(1, QUERIES / s.groups), parts = (s.count + share - 1) / share;
-#pragma omp parallel for num_threads(s.threads) schedule(dynamic) if (s.threads > 1)
+#pragma omp for schedule(dynamic) nowait
   for (int64_t task = 0; task < s.rows * s.kv_heads * parts; ++task) {
     const int64_t row = task / parts / s.kv_heads, kv_head = task / parts % s.kv_heads;
     const int64_t first = (parts - 1 - task % parts) * share, end = std::min(first + share, s.count);  // longest first
@@ -325,4 +325,10 @@ extern "C" void attend(const SCALAR* queries, const SCALAR* keys, const SCALAR* 
       }
     }
   }
+}
+
+extern "C" void attend(const SCALAR* queries, const SCALAR* keys, const SCALAR* values, const int64_t* spans,
+                       const Real* sinks, SCALAR* output, const Sizes* sizes, double scale, double softcap) {
+#pragma omp parallel num_threads(sizes->threads) if (sizes->threads > 1)
+  attend_in_team(queries, keys, values, spans, sinks, output, sizes, scale, softcap);
 }

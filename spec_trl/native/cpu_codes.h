@@ -34,7 +34,7 @@ template <int BITS, int OUT, int VECTORS, typename V, typename I>
 static inline __attribute__((always_inline)) void add_part(const Matrix& w, const Packed& x, const Group& g,
                                                            int64_t first, int64_t part, const I (*totals)[VECTORS],
                                                            V (*sums)[VECTORS]) {
-  const float* of_x = x.sums.data() + g.first * x.parts + part * g.lanes;
+  const float* of_x = x.sums + g.first * x.parts + part * g.lanes;
   for (int o = 0; o < OUT; ++o) {
     const int64_t place = (first + o) * x.parts + part;
     const V zero = all_of<V>(BITS == 8 ? 128.f : (float)w.zeros[place]), scale = all_of<V>(w.scales[place]);
@@ -81,7 +81,7 @@ static __attribute__((noinline)) void add_codes(const Matrix& w, const char* cod
     add_part<BITS, OUT>(w, x, g, first, part, totals, sums);
   }
   for (int v = 0; v < VECTORS; ++v) {
-    const V scale = read<V>(x.scales.data() + g.first + v * LANES);
+    const V scale = read<V>(x.scales + g.first + v * LANES);
     for (int o = 0; o < OUT; ++o) sums[o][v] = sums[o][v] * scale;
   }
 }
@@ -160,7 +160,7 @@ static __attribute__((noinline)) void add_codes_of_few(const Matrix& w, const ch
     for (int o = 0; o < OUT; ++o) few[o][0] = folded<sizeof(V)>(totals[o]);
     add_part<BITS, OUT>(w, x, g, first, part, few, sums);
   }
-  const V scale = read<V>(x.scales.data() + g.first);
+  const V scale = read<V>(x.scales + g.first);
   for (int o = 0; o < OUT; ++o) sums[o][0] = sums[o][0] * scale;
 }
 #endif

@@ -10,8 +10,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <optional>
 #include <vector>
+
+#include <omp.h>
 
 #include "cpu_by_tiles.h"
 #include "cpu_codes.h"
@@ -29,6 +30,8 @@ constexpr int64_t ROWS_AHEAD = 8;            // prefetched, of weights that lie 
 constexpr int64_t X_BYTES = 1 << 18;         // of rows of x at once, a part of the L2 cache
 constexpr int64_t PACKED_BYTES = 1 << 20;    // the same, of tiles
 constexpr int64_t KEPT_BYTES = 1 << 24;      // of packed rows that stay in memory for the next call: those of steps
+constexpr int64_t PIECE = 1 << 12;          // bytes of weights that a thread that waits reads ahead at once
+constexpr int64_t FETCHED = 1 << 18;        // and at most: a part of the L2 cache
 typedef float Values[CHUNK][MOST_ROWS];      // of a chunk: [output][lane]
 
 // total + the products of a word of weights with words of x, of which a lane is a row
@@ -253,97 +256,213 @@ static void by_columns(const Matrix& w, const float* x, int64_t x_stride, int64_
     }
 }
 
-// y [count, out of all] = x [count, in] times the transposed `matrices`, and their biases, next to each other; rows are
-// strides apart; `most_threads` at most. x and y are float32, or bfloat16 where `is_narrow`, as are dense weights.
-// Threads are woken once for all matrices: that takes as long as 1e5 products.
+// A number in a cache line of its own
+struct alignas(64) Counter {
+  int64_t taken;
+};
+
+// What threads of a product share
+struct Memory {
+  Buffers buffers[KINDS];
+  std::vector<float> wide;       // x [count, in], for what reads no bfloat16
+  std::vector<uint32_t> tiles;   // x, of AMX
+  std::vector<Counter> counters;  // [block of rows][thread]: chunks of its share that are taken
+};
+
+static bool by_tile_registers(const Product& p) {
+#ifdef __AMX_BF16__
+  bool are_dense = true;
+  for (int64_t n = 0; n < p.number; ++n)
+    are_dense = are_dense && p.matrices[n].bits == 16 && !p.matrices[n].is_transposed;
+  return are_dense && p.matrices->in % 32 == 0 && has_tiles();
+#endif
+  return false;
+}
+
+static bool is_read_wide(const Product& p) {
+  bool is_wide = false;
+  for (int64_t n = 0; n < p.number; ++n)
+    is_wide = is_wide || p.matrices[n].is_transposed || kind_of(p.matrices[n]) != PAIRS;
+  return p.is_narrow && is_wide;
+}
+
+static int64_t rows_of_tiles(const Product& p) {
+  return std::max(PACKED_BYTES / (p.matrices->in * 2) / (2 * TILE), (int64_t)1) * 2 * TILE;
+}
+
+static int64_t block_of_rows(const Product& p) {
+  return std::max(MOST_ROWS, X_BYTES / (p.matrices->in * 4) / MOST_ROWS * MOST_ROWS);
+}
+
+// Outputs of a chunk
+static int64_t size_of(const Matrix& w, const Product& p) {
+  return w.is_transposed ? COLUMNS : w.out < 4 * p.threads * CHUNK ? CHUNK / 2 : CHUNK;
+}
+
+// Chunks of a matrix, but for its outputs that tile registers compute
+static int64_t chunks_of(const Matrix& w, const Product& p) {
+  const int64_t out = by_tile_registers(p) ? w.out % TILE : w.out, size = size_of(w, p);
+  return (out + size - 1) / size;
+}
+
+struct Place {
+  const Matrix* matrix;
+  int64_t column, first, end;  // the matrix's first column of y; outputs
+};
+
+// The place of chunk `i` of all
+static Place place_of(const Product& p, int64_t i) {
+  const Matrix* w = p.matrices;
+  int64_t column = 0, chunks;
+  for (; i >= (chunks = chunks_of(*w, p)); ++w) {
+    i -= chunks;
+    column += w->out;
+  }
+  const int64_t size = size_of(*w, p), first = (by_tile_registers(p) ? w->out / TILE * TILE : 0) + i * size;
+  return {w, column, first, std::min(w->out, first + size)};
+}
+
+static int64_t all_chunks(const Product& p) {
+  int64_t chunks = 0;
+  for (int64_t n = 0; n < p.number; ++n) chunks += chunks_of(p.matrices[n], p);
+  return chunks;
+}
+
+static void prepare(Product* p) {
+  static thread_local Memory memory;  // which stays
+  p->memory = &memory;
+  const int64_t in = p->matrices->in, blocks = (p->count + block_of_rows(*p) - 1) / block_of_rows(*p);
+  for (int64_t n = 0; n < p->number; ++n) {
+    const Matrix& w = p->matrices[n];
+    const Kind kind = kind_of(w);
+    if (!w.is_transposed && chunks_of(w, *p)) memory.buffers[kind].grow(kind, w, p->count);
+  }
+  const auto grow = [](auto& of, int64_t size) { of.resize(std::max<int64_t>(of.size(), size)); };
+  if (is_read_wide(*p)) grow(memory.wide, p->count * in);
+  if (by_tile_registers(*p)) grow(memory.tiles, (std::min(p->count, rows_of_tiles(*p)) + TILE) * in / 2);
+  grow(memory.counters, blocks * p->threads);
+}
+
+static void pack(const Product& p) {
+  Memory& memory = *(Memory*)p.memory;
+  const int64_t in = p.matrices->in, stride = p.x_stride, groups = (p.count + MOST_ROWS - 1) / MOST_ROWS;
+  if (!omp_get_thread_num())
+    for (Counter& each : memory.counters) each.taken = 0;
+  if (is_read_wide(p)) {
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < p.count; ++m)
+      for (int64_t k = 0; k < in; ++k) memory.wide[m * in + k] = ((const Bfloat16*)p.x)[m * stride + k];
+  }
+  const float* inputs = p.is_narrow ? memory.wide.data() : (const float*)p.x;
+  const int64_t input_stride = p.is_narrow ? in : stride;
+  bool has[KINDS] = {};
+  for (int64_t n = 0; n < p.number; ++n) {
+    const Matrix& w = p.matrices[n];
+    const Kind kind = kind_of(w);
+    if (w.is_transposed || !chunks_of(w, p) || has[kind]) continue;
+    has[kind] = true;
+    const Packed to = memory.buffers[kind].packed(kind, w);
+    if (kind >= CODES_8) {
+#pragma omp for schedule(static) nowait
+      for (int64_t group = 0; group < groups; ++group)
+        pack_codes(to, kind, inputs, input_stride, group_at(group * MOST_ROWS, p.count));
+      continue;
+    }
+    const int64_t parts = (to.words + PART - 1) / PART;
+    const char* from = kind == PAIRS ? (const char*)p.x : (const char*)inputs;
+    const int64_t bytes = kind == PAIRS ? 2 * stride : 4 * input_stride;
+#pragma omp for schedule(static) nowait
+    for (int64_t i = 0; i < groups * parts; ++i) {
+      const Group g = group_at(i / parts * MOST_ROWS, p.count);
+      const int64_t k = i % parts * PART, end = std::min(k + PART, to.words);
+      spread(g, to.bytes, k, end, to.at(g), [&](int64_t row) { return from + (g.first + row) * bytes; });
+    }
+  }
+}
+
+#ifdef __AMX_BF16__
+static void run_tiles(const Product& p) {
+  uint32_t* packed = ((Memory*)p.memory)->tiles.data();
+  const Tiles shapes(TILE);
+  const int64_t in = p.matrices->in, most_rows = rows_of_tiles(p);
+  for (int64_t row = 0; row < p.count; row += most_rows) {
+    const int64_t many = std::min(p.count - row, most_rows);
+    pack_tiles((const Bfloat16*)p.x + row * p.x_stride, p.x_stride, many, in, packed);
+    for (int64_t n = 0, column = 0; n < p.number; column += p.matrices[n++].out) {
+      const Matrix& w = p.matrices[n];
+      const Output to = Output{p.y, p.y_stride, true}.after(row, column);
+#pragma omp for schedule(static) nowait
+      for (int64_t pair = 0; pair < w.out / (2 * TILE); ++pair)
+        by_tiles(w, (const Bfloat16*)packed, many, to, pair * 2 * TILE, (pair + 1) * 2 * TILE);
+#pragma omp single nowait
+      by_tiles(w, (const Bfloat16*)packed, many, to, w.out / (2 * TILE) * 2 * TILE, w.out / TILE * TILE);
+    }
+#pragma omp barrier
+  }
+}
+#endif
+
+// Each thread computes its share of the chunks, then what is left of others': some have more of their weights in a cache.
+static void run(const Product& p) {
+  Memory& memory = *(Memory*)p.memory;
+#ifdef __AMX_BF16__
+  if (by_tile_registers(p)) run_tiles(p);
+#endif
+  const float* inputs = p.is_narrow ? memory.wide.data() : (const float*)p.x;
+  const int64_t input_stride = p.is_narrow ? p.matrices->in : p.x_stride, chunks = all_chunks(p);
+  const int64_t block = block_of_rows(p), team = omp_get_num_threads(), self = omp_get_thread_num();
+  for (int64_t row = 0; row < p.count; row += block) {
+    const int64_t last = std::min(p.count, row + block);
+    for (int64_t turn = 0; turn < team; ++turn) {
+      const int64_t of = (self + turn) % team, end = chunks * (of + 1) / team;
+      int64_t& taken = memory.counters[row / block * team + of].taken;
+      for (int64_t i; (i = chunks * of / team + __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < end;) {
+        const Place at = place_of(p, i);
+        const Matrix w = *at.matrix;
+        const Output to = Output{p.y, p.y_stride, (bool)p.is_narrow}.after(0, at.column);
+        const Kind kind = kind_of(w);
+        if (w.is_transposed)
+          by_columns(w, inputs + row * input_stride, input_stride, last - row, to.after(row, 0), at.first, at.end);
+        else
+          chunk(w, kind, memory.buffers[kind].packed(kind, w), row, last, to, at.first, at.end);
+      }
+    }
+  }
+}
+
+static bool fetch(const Product& p, int64_t piece) {
+  const int64_t chunks = all_chunks(p);
+  if (!chunks || (piece + 1) * PIECE > FETCHED) return false;
+  const Place at = place_of(p, chunks * omp_get_thread_num() / omp_get_num_threads());
+  const Matrix& w = *at.matrix;
+  const int64_t row = w.in * w.bits / 8;
+  if (w.is_transposed || (piece + 1) * PIECE > (w.out - at.first) * row) return false;
+  const char* from = (const char*)w.weights + at.first * row + piece * PIECE;
+  for (int64_t line = 0; line < PIECE; line += 64) __builtin_prefetch(from + line, 0, 2);
+  return true;
+}
+
+extern "C" const Products products;
+const Products products = {prepare, pack, run, fetch};
+
+// A product by threads of its own, `most_threads` at most. They are woken once for all matrices: that takes as long as
+// 1e5 products.
 extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, int64_t x_stride, int64_t count, void* y,
                          int64_t y_stride, int64_t most_threads, int64_t is_narrow) {
   if (!count) return;
-  const int64_t in = matrices->in;
   int64_t weights = 0;
-  for (int64_t n = 0; n < number; ++n) weights += matrices[n].out * in;
+  for (int64_t n = 0; n < number; ++n) weights += matrices[n].out * matrices->in;
   const int64_t threads = std::min(most_threads, 1 + weights / PER_THREAD);
-  bool tiles = false;
-#ifdef __AMX_BF16__
-  tiles = is_narrow && in % 32 == 0 && has_tiles();
-  for (int64_t n = 0; n < number; ++n) tiles = tiles && matrices[n].bits == 16 && !matrices[n].is_transposed;
-#endif
-  const auto start = [&](const Matrix& w) { return tiles ? w.out / TILE * TILE : 0; };
-  std::vector<float> wide;  // x, for what reads no bfloat16
-  for (int64_t n = 0; n < number && wide.empty(); ++n)
-    if (is_narrow && (matrices[n].is_transposed || kind_of(matrices[n]) != PAIRS)) wide.resize(count * in);
-  if (!wide.empty())
-    for (int64_t m = 0; m < count; ++m)
-      for (int64_t k = 0; k < in; ++k) wide[m * in + k] = ((const Bfloat16*)x)[m * x_stride + k];
-  const float* inputs = is_narrow ? wide.data() : (const float*)x;
-  const int64_t input_stride = is_narrow ? in : x_stride;
-  static thread_local Packed own[KINDS];  // whose memory stays
-  Packed* packed = own;
-  bool has[KINDS] = {};
-  for (int64_t n = 0; n < number; ++n) {
-    const Kind kind = kind_of(matrices[n]);
-    if (matrices[n].is_transposed || start(matrices[n]) == matrices[n].out || has[kind]) continue;
-    has[kind] = true;
-    reserve(packed[kind], kind, matrices[n], count);
-    for (int64_t m = 0; kind >= CODES_8 && m < count; m += MOST_ROWS)
-      pack_codes(packed[kind], kind, inputs, input_stride, group_at(m, count));
-  }
-  const int64_t most_rows = std::max(PACKED_BYTES / (in * 2) / (2 * TILE), (int64_t)1) * 2 * TILE;
-  std::vector<uint32_t> by_tiles_of(tiles ? (std::min(count, most_rows) + TILE) * in / 2 : 0);
+  Product p = {matrices, number, x, x_stride, count, y, y_stride, is_narrow, threads};
+  prepare(&p);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-#ifdef __AMX_BF16__
-    std::optional<Tiles> shapes;
-    if (tiles) shapes.emplace(TILE);
-    for (int64_t row = 0; tiles && row < count; row += most_rows) {
-      const int64_t many = std::min(count - row, most_rows);
-      pack_tiles((const Bfloat16*)x + row * x_stride, x_stride, many, in, by_tiles_of.data());
-      for (int64_t n = 0, column = 0; n < number; column += matrices[n++].out) {
-        const Matrix& w = matrices[n];
-        const Output to = Output{y, y_stride, true}.after(row, column);
-        const Bfloat16* from = (const Bfloat16*)by_tiles_of.data();
-#pragma omp for schedule(static) nowait
-        for (int64_t pair = 0; pair < w.out / (2 * TILE); ++pair)
-          by_tiles(w, from, many, to, pair * 2 * TILE, (pair + 1) * 2 * TILE);
-#pragma omp single nowait
-        by_tiles(w, from, many, to, w.out / (2 * TILE) * 2 * TILE, w.out / TILE * TILE);
-      }
+    pack(p);
 #pragma omp barrier
-    }
-    shapes.reset();
-#endif
-    for (const Kind kind : {SINGLES, PAIRS}) {
-      if (!has[kind]) continue;
-      Packed& to = packed[kind];
-      const int64_t parts = (to.words + PART - 1) / PART, groups = (count + MOST_ROWS - 1) / MOST_ROWS;
-#pragma omp for schedule(static)
-      for (int64_t i = 0; i < groups * parts; ++i) {
-        const Group g = group_at(i / parts * MOST_ROWS, count);
-        const int64_t k = i % parts * PART, end = std::min(k + PART, to.words);
-        const char* from = kind == PAIRS ? (const char*)x : (const char*)inputs;
-        const int64_t stride = kind == PAIRS ? 2 * x_stride : 4 * input_stride;
-        spread(g, to.bytes, k, end, to.x.data() + g.first * to.words,
-               [&](int64_t row) { return from + (g.first + row) * stride; });
-      }
-    }
-    const int64_t block = std::max(MOST_ROWS, X_BYTES / (in * 4) / MOST_ROWS * MOST_ROWS);
-    for (int64_t row = 0; row < count; row += block)
-      for (int64_t n = 0, column = 0; n < number; column += matrices[n++].out) {
-        const Matrix w = matrices[n];
-        const Kind kind = kind_of(w);
-        const Output to = Output{y, y_stride, (bool)is_narrow}.after(0, column);
-        const int64_t last = std::min(count, row + block);
-        const int64_t size = w.is_transposed ? COLUMNS : w.out < 4 * threads * CHUNK ? CHUNK / 2 : CHUNK;
-#pragma omp for schedule(static) nowait
-        for (int64_t first = start(w); first < w.out; first += size) {
-          const int64_t end = std::min(w.out, first + size);
-          if (w.is_transposed)
-            by_columns(w, inputs + row * input_stride, input_stride, last - row, to.after(row, 0), first, end);
-          else
-            chunk(w, kind, packed[kind], row, last, to, first, end);
-        }
-      }
+    run(p);
   }
-  for (Packed& each : own)
+  Memory& memory = *(Memory*)p.memory;
+  for (Buffers& each : memory.buffers)
     if ((int64_t)each.x.size() * 4 > KEPT_BYTES) each = {};
+  if ((int64_t)memory.wide.size() * 4 > KEPT_BYTES) memory.wide = {};
 }

@@ -18,6 +18,27 @@ struct Matrix {
   int64_t out, in, bits, group, is_transposed;
 };
 
+// y [count, out of all] = x [count, in] times the transposed `matrices`, and their biases, next to each other; rows are
+// strides apart. x and y are float32, or bfloat16 where `is_narrow`, as are dense weights.
+struct Product {
+  const Matrix* matrices;
+  int64_t number;
+  const void* x;
+  int64_t x_stride, count;
+  void* y;
+  int64_t y_stride, is_narrow, threads;  // that multiply: all of a team
+  void* memory;
+};
+
+// Steps of a product. Between two of them all threads of the team have to meet.
+struct Products {
+  void (*prepare)(Product*);   // by one thread, whose other products may share the memory
+  void (*pack)(const Product&);
+  void (*run)(const Product&);
+  bool (*fetch)(const Product&, int64_t piece);  // brings a piece of the weights that the thread multiplies first into
+                                                 // its cache; false if there is none left
+};
+
 struct Sizes {
   int64_t rows, kv_heads, groups, count;  // `count` queries per row and head, `groups` heads per head of K/V
   int64_t query_strides[3];               // of rows, heads, queries

@@ -88,11 +88,11 @@ static Group group_at(int64_t first, int64_t count) {
 // x [rows, words of 4 bytes], the last word padded with zeros, as [group][word][lane]
 struct Packed {
   int64_t bytes, words;  // of a row
-  std::vector<uint32_t> x;
-  std::vector<float> scales;  // [group][lane]: of codes
-  std::vector<float> sums;    // [group][part][lane]: of codes, with a minus
-  int64_t parts;              // of the inputs, with a scale and a zero of weights
-  const uint32_t* at(const Group& g) const { return x.data() + g.first * words; }
+  int64_t parts;         // of the inputs, with a scale and a zero of weights
+  uint32_t* x;
+  float* scales;  // [group][lane]: of codes
+  float* sums;    // [group][part][lane]: of codes, with a minus
+  uint32_t* at(const Group& g) const { return x + g.first * words; }
 };
 
 // The words k..end of the rows of a group: `from` gives a row's bytes.
@@ -159,22 +159,31 @@ static float round_to_codes(const float* x, int64_t in, float most_code, int8_t*
   return largest / most_code;
 }
 
-// Makes room for `count` rows.
-static void reserve(Packed& to, Kind kind, const Matrix& w, int64_t count) {
-  const Group last = group_at((count - 1) / MOST_ROWS * MOST_ROWS, count);
-  const int64_t lanes = last.first + last.lanes;
-  to.bytes = kind == SINGLES ? 4 * w.in : kind == PAIRS ? 2 * w.in : w.in;
-  to.words = (to.bytes + 3) / 4;
-  to.parts = kind == CODES_4 ? w.in / w.group : 1;
-  const auto grow = [](auto& of, int64_t size) { of.resize(std::max<int64_t>(of.size(), size)); };
-  grow(to.x, lanes * to.words);
-  if (kind < CODES_8) return;
-  grow(to.scales, lanes);
-  grow(to.sums, lanes * to.parts);
-}
+// Memory of packed rows of a kind
+struct Buffers {
+  std::vector<uint32_t> x;
+  std::vector<float> scales, sums;
+
+  Packed packed(Kind kind, const Matrix& w) {
+    const int64_t bytes = kind == SINGLES ? 4 * w.in : kind == PAIRS ? 2 * w.in : w.in;
+    const int64_t parts = kind == CODES_4 ? w.in / w.group : 1;
+    return {bytes, (bytes + 3) / 4, parts, x.data(), scales.data(), sums.data()};
+  }
+
+  void grow(Kind kind, const Matrix& w, int64_t count) {
+    const Group last = group_at((count - 1) / MOST_ROWS * MOST_ROWS, count);
+    const int64_t lanes = last.first + last.lanes;
+    const Packed to = packed(kind, w);
+    const auto grow = [](auto& of, int64_t size) { of.resize(std::max<int64_t>(of.size(), size)); };
+    grow(x, lanes * to.words);
+    if (kind < CODES_8) return;
+    grow(scales, lanes);
+    grow(sums, lanes * to.parts);
+  }
+};
 
 // Rows of a group as codes; `x` in float32.
-static void pack_codes(Packed& to, Kind kind, const float* x, int64_t stride, const Group& g) {
+static void pack_codes(const Packed& to, Kind kind, const float* x, int64_t stride, const Group& g) {
   const int64_t in = to.bytes, each = in / to.parts;
   std::vector<int8_t> codes(g.rows * in), plain(in);
   for (int64_t row = 0; row < g.rows; ++row) {
@@ -187,5 +196,5 @@ static void pack_codes(Packed& to, Kind kind, const float* x, int64_t stride, co
       to.sums[g.first * to.parts + p * g.lanes + row] = -sum;
     }
   }
-  spread(g, in, 0, to.words, to.x.data() + g.first * to.words, [&](int64_t row) { return (char*)&codes[row * in]; });
+  spread(g, in, 0, to.words, to.at(g), [&](int64_t row) { return (char*)&codes[row * in]; });
 }

@@ -205,6 +205,27 @@ def test_a_trial_is_kept_for_the_machine(tmp_path: Any, monkeypatch: pytest.Monk
     assert len(tried) == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*is not exact on this machine")
+def test_weights_that_lie_otherwise_are_tried_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pruning leaves such weights: C++ multiplies no slice of one."""
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
+    tried: list[int] = []
+    try_out = exactness._try_out
+    monkeypatch.setattr(exactness, "_try_out", lambda runner: (tried.append(1), try_out(runner))[1])
+    model = tiny_llama().float()
+    down = model.model.layers[0].mlp.down_proj
+    for weight in (down.weight.data, torch.cat([down.weight.data] * 2, dim=1)[:, : down.in_features]):
+        down.weight.data = weight
+        run(model, "none", {}, slice(None))
+    assert len(tried) == 2
+
+
+def test_heads_are_not_taken_for_tokens() -> None:
+    """The trial reads as many tokens at once as this model has heads, and its norms are given heads first."""
+    model = build("gemma3_text", hidden_size=8 * exactness.NEW, num_attention_heads=exactness.NEW, num_key_value_heads=1)
+    assert run(model.float(), "none", {}, slice(None)).statistics.exact is True
+
+
 def test_bits_under_autocast(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Generations read copies of the weights there, and so does the trial."""
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))

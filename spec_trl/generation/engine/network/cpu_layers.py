@@ -95,15 +95,16 @@ def _compile_ahead(dtype: torch.dtype, wide: torch.dtype, head_size: int) -> Non
 
 
 @functools.cache
-def attention_function(dtype: torch.dtype, head_size: int) -> Callable[..., None] | None:
-    """The C++ function for these; None if it cannot be compiled."""
+def attention_function(dtype: torch.dtype, head_size: int, in_team: bool = False) -> Callable[..., None] | None:
+    """The C++ function for these, or the one that all threads of a team call; None if it cannot be compiled."""
     scalar = SCALARS.get(dtype)
     library = None if scalar is None else load(_ATTENTION, SCALAR=scalar, HEAD_SIZE=head_size)
     if library is None:
         return None
-    library.attend.argtypes = [ctypes.c_void_p] * 6 + [_Numbers, ctypes.c_double, ctypes.c_double]
-    library.attend.restype = None
-    return library.attend
+    function = library.attend_in_team if in_team else library.attend
+    function.argtypes = [ctypes.c_void_p] * 6 + [_Numbers, ctypes.c_double, ctypes.c_double]
+    function.restype = None
+    return function
 
 
 def attention_failed() -> bool:

@@ -155,7 +155,7 @@ class OneCall:
 
     def _describe(self, dtype: torch.dtype, wide: torch.dtype) -> list[int]:
         """Describes the layers as C++ reads them; returns the functions that they call, or [] if it cannot."""
-        attend, layers = attention_function(dtype, self._head_dim), []
+        attend, layers = attention_function(dtype, self._head_dim, True), []
         for projections, norms, numbers in self._parts:
             matrices = [Matrix() if module is None else _matrix_of(module, dtype, wide) for module in projections]
             weights = [norm_of(None, 0.0, None) if norm is None else _norm_if_plain(norm, wide) for norm in norms]
@@ -169,7 +169,10 @@ class OneCall:
         self._described, self._Pointers = (_Layer * len(layers))(*layers), ctypes.c_void_p * len(layers)
         bits = {int(matrix.bits) for layer in layers for matrix in layer.matrices} - {0}
         products = cpu_products.library(bits.pop() if len(bits) == 1 else None)
-        return [] if products is None else [cpu_products.address(each) for each in (products.multiply, attend)]
+        if products is None:
+            return []
+        table = ctypes.addressof(ctypes.c_char.in_dll(products, "products"))
+        return [table, cpu_products.address(attend)]
 
 
 calls: WeakKeyDictionary[nn.Module, OneCall] = WeakKeyDictionary()

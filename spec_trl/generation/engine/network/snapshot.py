@@ -171,7 +171,15 @@ class Snapshot:
 
     def _read_tensors(self) -> list[Any]:
         tensors = chain.from_iterable(map(dict.values, filter(None, self._owners)))
-        return [tensor if tensor is None else (type(tensor), tensor.dtype, tensor.device) for tensor in tensors]
+        return [
+            tensor if tensor is None else (type(tensor), tensor.dtype, tensor.device, is_contiguous(tensor))
+            for tensor in tensors
+        ]
+
+
+def is_contiguous(tensor: Tensor) -> bool:
+    """Whether its numbers lie one after the other: C++ reads no others. False for sparse tensors."""
+    return tensor.layout == torch.strided and tensor.is_contiguous()
 
 
 def snapshot_of(network: nn.Module) -> Snapshot:

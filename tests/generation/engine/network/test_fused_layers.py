@@ -90,7 +90,7 @@ def names_of(network: nn.Module) -> set[str]:
 def compare(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """The modules norm in float32 whatever their dtype; the interpreter truncates to bfloat16."""
     error = (ours.double() - theirs.double()).norm(dim=-1) / theirs.double().norm(dim=-1)  # [B, q]
-    assert error.max() < {torch.bfloat16: 0.05, torch.float16: 4e-3}.get(theirs.dtype, 2e-6)
+    assert error.max() < {torch.bfloat16: 0.05, torch.float16: 4e-3}.get(theirs.dtype, 5e-6)
 
 
 @pytest.mark.parametrize("dtype", [*map(slow, (torch.float64, torch.bfloat16)), torch.float32], ids=str)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm, apply_rotary_pos_emb
@@ -214,6 +215,25 @@ def test_many_tokens_have_the_bits_of_few(served: list[int], shape: tuple[int, i
         parts = [alone.forward(tokens[row, None, part], positions[row, None, part], count) for part in fed]
         assert torch.equal(together[row, None], torch.cat(parts, dim=1))
     assert set(served) == {LAYERS}
+
+
+@pytest.mark.parametrize("kind", ["dense", "codes of 4 bits", "codes of 8 bits"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_teams_of_any_size_have_the_bits_of_one_thread(served: list[int], dtype: torch.dtype, kind: str) -> None:
+    """Also of more threads than the CPU has: some wait for those that do not run."""
+    config = model_of("llama", dtype).config
+    config.hidden_size, config.intermediate_size, config.head_dim = 512, 1536, 128  # work for six threads at a token
+    network, before = make_shadow(LlamaForCausalLM(config).to(dtype).eval()), torch.get_num_threads()
+    if kind != "dense":
+        quantize_projections(network, "rtn-w4-g64" if "4" in kind else "rtn-w8", kernel="native")
+    found = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(run(network, kind=CompiledRunner))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], each) for each in found) and served == WHOLE * FORWARDS * 3
 
 
 def test_many_tokens_of_a_copy_are_left_to_the_modules(served: list[int]) -> None:
