@@ -222,7 +222,8 @@ def test_weights_that_lie_otherwise_are_tried_anew(tmp_path: Any, monkeypatch: p
 
 def test_heads_are_not_taken_for_tokens() -> None:
     """The trial reads as many tokens at once as this model has heads, and its norms are given heads first."""
-    model = build("gemma3_text", hidden_size=8 * exactness.NEW, num_attention_heads=exactness.NEW, num_key_value_heads=1)
+    heads = exactness.NEW
+    model = build("gemma3_text", hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=1)
     assert run(model.float(), "none", {}, slice(None)).statistics.exact is True
 
 
