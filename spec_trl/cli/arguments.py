@@ -109,7 +109,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in [header, *rows])
 
 
-# ---- bench and report -----------------------------------------------------------------------------------------------
+# ---- bench, certify and report --------------------------------------------------------------------------------------
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
@@ -127,6 +127,18 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add("--seconds", type=positive, default=180.0, metavar="S", help="time in all, loading included (%(default)g)")
     add("--seed", type=int, default=0, help="of the sampling (%(default)s)")
+
+
+def _certify(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="hub id or folder of a causal LM, served by spec_trl or not")
+    text = "of the weights, one after the other (float32 bfloat16)"
+    add("--dtype", nargs="+", default=["float32", "bfloat16"], choices=DTYPES, help=text)
+    add("--length", type=whole_number, default=24, metavar="N", help="tokens of a row that are compared (%(default)s)")
+    add_device(parser)
+    text = "file to write (%(default)s)"
+    add("-o", "--output", type=Path, default=Path("certificate.json"), metavar="JSON", help=text)
+    add("--short", action="store_true", help="print nothing, and compare the fewest situations that tell")
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +163,16 @@ short for that, the command says how many it takes before it measures.""",
         """spec-trl bench Qwen/Qwen2.5-0.5B-Instruct
   spec-trl bench path/to/model --batch 1,16 --length 256 --prompts prompts.jsonl --assistant model=path/to/small""",
         _bench,
+    ),
+    "certify": Command(
+        """\
+Samples the same rows of text in many situations and compares the bits of their log-probabilities: rows alone, in
+batches, in another order, with drafts of each strategy, with other numbers of threads, and as a CPU with fewer
+instructions would. The last lines are transformers' own forward, for comparison. Prints a page for each dtype, and
+writes it as JSON with the machine, versions and a hash: two machines that have one hash compute the same.""",
+        """spec-trl certify Qwen/Qwen2.5-0.5B-Instruct
+  spec-trl certify path/to/model --dtype bfloat16 --output certificate.json""",
+        _certify,
     ),
     "report": Command(
         """\

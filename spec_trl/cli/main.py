@@ -14,6 +14,7 @@ from ..papers import load
 _ER, _SA = "papers.efficient_rollout.commands", "papers.specactor.commands"
 COMMANDS = {
     "bench": ("cli", "measure what a model gains on this machine, and recommend a config"),
+    "certify": ("cli", "compare the bits of a model's samples in many situations on this machine"),
     "calibrate": (_ER, "measure this machine with a model and write a profile"),
     "validate": (_ER, "compare a profile with measured times, or fit a sweep anew"),
     "predict": (_ER, "predict step times and speedups from a profile"),

@@ -1,0 +1,68 @@
+"""Log-probabilities that transformers' own forward gives to known texts, and the first module whose bits depend on how
+many tokens it computes at once."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .loading import pad_left
+
+
+@torch.no_grad()
+def forced_logprobs(
+    model: PreTrainedModel, prompts: Sequence[list[int]], texts: Sequence[list[int]], count: int
+) -> Tensor:
+    """Log-probabilities in nats `[B, new]` float32 of `texts`, of equal lengths, after `prompts`: read as `generate`
+    reads them, left-padded and over its cache, `count` new tokens at once."""
+    inputs, new = pad_left(list(prompts), model.device), torch.tensor(texts, device=model.device)  # [B, new]
+    logits, cache = _forward(model, inputs["input_ids"], inputs["attention_mask"], None)  # [B, width, V]
+    found, mask = [logits[:, -1:]], inputs["attention_mask"]
+    for part in new[:, :-1].split(count, dim=1):
+        mask = torch.cat([mask, torch.ones_like(part)], dim=1)
+        logits, cache = _forward(model, part, mask, cache)
+        found.append(logits)
+    scores = torch.cat(found, dim=1).float().log_softmax(-1)  # [B, new, V]
+    return scores.gather(2, new[:, :, None])[:, :, 0].cpu()
+
+
+def _forward(model: PreTrainedModel, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    """Logits of `tokens` `[B, q]`, the last ones that `mask` `[B, columns]` shows, and the cache."""
+    options = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    out = model(tokens, **options)
+    return out.logits, out.past_key_values
+
+
+@torch.no_grad()
+def first_that_differs(model: PreTrainedModel, prompt: list[int], text: list[int]) -> str:
+    """Names the first module whose output for the first token of `text` has other bits where all of `text` is computed
+    at once; "" if none has."""
+    found: list[dict[str, Tensor]] = []
+    for count in (1, len(text)):
+        outputs: dict[str, Tensor] = {}
+
+        def keep(name: str, output: Any, outputs: dict[str, Tensor] = outputs, count: int = count) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor) and first.dim() == 3 and first.shape[1] == count:
+                outputs[name] = first[:, 0].clone()
+
+        ids = torch.tensor([prompt + text[:count]], device=model.device)
+        _, cache = _forward(model, ids[:, :-count], torch.ones_like(ids[:, :-count]), None)
+        handles = [
+            module.register_forward_hook(lambda _, given, output, name=name: keep(name, output))
+            for name, module in model.named_modules()
+            if name
+        ]
+        try:
+            _forward(model, ids[:, -count:], torch.ones_like(ids), cache)
+        finally:
+            for handle in handles:
+                handle.remove()
+        found.append(outputs)
+    alone, together = found
+    return next((name for name, own in alone.items() if not torch.equal(own, together.get(name, own))), "")
