@@ -1,1 +1,1 @@
-"""Runs the command `spec-trl`: gains on this machine, the report of a run, training from YAML files."""
+"""Runs the command `spec-trl`: gains, a certificate of bits, the report of a run, training from YAML files."""

@@ -1,5 +1,5 @@
-"""Declares the arguments of `bench` and `report`, and types and options that all commands share. This imports neither
-torch nor matplotlib."""
+"""Declares the arguments of `bench`, `certify` and `report`, and types and options that all commands share. This
+imports neither torch nor matplotlib."""
 
 import argparse
 import math
@@ -138,7 +138,7 @@ def _certify(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     text = "file to write (%(default)s)"
     add("-o", "--output", type=Path, default=Path("certificate.json"), metavar="JSON", help=text)
-    add("--short", action="store_true", help="print nothing, and compare the fewest situations that tell")
+    add("--short", action="store_true", help=argparse.SUPPRESS)  # of a process with fewer instructions
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
@@ -167,9 +167,9 @@ short for that, the command says how many it takes before it measures.""",
     "certify": Command(
         """\
 Samples the same rows of text in many situations and compares the bits of their log-probabilities: rows alone, in
-batches, in another order, with drafts of each strategy, with other numbers of threads, and as a CPU with fewer
-instructions would. The last lines are transformers' own forward, for comparison. Prints a page for each dtype, and
-writes it as JSON with the machine, versions and a hash: two machines that have one hash compute the same.""",
+batches, in another order, with drafts of the strategies that need no other model, with other numbers of threads, and
+as a CPU with fewer instructions would. The last two lines are transformers' own forward. Prints a page for each dtype,
+and writes it as JSON with the machine, versions and a hash: machines with one hash computed the same.""",
         """spec-trl certify Qwen/Qwen2.5-0.5B-Instruct
   spec-trl certify path/to/model --dtype bfloat16 --output certificate.json""",
         _certify,

@@ -2,6 +2,7 @@
 the bits of their log-probabilities, for our engine and for plain transformers."""
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -18,7 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..hardware import instruction_set, kernel_switches, processor_name
+from ..generation.engine.requirements import check_model
+from ..generation.keyword import install
+from ..generation.session import release
+from ..hardware import hardware_name, instruction_set
 from ..json_files import write_json
 from .arguments import table
 from .loading import PROMPTS, find_device, load_config, load_model, load_tokenizer, pad_left, random_ids, token_ids
@@ -28,6 +32,7 @@ from .plain_bits import first_that_differs, forced_logprobs
 ROWS = 2 * len(PROMPTS)
 """Rows of the text that is compared: each prompt twice, with noise of its own."""
 FEW = 4  # of them, where one is computed after the other
+SEVERAL = 5  # tokens that transformers computes at once
 LONGEST = 48  # tokens of a prompt
 SMALLER = {
     "AVX2": ("avx2", "AVX512"),
@@ -87,7 +92,7 @@ def situations(short: bool) -> Iterator[Situation]:
     yield Situation('"ngram", 1 to 9 tokens', [every], "ngram", always | {"draft_length": 8})
     yield Situation('"history", 1 to 9 tokens', [every], "history", always | {"draft_length": 8})
     racers = {"specactor": {"drafters": ["self", "ngram"]}, "draft_length": 3}
-    yield Situation('"best_of_n", two drafts of a row', [every], "best_of_n", always | racers)
+    yield Situation('"best_of_n", two drafts of a row', [every], "best_of_n", racers)
     yield Situation('"auto"', [every], "auto")
     for threads in (1, 2, 4):
         yield Situation(f"{threads} thread{'s' * (threads > 1)}", [every], threads=threads)
@@ -99,56 +104,69 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: bad arguments, or a model that cannot be loaded.
     """
-    folder = arguments.output.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"--output {arguments.output}: there is no folder {folder}; make it first")
+    output, folder = arguments.output, arguments.output.absolute().parent
+    if not folder.is_dir() or output.is_dir():
+        reason = "it is a folder; name a file" if output.is_dir() else f"there is no folder {folder}; make it first"
+        raise ValueError(f"--output {output}: {reason}")
+    if arguments.length <= SEVERAL:
+        raise ValueError(f"--length {arguments.length} must be at least {SEVERAL + 1}: {SEVERAL} run at once.")
     device, config = find_device(arguments.device), load_config(arguments.model)
     tokenizer = load_tokenizer(arguments.model)
     prompts = random_ids(len(PROMPTS), LONGEST // 2, config.get_text_config().vocab_size, seed=0)
     if tokenizer is not None:
         prompts = token_ids(PROMPTS, tokenizer, LONGEST)
+    install()  # as `import spec_trl` would
     certificate: dict[str, Any] = {"model": arguments.model, "machine": _machine(device), "dtypes": {}}
+    if not arguments.short:
+        print(*(f"{name} {value}" for name, value in certificate["machine"].items()), sep=", ")
     for dtype in arguments.dtype:
         model = load_model(arguments.model, dtype, device)
         found = certificate["dtypes"][dtype] = certify(model, 2 * prompts, arguments.length, arguments.short)
+        release(model)
         del model
+        gc.collect()  # before another process loads it
+        if not arguments.short and device.type == "cpu" and found["hash"] is not None:
+            found["instructions"] = _with_fewer_instructions(arguments, dtype)
+        write_json(output, certificate)
         if not arguments.short:
-            found["instructions"] = _with_fewer_instructions(arguments, dtype) if device.type == "cpu" else {}
-            print(_page(dtype, found), flush=True)
-    write_json(arguments.output, certificate)
+            print(f"\n{page(dtype, found)}", flush=True)
     if not arguments.short:
-        print(", ".join(filter(None, certificate["machine"].values())), f"written: {arguments.output}", sep="\n")
+        print(f"\nwritten: {output}")
 
 
 def certify(model: PreTrainedModel, prompts: list[list[int]], length: int, short: bool) -> dict[str, Any]:
-    """Compares `length` sampled tokens of each prompt in all situations, or in the fewest that tell.
+    """Compares `length` sampled tokens of each prompt in all situations, or only in those of a bounded process.
 
     Returns:
-        `exact`: what the engine says of the model, or why it does not serve it; `hash` of tokens and bits; `lines`.
+        `exact`: what the engine says of the model, or why it does not serve it; `hash` of tokens and bits, or None;
+        `lines` of the engine, and those of `transformers`.
     """
     lines: list[Line] = []
-    texts, digest = [], None
+    digest, texts = None, []
     try:
-        reference, exact, _ = _sample(model, prompts, Situation("", [list(range(ROWS))]), length)
+        check_model(model)
     except ValueError as error:
-        exact = f"not served: {error}"
+        exact: Any = f"not served: {error}"
         for prompt in prompts[:FEW]:
-            ids = torch.tensor([prompt], device=model.device)
             torch.manual_seed(0)
+            ids = torch.tensor([prompt], device=model.device)
             texts.append(model.generate(ids, **_sampling(length))[0, len(prompt) :].tolist())
     else:
+        reference, exact, _ = _sample(model, prompts, Situation("", [list(range(ROWS))]), length)
         digest, texts = _hash(reference), [reference[row].tokens for row in range(FEW)]
         for situation in situations(short):
             line = Line(situation.name)
             try:
                 found, _, line.drafted = _sample(model, prompts, situation, length)
-                _compare(line, found, reference)
-            except ValueError as error:  # a strategy that does not serve the model
+                compare(line, found, reference)
+                line.note = "nothing was drafted" if situation.strategy != "none" and not line.drafted else ""
+            except (ValueError, FloatingPointError) as error:  # a strategy that does not serve the model
                 line.note = str(error)
             lines.append(line)
-    if not short:
-        lines += _plain(model, prompts[:FEW], texts)
-    return {"exact": exact, "hash": digest, "lines": list(map(asdict, lines))}
+    plain = [] if short else _plain(model, prompts[:FEW], texts)
+    return {"exact": exact, "hash": digest} | {
+        name: list(map(asdict, each)) for name, each in (("lines", lines), ("transformers", plain))
+    }
 
 
 def _sample(
@@ -175,35 +193,38 @@ def _sample(
 
 
 def _sampling(length: int) -> dict[str, Any]:
-    """From the whole vocabulary at temperature 1, whatever the model's own settings are."""
+    """From the whole vocabulary at temperature 1."""
     lengths = {"max_new_tokens": length, "min_new_tokens": length, "pad_token_id": 0}
-    return lengths | {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    return lengths | {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
 def _plain(model: PreTrainedModel, prompts: list[list[int]], texts: list[list[int]]) -> Iterator[Line]:
     """The same of transformers' own forward, given the first texts: what a user has without spec_trl."""
-    alone = [forced_logprobs(model, [prompt], [text], 1) for prompt, text in zip(prompts, texts, strict=True)]
-    reference = dict(enumerate(map(Text, texts, torch.cat(alone))))
-    batch = forced_logprobs(model, prompts, texts, 1)
-    line = Line(f"transformers, a batch of {len(texts)}")
-    _compare(line, dict(enumerate(map(Text, texts, batch))), reference)
-    yield line
-    several = [forced_logprobs(model, [prompt], [text], 5) for prompt, text in zip(prompts, texts, strict=True)]
-    line = Line("transformers, 5 tokens at once")
-    _compare(line, dict(enumerate(map(Text, texts, torch.cat(several)))), reference)
-    line.note = first_that_differs(model, prompts[0], texts[0][:5])
-    yield line
+    batch, several = Line(f"a batch of {len(texts)}"), Line(f"{SEVERAL} tokens at once")
+    try:
+        pairs = list(zip(prompts, texts, strict=True))
+        alone = torch.cat([forced_logprobs(model, [prompt], [text], 1) for prompt, text in pairs])
+        reference = dict(enumerate(map(Text, texts, alone)))
+        compare(batch, dict(enumerate(map(Text, texts, forced_logprobs(model, prompts, texts, 1)))), reference)
+        found = torch.cat([forced_logprobs(model, [prompt], [text], SEVERAL) for prompt, text in pairs])
+        compare(several, dict(enumerate(map(Text, texts, found))), reference)
+        first = first_that_differs(model, prompts[0], texts[0][:SEVERAL])
+        several.note = f"first other bits: {first}" if first else ""
+    except Exception as error:  # of a family whose forward takes other arguments
+        several.note = f"{type(error).__name__}: {error}"
+    yield from (batch, several)
 
 
-def _compare(line: Line, found: dict[int, Text], reference: dict[int, Text]) -> None:
+def compare(line: Line, found: dict[int, Text], reference: dict[int, Text]) -> None:
+    """Adds rows to `line`. After a row's first other token, its numbers are other ones."""
     for row, text in found.items():
         other = reference[row]
         pairs = enumerate(zip(text.tokens, other.tokens, strict=True))
         same = next((i for i, (a, b) in pairs if a != b), len(other.tokens))
         line.tokens += len(other.tokens)
         line.equal += int((text.logprobs == other.logprobs)[:same].sum())
-        if same:
-            line.worst = max(line.worst, float((text.logprobs - other.logprobs)[:same].abs().max()))
+        changes = (text.logprobs - other.logprobs)[:same][(text.logprobs != other.logprobs)[:same]].abs()
+        line.worst = max(line.worst, *changes.nan_to_num(nan=torch.inf).tolist(), 0.0)
 
 
 def _hash(texts: dict[int, Text]) -> str:
@@ -220,35 +241,52 @@ def _with_fewer_instructions(arguments: argparse.Namespace, dtype: str) -> dict[
             continue
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder, "certificate.json")
-            command = ["certify", arguments.model, "--dtype", dtype, "--length", str(arguments.length), "--short"]
+            command = ["certify", arguments.model, "--dtype", dtype, "--length", str(arguments.length)]
             code = "import sys; from spec_trl.cli.main import main; sys.exit(main(sys.argv[1:]))"
             ran = subprocess.run(
-                [sys.executable, "-c", code, *command, "--output", str(output)], capture_output=True, text=True,
+                [sys.executable, "-c", code, *command, "--device", "cpu", "--short", "--output", str(output)],
+                capture_output=True, text=True,
                 env=os.environ | {"ONEDNN_MAX_CPU_ISA": most, "ATEN_CPU_CAPABILITY": kernels}, check=False,
             )  # fmt: skip
             if ran.returncode:
-                raise ValueError(f"the process with {most} has failed: {ran.stderr[-500:]}")
-            found[most] = json.loads(output.read_text())["dtypes"][dtype]
+                note = asdict(Line("its process", note=ran.stderr.strip()[-500:]))
+                found[most] = {"exact": None, "hash": None, "lines": [note]}
+            else:
+                found[most] = json.loads(output.read_text())["dtypes"][dtype]
     return found
 
 
 def _machine(device: torch.device) -> dict[str, str]:
     versions = {name: metadata.version(name) for name in ("spec_trl", "transformers", "torch")}
-    machine = {"processor": processor_name(), "instructions": instruction_set(), "device": str(device)}
-    threads = f"{torch.get_num_threads()} threads"
-    return machine | {"threads": threads, "switches": " ".join(kernel_switches())} | versions
+    instructions = {"with": instruction_set()} if device.type == "cpu" else {}
+    return {"on": hardware_name(device)} | instructions | versions
 
 
-def _page(dtype: str, found: dict[str, Any]) -> str:
-    rows = [_cells(each) for each in found["lines"]]
-    for most, short in found.get("instructions", {}).items():
-        rows += [_cells(each | {"situation": f"{most}: {each['situation']}"}) for each in short["lines"]]
-    exact = "; ".join(found["exact"]) if isinstance(found["exact"], list) else found["exact"]
-    header = ["situation", "equal bits", "worst, nats", "drafted", ""]
-    return f"{dtype}: exact: {exact}, hash {str(found['hash'])[:16]}\n{table(header, rows)}\n"
+def page(dtype: str, found: dict[str, Any]) -> str:
+    """What is printed of `found`, a result of :func:`certify`."""
+    blocks = [("", found["exact"], found["hash"], found["lines"])]
+    blocks += [
+        (f"{most}: ", short["exact"], short["hash"], short["lines"])
+        for most, short in found.get("instructions", {}).items()
+    ]
+    heads = [
+        f"{most}{dtype}: {_verdict(exact)}" + (f", hash {digest[:16]}" if digest else "")
+        for most, exact, digest, _ in blocks
+    ]
+    blocks.append(("transformers: ", None, None, found["transformers"]))
+    lines = [line | {"situation": most + line["situation"]} for most, *_, lines in blocks for line in lines]
+    notes = [f"{line['situation']}: {line['note']}" for line in lines if line["note"]]
+    rows = table(["situation", "equal bits", "worst, nats", "drafted"], list(map(_cells, lines)))
+    return "\n".join([*heads, rows, *notes])
+
+
+def _verdict(exact: Any) -> str:
+    if isinstance(exact, str):
+        return exact
+    return f"not exact: {'; '.join(exact)}" if isinstance(exact, list) else "exact" if exact else "exactness not tried"
 
 
 def _cells(line: dict[str, Any]) -> list[str]:
     bits = f"{line['equal']} of {line['tokens']}" if line["tokens"] else "-"
-    worst = f"{line['worst']:.1e}" if line["worst"] else "0"
-    return [line["situation"], bits, worst, str(line["drafted"] or ""), line["note"]]
+    worst = f"{line['worst']:.1e}" if line["worst"] else "0" if line["tokens"] else "-"
+    return [line["situation"], bits, worst, str(line["drafted"] or "")]

@@ -16,8 +16,8 @@ from .loading import pad_left
 def forced_logprobs(
     model: PreTrainedModel, prompts: Sequence[list[int]], texts: Sequence[list[int]], count: int
 ) -> Tensor:
-    """Log-probabilities in nats `[B, new]` float32 of `texts`, of equal lengths, after `prompts`: read as `generate`
-    reads them, left-padded and over its cache, `count` new tokens at once."""
+    """Log-probabilities in nats `[B, new]`, float32 or float64, of `texts`, of equal lengths, after `prompts`: read as
+    `generate` reads them, left-padded and over its cache, `count` new tokens at once."""
     inputs, new = pad_left(list(prompts), model.device), torch.tensor(texts, device=model.device)  # [B, new]
     logits, cache = _forward(model, inputs["input_ids"], inputs["attention_mask"], None)  # [B, width, V]
     found, mask = [logits[:, -1:]], inputs["attention_mask"]
@@ -25,17 +25,20 @@ def forced_logprobs(
         mask = torch.cat([mask, torch.ones_like(part)], dim=1)
         logits, cache = _forward(model, part, mask, cache)
         found.append(logits)
-    scores = torch.cat(found, dim=1).float().log_softmax(-1)  # [B, new, V]
+    logits = torch.cat(found, dim=1)  # [B, new, V]
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return scores.gather(2, new[:, :, None])[:, :, 0].cpu()
 
 
 def _forward(model: PreTrainedModel, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
     """Logits of `tokens` `[B, q]`, the last ones that `mask` `[B, columns]` shows, and the cache."""
-    options = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    known = inspect.signature(model.forward).parameters
+    name = "past_key_values" if "past_key_values" in known else "cache_params"  # of families without K/V
+    options = {"attention_mask": mask, name: cache, "use_cache": True}
+    if "position_ids" in known:
         options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
     out = model(tokens, **options)
-    return out.logits, out.past_key_values
+    return out.logits, out[name]
 
 
 @torch.no_grad()

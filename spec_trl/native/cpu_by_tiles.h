@@ -7,7 +7,22 @@
 
 #include "cpu_words.h"
 
-constexpr int64_t TILE = 16;  // rows of a tile, and its columns of float32
+constexpr int64_t TILE = 16;               // rows of a tile, and its columns of float32
+constexpr int64_t PACKED_BYTES = 1 << 20;  // of rows of x at once, a part of the L2 cache
+
+static bool by_tile_registers(const Product& p) {
+#ifdef __AMX_BF16__
+  bool are_dense = true;
+  for (int64_t n = 0; n < p.number; ++n)
+    are_dense = are_dense && p.matrices[n].bits == 16 && !p.matrices[n].is_transposed;
+  return are_dense && p.matrices->in % 32 == 0 && has_tiles();
+#endif
+  return false;
+}
+
+static int64_t rows_of_tiles(const Product& p) {
+  return std::max(PACKED_BYTES / (p.matrices->in * 2) / (2 * TILE), (int64_t)1) * 2 * TILE;
+}
 
 #ifdef __AMX_BF16__
 // OUT tiles of outputs from `first` on, of up to ROWS tiles of rows, `count` in all. packed [rows / TILE, in / 2, TILE, 2]:
@@ -80,5 +95,25 @@ static void pack_tiles(const Bfloat16* x, int64_t stride, int64_t rows, int64_t 
       transpose(pairs);
       std::memcpy(to + (m * in / 2 + k / 2 * TILE), pairs, sizeof(pairs));
     }
+}
+
+// All outputs but the last, fewer than TILE, of each matrix. All threads of a team call it. packed: for `rows_of_tiles`.
+static void run_tiles(const Product& p, uint32_t* packed) {
+  const Tiles shapes(TILE);
+  const int64_t in = p.matrices->in, most_rows = rows_of_tiles(p);
+  for (int64_t row = 0; row < p.count; row += most_rows) {
+    const int64_t many = std::min(p.count - row, most_rows);
+    pack_tiles((const Bfloat16*)p.x + row * p.x_stride, p.x_stride, many, in, packed);
+    for (int64_t n = 0, column = 0; n < p.number; column += p.matrices[n++].out) {
+      const Matrix& w = p.matrices[n];
+      const Output to = Output{p.y, p.y_stride, true}.after(row, column);
+#pragma omp for schedule(static) nowait
+      for (int64_t pair = 0; pair < w.out / (2 * TILE); ++pair)
+        by_tiles(w, (const Bfloat16*)packed, many, to, pair * 2 * TILE, (pair + 1) * 2 * TILE);
+#pragma omp single nowait
+      by_tiles(w, (const Bfloat16*)packed, many, to, w.out / (2 * TILE) * 2 * TILE, w.out / TILE * TILE);
+    }
+#pragma omp barrier
+  }
 }
 #endif

@@ -23,7 +23,7 @@
 using Wide = WIDE;
 using Real = float;
 constexpr int64_t LANES = WIDEST / sizeof(Real);
-constexpr int64_t MOST_TOKENS = 256;      // at once, whose scratch memory stays: 40 MiB in bfloat16 for 7 B parameters
+constexpr int64_t MOST_TOKENS = 256;      // at once, whose memory stays: 50 MiB in bfloat16 for 7 B parameters
 constexpr int64_t PER_THREAD = 1 << 17;   // products in `down`: with fewer, a second thread saves less than waking it takes
 constexpr int64_t MOST_TURNS = 1 << 10;   // of a thread that waits, before it lets others run: some 50 microseconds
 constexpr bool IS_NARROW = std::is_same_v<SCALAR, Bfloat16>;

@@ -28,10 +28,9 @@ constexpr int64_t PER_THREAD = 1 << 17;      // weights: with fewer, a second th
 constexpr int64_t COLUMNS = WIDEST;          // outputs at once, of weights that lie transposed: four registers
 constexpr int64_t ROWS_AHEAD = 8;            // prefetched, of weights that lie transposed
 constexpr int64_t X_BYTES = 1 << 18;         // of rows of x at once, a part of the L2 cache
-constexpr int64_t PACKED_BYTES = 1 << 20;    // the same, of tiles
-constexpr int64_t KEPT_BYTES = 1 << 24;      // of packed rows that stay in memory for the next call: those of steps
-constexpr int64_t PIECE = 1 << 12;          // bytes of weights that a thread that waits reads ahead at once
-constexpr int64_t FETCHED = 1 << 18;        // and at most: a part of the L2 cache
+constexpr int64_t KEPT_BYTES = 1 << 25;      // of packed rows that stay in memory for the next call: those of steps
+constexpr int64_t PIECE = 1 << 12;           // bytes of weights that a thread reads ahead before it looks whether it may go on
+constexpr int64_t FETCHED = 1 << 18;         // bytes, at most: a part of the L2 cache of most CPUs
 typedef float Values[CHUNK][MOST_ROWS];      // of a chunk: [output][lane]
 
 // total + the products of a word of weights with words of x, of which a lane is a row
@@ -269,16 +268,6 @@ struct Memory {
   std::vector<Counter> counters;  // [block of rows][thread]: chunks of its share that are taken
 };
 
-static bool by_tile_registers(const Product& p) {
-#ifdef __AMX_BF16__
-  bool are_dense = true;
-  for (int64_t n = 0; n < p.number; ++n)
-    are_dense = are_dense && p.matrices[n].bits == 16 && !p.matrices[n].is_transposed;
-  return are_dense && p.matrices->in % 32 == 0 && has_tiles();
-#endif
-  return false;
-}
-
 static bool is_read_wide(const Product& p) {
   bool is_wide = false;
   for (int64_t n = 0; n < p.number; ++n)
@@ -286,12 +275,12 @@ static bool is_read_wide(const Product& p) {
   return p.is_narrow && is_wide;
 }
 
-static int64_t rows_of_tiles(const Product& p) {
-  return std::max(PACKED_BYTES / (p.matrices->in * 2) / (2 * TILE), (int64_t)1) * 2 * TILE;
-}
-
 static int64_t block_of_rows(const Product& p) {
   return std::max(MOST_ROWS, X_BYTES / (p.matrices->in * 4) / MOST_ROWS * MOST_ROWS);
+}
+
+static int64_t counters_of(const Product& p) {
+  return (p.count + block_of_rows(p) - 1) / block_of_rows(p) * p.threads;
 }
 
 // Outputs of a chunk
@@ -331,7 +320,7 @@ static int64_t all_chunks(const Product& p) {
 static void prepare(Product* p) {
   static thread_local Memory memory;  // which stays
   p->memory = &memory;
-  const int64_t in = p->matrices->in, blocks = (p->count + block_of_rows(*p) - 1) / block_of_rows(*p);
+  const int64_t in = p->matrices->in;
   for (int64_t n = 0; n < p->number; ++n) {
     const Matrix& w = p->matrices[n];
     const Kind kind = kind_of(w);
@@ -340,14 +329,13 @@ static void prepare(Product* p) {
   const auto grow = [](auto& of, int64_t size) { of.resize(std::max<int64_t>(of.size(), size)); };
   if (is_read_wide(*p)) grow(memory.wide, p->count * in);
   if (by_tile_registers(*p)) grow(memory.tiles, (std::min(p->count, rows_of_tiles(*p)) + TILE) * in / 2);
-  grow(memory.counters, blocks * p->threads);
+  grow(memory.counters, counters_of(*p));
 }
 
 static void pack(const Product& p) {
   Memory& memory = *(Memory*)p.memory;
   const int64_t in = p.matrices->in, stride = p.x_stride, groups = (p.count + MOST_ROWS - 1) / MOST_ROWS;
-  if (!omp_get_thread_num())
-    for (Counter& each : memory.counters) each.taken = 0;
+  for (int64_t i = 0; !omp_get_thread_num() && i < counters_of(p); ++i) memory.counters[i].taken = 0;
   if (is_read_wide(p)) {
 #pragma omp for schedule(static)
     for (int64_t m = 0; m < p.count; ++m)
@@ -380,33 +368,11 @@ static void pack(const Product& p) {
   }
 }
 
-#ifdef __AMX_BF16__
-static void run_tiles(const Product& p) {
-  uint32_t* packed = ((Memory*)p.memory)->tiles.data();
-  const Tiles shapes(TILE);
-  const int64_t in = p.matrices->in, most_rows = rows_of_tiles(p);
-  for (int64_t row = 0; row < p.count; row += most_rows) {
-    const int64_t many = std::min(p.count - row, most_rows);
-    pack_tiles((const Bfloat16*)p.x + row * p.x_stride, p.x_stride, many, in, packed);
-    for (int64_t n = 0, column = 0; n < p.number; column += p.matrices[n++].out) {
-      const Matrix& w = p.matrices[n];
-      const Output to = Output{p.y, p.y_stride, true}.after(row, column);
-#pragma omp for schedule(static) nowait
-      for (int64_t pair = 0; pair < w.out / (2 * TILE); ++pair)
-        by_tiles(w, (const Bfloat16*)packed, many, to, pair * 2 * TILE, (pair + 1) * 2 * TILE);
-#pragma omp single nowait
-      by_tiles(w, (const Bfloat16*)packed, many, to, w.out / (2 * TILE) * 2 * TILE, w.out / TILE * TILE);
-    }
-#pragma omp barrier
-  }
-}
-#endif
-
 // Each thread computes its share of the chunks, then what is left of others': some have more of their weights in a cache.
 static void run(const Product& p) {
   Memory& memory = *(Memory*)p.memory;
 #ifdef __AMX_BF16__
-  if (by_tile_registers(p)) run_tiles(p);
+  if (by_tile_registers(p)) run_tiles(p, memory.tiles.data());
 #endif
   const float* inputs = p.is_narrow ? memory.wide.data() : (const float*)p.x;
   const int64_t input_stride = p.is_narrow ? p.matrices->in : p.x_stride, chunks = all_chunks(p);
@@ -430,6 +396,7 @@ static void run(const Product& p) {
   }
 }
 
+// Weights that tile registers multiply are not read ahead.
 static bool fetch(const Product& p, int64_t piece) {
   const int64_t chunks = all_chunks(p);
   if (!chunks || (piece + 1) * PIECE > FETCHED) return false;

@@ -19,7 +19,7 @@ struct Matrix {
 };
 
 // y [count, out of all] = x [count, in] times the transposed `matrices`, and their biases, next to each other; rows are
-// strides apart. x and y are float32, or bfloat16 where `is_narrow`, as are dense weights.
+// strides apart. x and y are float32, or bfloat16 where `is_narrow`; dense weights have their dtype.
 struct Product {
   const Matrix* matrices;
   int64_t number;

@@ -39,8 +39,8 @@ def test_the_page_is_made_of_the_files(capsys: pytest.CaptureFixture[str]) -> No
         assert (f"\n| `{name}` |" in claims) != (f"\n* `{name}`: {result.refusal()}\n" in text), name
         module = result.command.split()[2].replace(".", "/")
         assert (ROOT / module).with_suffix(".py").exists(), result.command
-    results_page.main(["between_commits"])
-    assert results["between_commits"].setup in capsys.readouterr().out
+    results_page.main(["rivals"])
+    assert results["rivals"].setup in capsys.readouterr().out
     with pytest.raises(SystemExit, match="nothing: no such result; choose among"):
         results_page.main(["nothing"])
 

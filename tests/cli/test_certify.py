@@ -1,13 +1,16 @@
 """``spec-trl certify``: what it compares, and what it says of models that are exact, are not, or are not served."""
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from spec_trl.cli import certify as cli_certify
 from spec_trl.cli.certify import ROWS, certify
@@ -19,33 +22,38 @@ from tests.conftest import tiny_llama
 
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+ROOT = Path(__file__).parents[2]
 PROMPTS = random_ids(ROWS, 9, 64, seed=0)
-PLAIN = 2  # lines of transformers
-
-
-def of_engine(found: dict[str, Any]) -> list[dict[str, Any]]:
-    return [line for line in found["lines"] if not line["situation"].startswith("transformers")]
 
 
 @needs_compiler
-def test_a_page_and_a_file(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_and_a_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     sets = {"AVX2": ("avx2", instruction_set().split()[0])}  # a process for whatever set this CPU has
     monkeypatch.setattr(cli_certify, "SMALLER", sets)
     output = tmp_path / "certificate.json"
     assert main(["certify", str(model), "--dtype", "float32", "--length", "6", "--output", str(output)]) == 0
     page, certificate = capsys.readouterr().out, json.loads(output.read_text())
     found = certificate["dtypes"]["float32"]
-    assert found["exact"] is True and "exact: True" in page and found["hash"][:16] in page
-    lines = [*of_engine(found), *of_engine(found["instructions"]["AVX2"])]
+    assert found["exact"] is True and f"float32: exact, hash {found['hash'][:16]}" in page
+    lines = [*found["lines"], *found["instructions"]["AVX2"]["lines"]]
     assert len(lines) > 14 and all(line["equal"] == line["tokens"] > 0 and not line["worst"] for line in lines)
     drafting = [line for line in lines if line["situation"].startswith('"')]
-    assert all(line["drafted"] > 0 for line in drafting if "auto" not in line["situation"])
+    assert all(line["drafted"] > 0 for line in drafting if not line["note"])
+    assert [line["situation"] for line in drafting if line["note"]] == ['"best_of_n", two drafts of a row', '"auto"']
     assert f"{lines[0]['equal']} of {lines[0]['tokens']}" in page and "AVX2: rows alone" in page
-    assert {"processor", "torch", "transformers", "spec_trl"} <= set(certificate["machine"])
-    again = certify(tiny_llama().float(), 2 * PROMPTS[: ROWS // 2], 6, short=True)["hash"]
-    assert again != found["hash"], "of other prompts"
+    assert "transformers: a batch of 4" in page and {"on", "torch", "transformers"} <= set(certificate["machine"])
+    again = certify(tiny_llama().float(), PROMPTS, 6, short=True)
+    assert again["hash"] != found["hash"] and not again["transformers"], "of other prompts"
+
+
+@needs_compiler
+def test_the_installed_command(model: Path, tmp_path: Path) -> None:
+    """It runs without `import spec_trl`, which teaches `generate` the strategies."""
+    command = [sys.executable, "-m", "spec_trl_command", "certify", str(model), "--dtype", "float32", "--length", "6"]
+    output = tmp_path / "certificate.json"
+    subprocess.run([*command, "--short", "--output", str(output)], check=True, cwd=ROOT, timeout=300)
+    found = json.loads(output.read_text())["dtypes"]["float32"]
+    assert found["exact"] is True and all(line["equal"] == line["tokens"] > 0 for line in found["lines"])
 
 
 class _Odd(nn.Module):
@@ -60,25 +68,47 @@ def test_what_is_not_exact_shows() -> None:
     model = tiny_llama().float()
     model.model.layers[1].mlp.act_fn = _Odd()
     found = certify(model, PROMPTS, 6, short=False)
-    alone = found["lines"][0]
-    assert "act_fn" in found["exact"][0]
+    alone, (batch, several) = found["lines"][0], found["transformers"]
+    assert "act_fn" in found["exact"][0] and "not exact: " in cli_certify.page("float32", found)
     assert alone["situation"] == "rows alone" and alone["equal"] < alone["tokens"] and alone["worst"] > 1e-5
-    batch, several = found["lines"][-PLAIN:]
     assert batch["equal"] < batch["tokens"] and several["equal"] < several["tokens"]
-    assert several["note"] == "model.layers.1.mlp.act_fn"
+    assert several["note"].startswith("first other bits: model.layers.")
 
 
-def test_a_model_that_the_engine_refuses_is_certified_as_transformers_runs_it() -> None:
+def test_not_a_number_is_no_equal_bit() -> None:
+    line, nan = cli_certify.Line("x"), torch.tensor([torch.nan, 1.0])
+    cli_certify.compare(line, {0: cli_certify.Text([5, 6], nan)}, {0: cli_certify.Text([5, 6], nan)})
+    assert (line.equal, line.tokens, line.worst) == (1, 2, torch.inf)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mamba"])
+def test_models_as_transformers_runs_them(kind: str) -> None:
+    """The engine refuses one; the other keeps states in the place of K/V."""
     torch.manual_seed(0)
-    model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)).eval()
-    found = certify(model, PROMPTS, 6, short=False)
-    assert found["exact"].startswith("not served: ") and "ALiBi" in found["exact"] and found["hash"] is None
-    assert len(found["lines"]) == PLAIN and all(line["tokens"] == 4 * 6 for line in found["lines"])
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
+    made: dict[str, Callable[[], Any]] = {
+        "bloom": lambda: BloomForCausalLM(BloomConfig(n_layer=2, n_head=2, **sizes)),
+        "mamba": lambda: MambaForCausalLM(MambaConfig(num_hidden_layers=2, state_size=4, **sizes)),
+    }
+    found = certify(made[kind]().eval(), PROMPTS, 6, short=False)
+    batch, several = found["transformers"]
+    assert batch["tokens"] == 4 * 6 >= batch["equal"] > 0
+    if kind == "mamba":  # its own forward takes one token after another
+        assert found["exact"] is True and several["note"].startswith("RuntimeError: ")
+    else:
+        assert several["tokens"] == 4 * 6
+        assert found["exact"].startswith("not served: ") and "ALiBi" in found["exact"]
+        assert found["hash"] is None and not found["lines"]
 
 
-def test_a_folder_that_is_not_there_is_refused_before_any_work(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "missing" / "certificate.json"
-    assert main(["certify", str(model), "--output", str(output)]) == 2
-    assert f"there is no folder {output.parent}; make it first" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--output", "missing/certificate.json"], "there is no folder"),
+        (["--output", "."], "it is a folder; name a file"),
+        (["--length", "5"], "--length 5 must be at least 6"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(model: Path, options: list[str], message: str, capsys: Any) -> None:
+    assert main(["certify", str(model), *options]) == 2
+    assert message in capsys.readouterr().err

@@ -31,7 +31,7 @@ from ..network.family import Family
 from ..network.foreign_layers import is_foreign, mixing_layers
 from ..network.products import make_copies, native_products
 from ..network.shadow import decoder_layers, make_shadow
-from ..network.snapshot import HOOK_DICTS, is_contiguous, patched_forward
+from ..network.snapshot import HOOK_DICTS, patched_forward, strides_of
 from .runner import EagerRunner
 
 
@@ -125,7 +125,7 @@ def _describe(model: PreTrainedModel, settings: str) -> str:
 
 def _describe_module(module: Any) -> str:
     """Class, weights, hooks, and a forward that was set on it."""
-    weights = [(tuple(each.shape), str(each.dtype), is_contiguous(each)) for each in module.parameters(False)]
+    weights = [(tuple(each.shape), str(each.dtype), strides_of(each)) for each in module.parameters(False)]
     hooks = [hook for name in sorted(HOOK_DICTS) for hook in vars(module).get(name, {}).values()]
     code = [_describe_code(function) for function in (patched_forward(module), *hooks) if function is not None]
     mode = module.training and is_foreign(module)  # in which it may compute otherwise
@@ -309,7 +309,7 @@ def _outputs(
         rows, width = len(trial.lengths), count + beside
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return None
-        # Of four dimensions the second may be heads.
+        # Of four dimensions the second may be heads: a later module shows a difference in those.
         is_by_token = {3: (rows, width), 2: (rows * width,)}.get(value.dim()) == tuple(value.shape[:-1])
         return value.reshape(rows, width, -1)[:, slots].clone() if is_by_token else None
 

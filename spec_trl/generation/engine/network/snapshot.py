@@ -172,14 +172,14 @@ class Snapshot:
     def _read_tensors(self) -> list[Any]:
         tensors = chain.from_iterable(map(dict.values, filter(None, self._owners)))
         return [
-            tensor if tensor is None else (type(tensor), tensor.dtype, tensor.device, is_contiguous(tensor))
+            tensor if tensor is None else (type(tensor), tensor.dtype, tensor.device, strides_of(tensor))
             for tensor in tensors
         ]
 
 
-def is_contiguous(tensor: Tensor) -> bool:
-    """Whether its numbers lie one after the other: C++ reads no others. False for sparse tensors."""
-    return tensor.layout == torch.strided and tensor.is_contiguous()
+def strides_of(tensor: Tensor) -> tuple[int, ...]:
+    """How its numbers lie, which decides who multiplies them; () of a sparse tensor."""
+    return tensor.stride() if tensor.layout == torch.strided else ()
 
 
 def snapshot_of(network: nn.Module) -> Snapshot:
