@@ -118,20 +118,23 @@ def run(arguments: argparse.Namespace) -> None:
     install()  # as `import spec_trl` would
     certificate: dict[str, Any] = {"model": arguments.model, "machine": _machine(device), "dtypes": {}}
     if not arguments.short:
-        print(*(f"{name} {value}" for name, value in certificate["machine"].items()), sep=", ")
+        print(*(f"{name} {value}" for name, value in certificate["machine"].items()), sep=", ", flush=True)
     for dtype in arguments.dtype:
         model = load_model(arguments.model, dtype, device)
         found = certificate["dtypes"][dtype] = certify(model, 2 * prompts, arguments.length, arguments.short)
         release(model)
         del model
-        gc.collect()  # before another process loads it
-        if not arguments.short and device.type == "cpu" and found["hash"] is not None:
-            found["instructions"] = _with_fewer_instructions(arguments, dtype)
+        gc.collect()  # before it is loaded again
         write_json(output, certificate)
-        if not arguments.short:
-            print(f"\n{page(dtype, found)}", flush=True)
-    if not arguments.short:
-        print(f"\nwritten: {output}")
+    if arguments.short:
+        return
+    if device.type == "cpu" and found["hash"] is not None:
+        for most, by_dtype in _with_fewer_instructions(arguments).items():
+            for dtype, own in by_dtype.items():
+                certificate["dtypes"][dtype].setdefault("instructions", {})[most] = own
+        write_json(output, certificate)
+    pages = (f"\n{page(dtype, own)}" for dtype, own in certificate["dtypes"].items())
+    print(*pages, f"\nwritten: {output}", sep="\n")
 
 
 def certify(model: PreTrainedModel, prompts: list[list[int]], length: int, short: bool) -> dict[str, Any]:
@@ -233,26 +236,22 @@ def _hash(texts: dict[int, Text]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _with_fewer_instructions(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    """The short certificate of processes that are bounded to smaller instruction sets, by set."""
+def _with_fewer_instructions(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The short certificates of processes that are bounded to smaller instruction sets, by set and dtype."""
     found = {}
     for most, (kernels, more) in SMALLER.items():
         if more not in instruction_set().split():
             continue
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder, "certificate.json")
-            command = ["certify", arguments.model, "--dtype", dtype, "--length", str(arguments.length)]
-            code = "import sys; from spec_trl.cli.main import main; sys.exit(main(sys.argv[1:]))"
-            ran = subprocess.run(
-                [sys.executable, "-c", code, *command, "--device", "cpu", "--short", "--output", str(output)],
-                capture_output=True, text=True,
-                env=os.environ | {"ONEDNN_MAX_CPU_ISA": most, "ATEN_CPU_CAPABILITY": kernels}, check=False,
-            )  # fmt: skip
-            if ran.returncode:
-                note = asdict(Line("its process", note=ran.stderr.strip()[-500:]))
-                found[most] = {"exact": None, "hash": None, "lines": [note]}
-            else:
-                found[most] = json.loads(output.read_text())["dtypes"][dtype]
+            command = [sys.executable, "-m", "spec_trl_command", "certify", arguments.model, "--device", "cpu", "--short"]
+            command += ["--dtype", *arguments.dtype, "--length", str(arguments.length), "--output", str(output)]
+            bounds = {"ONEDNN_MAX_CPU_ISA": most, "ATEN_CPU_CAPABILITY": kernels}
+            ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | bounds, check=False)
+            failed = asdict(Line("its process", note=ran.stderr.strip()[-500:]))
+            found[most] = {name: {"exact": None, "hash": None, "lines": [failed]} for name in arguments.dtype}
+            if not ran.returncode:
+                found[most] = json.loads(output.read_text())["dtypes"]
     return found
 
 
