@@ -244,8 +244,8 @@ def _with_fewer_instructions(arguments: argparse.Namespace) -> dict[str, dict[st
             continue
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder, "certificate.json")
-            command = [sys.executable, "-m", "spec_trl_command", "certify", arguments.model, "--device", "cpu", "--short"]
-            command += ["--dtype", *arguments.dtype, "--length", str(arguments.length), "--output", str(output)]
+            command = [sys.executable, "-m", "spec_trl_command", "certify", arguments.model, "--device", "cpu"]
+            command += ["--short", "--dtype", *arguments.dtype, "--length", str(arguments.length), "--output", str(output)]
             bounds = {"ONEDNN_MAX_CPU_ISA": most, "ATEN_CPU_CAPABILITY": kernels}
             ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | bounds, check=False)
             failed = asdict(Line("its process", note=ran.stderr.strip()[-500:]))
