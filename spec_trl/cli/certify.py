@@ -245,7 +245,8 @@ def _with_fewer_instructions(arguments: argparse.Namespace) -> dict[str, dict[st
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder, "certificate.json")
             command = [sys.executable, "-m", "spec_trl_command", "certify", arguments.model, "--device", "cpu"]
-            command += ["--short", "--dtype", *arguments.dtype, "--length", str(arguments.length), "--output", str(output)]
+            command += ["--short", "--length", str(arguments.length), "--output", str(output)]
+            command += ["--dtype", *arguments.dtype]
             bounds = {"ONEDNN_MAX_CPU_ISA": most, "ATEN_CPU_CAPABILITY": kernels}
             ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | bounds, check=False)
             failed = asdict(Line("its process", note=ran.stderr.strip()[-500:]))
