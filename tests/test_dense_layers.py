@@ -34,7 +34,7 @@ def layers(bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[nn.Li
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows too go to oneDNN (test_cpu_products.py has ours)."""
-    monkeypatch.setattr(cpu_products, "library", lambda: None)
+    monkeypatch.setattr(cpu_products, "library", lambda *_: None)
 
 
 @pytest.fixture

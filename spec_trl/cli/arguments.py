@@ -138,7 +138,8 @@ def _certify(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     text = "file to write (%(default)s)"
     add("-o", "--output", type=Path, default=Path("certificate.json"), metavar="JSON", help=text)
-    add("--short", action="store_true", help=argparse.SUPPRESS)  # of a process with fewer instructions
+    text = "compare rows alone and one draft length, and print no page: what is done with fewer instructions"
+    add("--short", action="store_true", help=text)
 
 
 def _report(parser: argparse.ArgumentParser) -> None:

@@ -81,7 +81,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     minutes = itertools.count(0.0, 60.0)
     monkeypatch.setattr(F, "linear", linear)
-    monkeypatch.setattr(cpu_products, "library", lambda: None)
+    monkeypatch.setattr(cpu_products, "library", lambda *_: None)
     monkeypatch.setattr(cpu_products, "HAS_ONEDNN", False)
     monkeypatch.setattr(runner_choice, "recorder_for", lambda _: device)
     monkeypatch.setattr(time, "perf_counter", lambda: next(minutes))

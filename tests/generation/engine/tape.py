@@ -76,7 +76,7 @@ def install_tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     # Models outlive a test: forwards that an earlier one captured would be replayed from its tape.
     monkeypatch.setattr(session, "_sessions", WeakKeyDictionary())
     for functions in (cpu_products, cpu_sampling):
-        monkeypatch.setattr(functions, "library", lambda: None)  # a tape hears torch alone
+        monkeypatch.setattr(functions, "library", lambda *_: None)  # a tape hears torch alone
     monkeypatch.setattr(cpu_states, "serves", lambda state: False)
     monkeypatch.setattr(runner_choice, "recorder_for", lambda device: tape)
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))

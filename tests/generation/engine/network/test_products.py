@@ -96,7 +96,7 @@ def graph(model: nn.Module, strategy: str = "none", config: dict[str, Any] | Non
 def test_they_are_what_autocast_casts_bit_for_bit(
     make: Callable[[], PreTrainedModel], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_products, "library", lambda: None)  # the products are those of the model, on a CPU too
+    monkeypatch.setattr(cpu_products, "library", lambda *_: None)  # the products are those of the model, on a CPU too
     model, tokens = make(), torch.arange(14).view(2, 7) + 3
     shadow = make_shadow(model)
     expected = shadow(tokens, use_cache=False).logits  # in float32 oneDNN multiplies, for the model another library
