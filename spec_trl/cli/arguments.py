@@ -168,9 +168,9 @@ short for that, the command says how many it takes before it measures.""",
     "certify": Command(
         """\
 Samples the same rows of text in many situations and compares the bits of their log-probabilities: rows alone, in
-batches, in another order, with drafts of the strategies that need no other model, with other numbers of threads, and
-as a CPU with fewer instructions would. The last two lines are transformers' own forward. Prints a page for each dtype,
-and writes it as JSON with the machine, versions and a hash: machines with one hash computed the same.""",
+batches, in another order, with drafts ("self", "ngram", "history", "auto"), with other numbers of threads, and as a
+CPU with fewer instructions would. The last two lines are transformers' own forward. Prints a page for each dtype, and
+writes it as JSON with the machine, versions and a hash: machines with one hash computed the same.""",
         """spec-trl certify Qwen/Qwen2.5-0.5B-Instruct
   spec-trl certify path/to/model --dtype bfloat16 --output certificate.json""",
         _certify,

@@ -91,8 +91,6 @@ def situations(short: bool) -> Iterator[Situation]:
         yield Situation(f'"self", {gamma + 1} tokens verified at once', [every], "self", options)
     yield Situation('"ngram", 1 to 9 tokens', [every], "ngram", always | {"draft_length": 8})
     yield Situation('"history", 1 to 9 tokens', [every], "history", always | {"draft_length": 8})
-    racers = {"specactor": {"drafters": ["self", "ngram"]}, "draft_length": 3}
-    yield Situation('"best_of_n", two drafts of a row', [every], "best_of_n", racers)
     yield Situation('"auto"', [every], "auto")
     for threads in (1, 2, 4):
         yield Situation(f"{threads} thread{'s' * (threads > 1)}", [every], threads=threads)
