@@ -1,7 +1,6 @@
 """Log-probabilities that transformers' own forward gives to known texts, and the first module whose bits depend on how
 many tokens it computes at once."""
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..generation.engine.network.family_hooks import CACHE_NAMES, cache_argument, takes_positions
 from .loading import pad_left
 
 
@@ -32,13 +32,11 @@ def forced_logprobs(
 
 def _forward(model: PreTrainedModel, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
     """Logits of `tokens` `[B, q]`, the last ones that `mask` `[B, columns]` shows, and the cache."""
-    known = inspect.signature(model.forward).parameters
-    name = "past_key_values" if "past_key_values" in known else "cache_params"  # of families without K/V
-    options = {"attention_mask": mask, name: cache, "use_cache": True}
-    if "position_ids" in known:
+    options = {"attention_mask": mask, cache_argument(model): cache, "use_cache": True}
+    if takes_positions(model):
         options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
     out = model(tokens, **options)
-    return out.logits, out[name]
+    return out.logits, next(out[name] for name in CACHE_NAMES if out.get(name) is not None)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from spec_trl.cli import certify as cli_certify
 from spec_trl.cli.certify import ROWS, certify
 from spec_trl.cli.loading import random_ids
 from spec_trl.cli.main import main
+from spec_trl.cli.plain_bits import forced_logprobs
 from spec_trl.hardware import instruction_set
 from spec_trl.native.native_code import compiler
 from tests.conftest import tiny_llama
@@ -73,6 +74,17 @@ def test_what_is_not_exact_shows() -> None:
     assert alone["situation"] == "rows alone" and alone["equal"] < alone["tokens"] and alone["worst"] > 1e-5
     assert batch["equal"] < batch["tokens"] and several["equal"] < several["tokens"]
     assert several["note"].startswith("first other bits: model.layers.")
+
+
+def test_transformers_texts_have_the_numbers_of_one_forward() -> None:
+    """Each release names the argument of the cache as it likes: a call that ignores it gives other numbers."""
+    model, texts = tiny_llama().float(), random_ids(3, 7, 64, seed=1)
+    prompts = [prompt[: 3 + 2 * row] for row, prompt in enumerate(PROMPTS[:3])]
+    for count in (1, 3):
+        found = forced_logprobs(model, prompts, texts, count)
+        for own, prompt, text in zip(found, prompts, texts, strict=True):
+            scores = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            torch.testing.assert_close(own, scores.gather(1, torch.tensor(text)[:, None])[:, 0])
 
 
 def test_not_a_number_is_no_equal_bit() -> None:
