@@ -5,6 +5,7 @@ config and in those it holds (text, vision, audio); what a family needs otherwis
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,6 +54,14 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("image_size",), 32),
     **dict.fromkeys(("patch_size",), 16),
 }  # fmt: skip
+_KEPT = {"vocab_size", "image_size", "patch_size", "mamba_d_state", "ssm_state_size", "mamba_chunk_size"}
+ODD_SIZES: dict[str, int] = {
+    **{name: {64: 80, 32: 40, 16: 20, 128: 160}.get(size, size) for name, size in SIZES.items() if name not in _KEPT},
+    **dict.fromkeys((name for name in SIZES if "intermediate" in name or "ff" in name or name == "n_inner"), 72),
+    **dict.fromkeys((name for name in SIZES if "position" in name or name in ("n_ctx", "max_seq_len")), 256),
+    **dict.fromkeys((name for name in SIZES if "vocab" in name), VOCABULARY),
+}
+"""Sizes that fill no register of a CPU, with room for longer rows."""
 # Fields of any family that keep it small, its dropout quiet and its output a decoder's.
 SETTINGS: dict[str, Any] = dict(
     pad_token_id=0, bos_token_id=1, eos_token_id=None, is_decoder=True, forced_eos_token_id=None,
@@ -126,8 +135,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Keyword arguments that make a config of this class small."""
+def tiny_settings(config_class: type[PreTrainedConfig], sizes: Mapping[str, int] = SIZES) -> dict[str, Any]:
+    """Keyword arguments that give a config of this class these `sizes`, or its own smaller ones."""
     settings: dict[str, Any] = {}
     default = config_class()
     for field in dataclasses.fields(config_class):
@@ -135,11 +144,11 @@ def tiny_settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
         if name in SETTINGS:
             settings[name] = SETTINGS[name]
         elif isinstance(value, PreTrainedConfig):
-            settings[name] = tiny_settings(type(value)) | {"model_type": value.model_type}
-        elif name in SIZES and isinstance(value, int) and not isinstance(value, bool) and value:
-            settings[name] = min(SIZES[name], value)
-        elif name in OPTIONAL and value is None:
-            settings[name] = SIZES[name]
+            settings[name] = tiny_settings(type(value), sizes) | {"model_type": value.model_type}
+        elif name in sizes and isinstance(value, int) and not isinstance(value, bool) and value:
+            settings[name] = min(sizes[name], value)
+        elif name in OPTIONAL and value is None and name in sizes:
+            settings[name] = sizes[name]
     if "kv_lora_rank" in settings:
         settings["num_key_value_heads"] = settings["num_attention_heads"]
     settings |= _one_layer_of_each_kind(default)
@@ -162,16 +171,17 @@ def _one_layer_of_each_kind(default: PreTrainedConfig) -> dict[str, Any]:
     return {}
 
 
-def make(family: str, std: float = 0.3, seed: int = 0) -> PreTrainedModel:
+def make(family: str, std: float = 0.3, seed: int = 0, sizes: Mapping[str, int] = SIZES) -> PreTrainedModel:
     """A random float64 model of a family, in eval mode: a causal LM, or the vision-language model where there is none.
 
     Args:
         family: key of transformers' mappings.
         std: of its weights. Under small ones the output is one constant, and a comparison says nothing.
         seed: of its weights.
+        sizes: by field of the config.
     """
     config_class = CONFIG_MAPPING[family]
-    config = config_class(**tiny_settings(config_class))
+    config = config_class(**tiny_settings(config_class, sizes))
     for each in [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]:
         each._experts_implementation = "eager"  # grouped_mm has no float64
     auto = AutoModelForCausalLM if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText

@@ -135,8 +135,11 @@ def run(arguments: argparse.Namespace) -> None:
     print(*pages, f"\nwritten: {output}", sep="\n")
 
 
-def certify(model: PreTrainedModel, prompts: list[list[int]], length: int, short: bool) -> dict[str, Any]:
-    """Compares `length` sampled tokens of each prompt in all situations, or only in those of a bounded process.
+def certify(
+    model: PreTrainedModel, prompts: list[list[int]], length: int, short: bool, plain: bool = True
+) -> dict[str, Any]:
+    """Compares `length` sampled tokens of each prompt in all situations, or only in those of a bounded process; where
+    all, and `plain`, those of transformers too.
 
     Returns:
         `exact`: what the engine says of the model, or why it does not serve it; `hash` of tokens and bits, or None;
@@ -164,9 +167,9 @@ def certify(model: PreTrainedModel, prompts: list[list[int]], length: int, short
             except (ValueError, FloatingPointError) as error:  # a strategy that does not serve the model
                 line.note = str(error)
             lines.append(line)
-    plain = [] if short else _plain(model, prompts[:FEW], texts)
+    others = _plain(model, prompts[:FEW], texts) if plain and not short else []
     return {"exact": exact, "hash": digest} | {
-        name: list(map(asdict, each)) for name, each in (("lines", lines), ("transformers", plain))
+        name: list(map(asdict, each)) for name, each in (("lines", lines), ("transformers", others))
     }
 
 

@@ -14,7 +14,14 @@ struct Bfloat16 {
   }
 };
 
-static inline Bfloat16 narrowed(float value) {  // to the nearest, ties to even
+// To the nearest, ties to even
+template <typename T>
+static inline T narrowed(float value) {
+  return (T)value;
+}
+
+template <>
+inline Bfloat16 narrowed(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   if (value != value) return {(uint16_t)(bits >> 16 | 64)};

@@ -11,7 +11,7 @@ constexpr int64_t TILE = 16;               // rows of a tile, and its columns of
 constexpr int64_t PACKED_BYTES = 1 << 20;  // of rows of x at once, a part of the L2 cache
 
 static bool by_tile_registers(const Product& p) {
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && !defined(HALVES)
   bool are_dense = true;
   for (int64_t n = 0; n < p.number; ++n)
     are_dense = are_dense && p.matrices[n].bits == 16 && !p.matrices[n].is_transposed;

@@ -1,4 +1,5 @@
-// Matrix products with weights in float32, bfloat16, 8 or 4 bits; x and y in float32 or bfloat16.
+// Matrix products with weights in float32, 16 bits, 8 or 4 bits; x and y in float32 or 16 bits. These 16 bits are a
+// bfloat16, or with HALVES a float16, which is multiplied as a float32.
 //
 // The lanes of a register are rows of x, and a weight is broadcast to all of them. So rows share every load of a weight,
 // and an element of the result is summed in one order, whatever the number of rows, threads or lanes: even and odd words
@@ -131,8 +132,12 @@ static void write(const Matrix& w, const Values& values, const Group& g, const O
         for (int64_t m = 0; m < std::min<int64_t>(16, g.rows - lane); ++m) {
           const auto value = (Register<64>::Floats)lines[m] + bias;
           void* at = to.after(g.first + lane + m, first + o).y;
+#ifdef HALVES
+          const auto narrow = _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT);
+#else
           const Words bits = (Words)value, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
           const auto narrow = __builtin_convertvector(value == value ? rounded : bits >> 16 | 64, Halves);
+#endif
           if (count < 16)
             std::memcpy(at, to.is_narrow ? (const void*)&narrow : &value, bytes);
           else if (to.is_narrow)
@@ -184,6 +189,8 @@ static const char* unpacked(const Matrix& w, Kind kind, int64_t first, int64_t e
   float* to = (float*)scratch.data();
   for (int64_t o = first; o < end; ++o, to += w.in) {
     const int8_t* codes = (const int8_t*)w.weights + o * w.in;
+    if (w.bits == 16)
+      for (int64_t i = 0; i < w.in; ++i) to[i] = ((const Narrow*)w.weights)[o * w.in + i];
     if (w.bits == 8)
       for (int64_t i = 0; i < w.in; ++i) to[i] = w.scales[o] * codes[i];
     for (int64_t i = 0; w.bits == 4 && i < w.in; i += 64) {
@@ -201,7 +208,7 @@ static void chunk(const Matrix& w, Kind kind, const Packed& x, int64_t row, int6
   static thread_local std::vector<char> scratch;
   const char* weights = unpacked(w, kind, first, end, scratch);
   switch (kind) {
-#if !ONLY || ONLY == 16
+#if !defined(HALVES) && (!ONLY || ONLY == 16)
     case PAIRS: return by_words<PAIRS>(w, weights, 2 * w.in, x, row, last, to, first, end);
 #endif
 #if defined(HAS_BYTES) && (!ONLY || ONLY == 8)
@@ -210,7 +217,7 @@ static void chunk(const Matrix& w, Kind kind, const Packed& x, int64_t row, int6
 #if defined(HAS_BYTES) && (!ONLY || ONLY == 4)
     case CODES_4: return by_words<CODES_4>(w, weights, w.in / 2, x, row, last, to, first, end);
 #endif
-#if !ONLY || ONLY == 32 || (ONLY < 16 && !defined(HAS_BYTES))
+#if !ONLY || ONLY == 32 || (ONLY < 16 && !defined(HAS_BYTES)) || (ONLY == 16 && defined(HALVES))
     default: by_words<SINGLES>(w, weights, 4 * w.in, x, row, last, to, first, end);
 #else
     default: __builtin_unreachable();
@@ -247,10 +254,10 @@ static void by_columns(const Matrix& w, const float* x, int64_t x_stride, int64_
     for (int64_t m = 0; m < count; m += 4) {
       constexpr decltype(&by_column<float, 1>) singles[] = {by_column<float, 1>, by_column<float, 2>,
                                                             by_column<float, 3>, by_column<float, 4>};
-      constexpr decltype(&by_column<float, 1>) halves[] = {by_column<Bfloat16, 1>, by_column<Bfloat16, 2>,
-                                                           by_column<Bfloat16, 3>, by_column<Bfloat16, 4>};
+      constexpr decltype(&by_column<float, 1>) narrow[] = {by_column<Narrow, 1>, by_column<Narrow, 2>,
+                                                           by_column<Narrow, 3>, by_column<Narrow, 4>};
       const int64_t several = std::min<int64_t>(4, count - m) - 1;
-      (w.bits == 16 ? halves : singles)[several](w, x + m * x_stride, x_stride, to.after(m, 0), first,
+      (w.bits == 16 ? narrow : singles)[several](w, x + m * x_stride, x_stride, to.after(m, 0), first,
                                                  std::min(COLUMNS, end - first));
     }
 }
@@ -263,7 +270,7 @@ struct alignas(64) Counter {
 // What threads of a product share
 struct Memory {
   Buffers buffers[KINDS];
-  std::vector<float> wide;       // x [count, in], for what reads no bfloat16
+  std::vector<float> wide;       // x [count, in], for what reads none of 16 bits
   std::vector<uint32_t> tiles;   // x, of AMX
   std::vector<Counter> counters;  // [block of rows][thread]: chunks of its share that are taken
 };
@@ -339,7 +346,7 @@ static void pack(const Product& p) {
   if (is_read_wide(p)) {
 #pragma omp for schedule(static)
     for (int64_t m = 0; m < p.count; ++m)
-      for (int64_t k = 0; k < in; ++k) memory.wide[m * in + k] = ((const Bfloat16*)p.x)[m * stride + k];
+      for (int64_t k = 0; k < in; ++k) memory.wide[m * in + k] = ((const Narrow*)p.x)[m * stride + k];
   }
   const float* inputs = p.is_narrow ? memory.wide.data() : (const float*)p.x;
   const int64_t input_stride = p.is_narrow ? in : stride;

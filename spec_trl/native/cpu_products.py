@@ -30,7 +30,7 @@ CODE_BLOCK = 64
 """Inputs whose 4-bit codes lie in one block; they divide the inputs of a quantized matrix."""
 MOST_ROWS = 32
 """Most rows at which a 4-bit weight takes no longer than the dense one, in bfloat16 (benchmarks/dense_linear.py)."""
-DTYPES = {torch.float32: 32, torch.bfloat16: 16}
+DTYPES = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
 """Dtypes of x, y and dense weights, and their bits."""
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -81,26 +81,26 @@ def reading_prompts() -> Iterator[None]:
 
 def serves(dtype: torch.dtype) -> bool:
     """Whether products in `dtype` are served on this machine, in this phase."""
-    return library(DTYPES[dtype]) is not None and (not _phase.reads_prompts or dtype == torch.bfloat16)
+    return library(DTYPES[dtype], dtype) is not None and (not _phase.reads_prompts or dtype != torch.float32)
 
 
 @untraced
 def multiply_matrix(matrix: Matrix, x: Tensor) -> Tensor:
-    """x [..., in] on the CPU, float32 or bfloat16, the dtype of a dense matrix → [..., out] of its dtype."""
+    """x [..., in] on the CPU, of one of `DTYPES`, that of a dense matrix → [..., out] of its dtype."""
     out, size = int(matrix.out), int(matrix.in_)
     rows = x.reshape(-1, size)  # [m, in]
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     y = x.new_empty(*x.shape[:-1], out)  # [..., out]
     threads, is_narrow = torch.get_num_threads(), x.dtype != torch.float32
-    multiply = library(int(matrix.bits)).multiply
+    multiply = library(int(matrix.bits), x.dtype).multiply
     multiply(matrix, 1, rows.data_ptr(), rows.stride(0), len(rows), y.data_ptr(), out, threads, is_narrow)
     return y
 
 
-def macros(bits: int | None) -> dict[str, int]:
+def macros(bits: int | None, dtype: torch.dtype) -> dict[str, int]:
     """Of :func:`library`."""
-    return {} if bits is None else {"ONLY": bits}
+    return ({} if bits is None else {"ONLY": bits}) | ({"HALVES": 1} if dtype == torch.float16 else {})
 
 
 def address(function: Any) -> int:
@@ -108,9 +108,9 @@ def address(function: Any) -> int:
 
 
 @functools.cache
-def library(bits: int | None = None) -> Any:
-    """The compiled functions for weights of `bits`, or for all; None without a compiler."""
-    functions = load(SOURCE, **macros(bits))
+def library(bits: int | None, dtype: torch.dtype) -> Any:
+    """The compiled functions for weights of `bits`, or for all, and x in `dtype`; None without a compiler."""
+    functions = load(SOURCE, **macros(bits, dtype))
     if functions is not None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         x_and_y = pointer, integer, integer, pointer, integer

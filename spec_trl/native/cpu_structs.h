@@ -5,7 +5,7 @@
 
 // A matrix; its weights, by their bits:
 //   32: float32 [out, in]
-//   16: bfloat16 [out, in]
+//   16: bfloat16 or float16 [out, in]
 //   8: int8 codes [out, in], with scales [out]: weight = scale * code
 //   (these two may lie transposed, [in, out])
 //   4: codes [out, in / 64, 16] uint16, in which nibble j of word l is input 16 j + l of its 64, with scales and zeros
@@ -19,7 +19,7 @@ struct Matrix {
 };
 
 // y [count, out of all] = x [count, in] times the transposed `matrices`, and their biases, next to each other; rows are
-// strides apart. x and y are float32, or bfloat16 where `is_narrow`; dense weights have their dtype.
+// strides apart. x and y are float32, or of 16 bits where `is_narrow`; dense weights have their dtype.
 struct Product {
   const Matrix* matrices;
   int64_t number;

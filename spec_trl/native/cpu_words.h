@@ -42,22 +42,30 @@ static inline __attribute__((always_inline)) V in_register(V value) {
   return value;
 }
 
+// What is narrow: the numbers of x, y and dense weights of 16 bits
+#ifdef HALVES
+using Narrow = _Float16;
+#else
+using Narrow = Bfloat16;
+#endif
+constexpr bool HAS_PAIRS = std::is_same_v<Narrow, Bfloat16>;  // numbers that are halves of a float32
+
 // Where results go: rows `stride` apart
 struct Output {
   void* y;
   int64_t stride;
-  bool is_narrow;  // bfloat16
+  bool is_narrow;
   Output after(int64_t rows, int64_t columns) const {
     return {(char*)y + (rows * stride + columns) * (is_narrow ? 2 : 4), stride, is_narrow};
   }
   float bias(const Matrix& w, int64_t column) const {
     if (!w.bias) return 0;
-    return is_narrow ? (float)((const Bfloat16*)w.bias)[column] : ((const float*)w.bias)[column];
+    return is_narrow ? (float)((const Narrow*)w.bias)[column] : ((const float*)w.bias)[column];
   }
   void set(int64_t row, int64_t column, float value) const {
     const int64_t at = row * stride + column;
     if (is_narrow)
-      ((Bfloat16*)y)[at] = narrowed(value);
+      ((Narrow*)y)[at] = narrowed<Narrow>(value);
     else
       ((float*)y)[at] = value;
   }
@@ -70,7 +78,7 @@ static Kind kind_of(const Matrix& w) {
   if (w.bits == 4) return CODES_4;
   if (w.bits == 8) return CODES_8;
 #endif
-  return w.bits == 16 ? PAIRS : SINGLES;
+  return w.bits == 16 && HAS_PAIRS ? PAIRS : SINGLES;
 }
 
 // Rows of x that are multiplied at once

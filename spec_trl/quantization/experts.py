@@ -1,7 +1,6 @@
 """Replaces a mixture's stacked experts in the drafter. The router stays dense."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -57,16 +56,14 @@ def run_experts(
     chosen: Tensor,
     shares: Tensor,
     multiply: Callable[[int, int, Tensor], Tensor],
-    activating: AbstractContextManager[object] | None = None,
 ) -> Tensor:
     """Runs each expert on the tokens that chose it; a token adds the results in the order of experts. `multiply` gets
-    0 for an expert's first matrix or 1 for its second, the expert, and its tokens; activations run in `activating`."""
+    0 for an expert's first matrix or 1 for its second, the expert, and its tokens."""
     y = torch.zeros_like(x)  # [tokens, hidden]
     for expert in chosen.unique().tolist():
         token, slot = torch.where(chosen == expert)  # [m], [m]
         h = multiply(0, expert, x[token])  # [m, 2 * inner]
-        with activating or nullcontext():
-            h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)  # [m, inner]
+        h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)  # [m, inner]
         h = multiply(1, expert, h)  # [m, hidden]
         y.index_add_(0, token, (h * shares[token, slot, None]).to(y.dtype))
     return y

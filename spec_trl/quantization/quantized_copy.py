@@ -170,12 +170,12 @@ def _build(shadow: PreTrainedModel, wanted: Scheme, kernel: str, lm_head: str, m
 
 
 def choose_scheme(name: str, kernel: str, policy: PreTrainedModel) -> Scheme:
-    """The scheme called `name`. "auto" is 8 bits, which keep more drafts, for a policy in float32 or bfloat16 on a CPU
+    """The scheme called `name`. "auto" is 8 bits, which keep more drafts, for a policy in float32 or 16 bits on a CPU
     with our C++, else 4 bits (ER §3.1)."""
     if name != "auto":
         return find_scheme(name)
     is_served = policy.device.type == "cpu" and policy.dtype in DTYPES and not torch.is_autocast_enabled("cpu")
-    has_kernel = is_served and kernel in ("auto", Native.name) and library(NativeInt8.bits) is not None
+    has_kernel = is_served and kernel in ("auto", Native.name) and library(NativeInt8.bits, torch.float32) is not None
     return find_scheme("rtn-w8" if has_kernel else "rtn-w4-g128")
 
 

@@ -21,7 +21,8 @@ class Native(PackedWeight):
 
     @classmethod
     def unsupported(cls, layer: LayerSpec) -> str | None:
-        return super().unsupported(layer) or (None if library(layer.bits) is not None else "no C++ compiler")
+        found = super().unsupported(layer)
+        return "no C++ compiler" if found is None and library(layer.bits, torch.float32) is None else found
 
     def matrix(self, bias: Tensor | None) -> Matrix:
         """Arguments of the C++; the buffers never move. `bias`: float32 [out]."""

@@ -132,7 +132,8 @@ class States(RaggedCache):
     # ---- What mixers call -------------------------------------------------------------------------------------------
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        window = self._windows.get((layer_idx, state_idx))
+        # With a state and one token a mixer updates it at once; Kimi's kind does not ask whether it is recorded.
+        window = None if self.is_recording_past(layer_idx) else self._windows.get((layer_idx, state_idx))
         return None if window is None else window[self._span]
 
     def update_conv_state(

@@ -201,7 +201,9 @@ def calls_attention(network: PreTrainedModel) -> bool:
         return True
     kinds: set[tuple[Any, bool]] = {(type(module), hasattr(module, "is_causal")) for module in network.modules()}
     calls = {is_rewritten(kind) or _calls_attention(kind, is_attention) for kind, is_attention in kinds}
-    return True in calls and False not in calls
+    types = getattr(network.config.get_text_config(decoder=True), "layer_types", None) or ()
+    has_none = len(types) > 0 and not any(map(attends, types))  # as in Mamba
+    return False not in calls and (True in calls or has_none)
 
 
 @functools.cache
@@ -210,7 +212,9 @@ def _calls_attention(kind: Any, is_attention: bool) -> bool | None:
     forward = inspect.unwrap(kind.forward)
     code = forward.__code__ if inspect.isfunction(forward) else None
     names, variables = ((), ()) if code is None else (code.co_names, code.co_varnames)
-    if issubclass(kind, _RewrittenAttention) or "ALL_ATTENTION_FUNCTIONS" in names:
+    bases = (inspect.unwrap(base.forward) for base in kind.__mro__ if "forward" in vars(base))  # of a fused class too
+    calls = any("ALL_ATTENTION_FUNCTIONS" in base.__code__.co_names for base in bases if inspect.isfunction(base))
+    if issubclass(kind, _RewrittenAttention) or calls:
         return True
     return False if is_attention or ("softmax" in names and "attention_mask" in variables) else None
 

@@ -88,7 +88,7 @@ def compile_ahead(network: PreTrainedModel) -> None:
 def _compile_ahead(dtype: torch.dtype, wide: torch.dtype, head_size: int) -> None:
     scalar = SCALARS[dtype]
     if (dtype, wide) in _DTYPES:
-        load_ahead(cpu_products.SOURCE, **cpu_products.macros(cpu_products.DTYPES[dtype]))  # takes longest
+        load_ahead(cpu_products.SOURCE, **cpu_products.macros(cpu_products.DTYPES[dtype], dtype))  # takes longest
         load_ahead(_LAYER, SCALAR=scalar, WIDE=SCALARS[wide])
     load_ahead(_ATTENTION, SCALAR=scalar, HEAD_SIZE=head_size)
     load_ahead(SOURCES / "cpu_sampling.cpp")

@@ -235,7 +235,8 @@ class DecoderLayer(_Fused):
         self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> Tensor | None:
         """On a CPU, if all parts of the layer are Llama's, or those of its kind, and unwatched."""
-        if self._kernels is not cpu_layers or position_embeddings is None or attention_mask is None or self._drops():
+        has_angles = isinstance(position_embeddings, tuple)  # DeepSeek-V2 has complex numbers
+        if self._kernels is not cpu_layers or not has_angles or attention_mask is None or self._drops():
             return None
         attention, (cosine, _) = self.self_attn, position_embeddings
         if not cpu_layers.computes(hidden_states) or torch.is_grad_enabled() or not isinstance(attention, _Attention):

@@ -22,9 +22,11 @@ from .attention import ragged_attention
 
 # Modules that wrap forwards: of layers, of decoders, and, from 5.24 on, of all that take a cache, by its old name too.
 _WRAPPERS = tuple(f"transformers.{name}" for name in (
-    "modeling_layers", "utils.deprecation", "utils.generic", "utils.output_capturing"))
+    "integrations.accelerate", "modeling_layers", "utils.deprecation", "utils.generic", "utils.output_capturing"))
 _READ = frozenset(inspect.signature(ragged_attention).parameters)
 _DEFINITION = re.compile(r"^(?:class|def) (\w+)\b.*?(?=^[@\w#]|\Z)", re.MULTILINE | re.DOTALL)
+FAMILY = "_spec_trl_family"
+"""Attribute of a class of ours that stands for a class of transformers (`rewritten.py`): that class."""
 # Fields of syntax trees that change no result, or that Python's versions fill differently.
 _LEFT_OUT = {"annotation", "returns", "decorator_list", "ctx", "kind", "type_comment", "type_params", "simple"}
 
@@ -32,9 +34,8 @@ _LEFT_OUT = {"annotation", "returns", "decorator_list", "ctx", "kind", "type_com
 def has_its_forward(kind: Any) -> bool:
     """Whether the forward of a module class, and the functions and methods that it calls in its module, are the
     original ones."""
-    forward, module = kind.forward, sys.modules[kind.__module__]
-    while getattr(forward, "__globals__", {}).get("__name__") in _WRAPPERS:
-        forward = forward.__wrapped__
+    kind = vars(kind).get(FAMILY, kind)
+    forward, module = without_wrappers(kind.forward), sys.modules[kind.__module__]
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     called = [vars(kind)[name] for name in names if inspect.isfunction(vars(kind).get(name))]
     return _is_of_source(forward, f"{kind.__name__}.forward", module) and all(
@@ -42,12 +43,24 @@ def has_its_forward(kind: Any) -> bool:
     )
 
 
+def without_wrappers(function: Any) -> Any:
+    """`function` inside the wrappers of transformers."""
+    while getattr(function, "__globals__", {}).get("__name__") in _WRAPPERS and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def is_in_source(function: Any, name: str, module: ModuleType) -> bool:
+    """Whether `function` is what the source of `module` defines by the qualified name `name`."""
+    code = getattr(function, "__code__", None)
+    return code is not None and (code.co_filename, code.co_qualname) == (module.__file__, name)
+
+
 def _is_of_source(function: Any, name: str, module: ModuleType) -> bool:
     """Whether `function`, and what it calls of the definitions in `module`, are those of the source of `module`."""
-    code = getattr(function, "__code__", None)
-    if code is None or (code.co_filename, code.co_qualname) != (module.__file__, name):
+    if not is_in_source(function, name, module):
         return False
-    defined = _sources(Path(str(module.__file__)))
+    code, defined = function.__code__, _sources(Path(str(module.__file__)))
     named = {name: vars(module)[name] for name in _globals_of(code) if name in vars(module) and name in defined}
     called = {name: value for name, value in named.items() if callable(value) and not isinstance(value, type)}
     return all(_is_of_source(value, name, module) for name, value in called.items())
@@ -84,6 +97,11 @@ def _code(file: Path, name: str) -> str:
         found[called] = f"{parameters} {_plain(function.body)}"
         todo += [ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Name | ast.Attribute)]
     return str(found) if found else ""
+
+
+def sources_of(kind: Any) -> str:
+    """The source of a class."""
+    return _sources(Path(str(sys.modules[kind.__module__].__file__))).get(kind.__name__, "")
 
 
 @functools.cache

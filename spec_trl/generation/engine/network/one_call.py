@@ -168,7 +168,7 @@ class OneCall:
             layers.append(_Layer(_Matrices(*matrices), _Norms(*weights), *numbers))  # type: ignore[misc]
         self._described, self._Pointers = (_Layer * len(layers))(*layers), ctypes.c_void_p * len(layers)
         bits = {int(matrix.bits) for layer in layers for matrix in layer.matrices} - {0}
-        products = cpu_products.library(bits.pop() if len(bits) == 1 else None)
+        products = cpu_products.library(bits.pop() if len(bits) == 1 else None, dtype)
         if products is None:
             return []
         table = ctypes.addressof(ctypes.c_char.in_dll(products, "products"))

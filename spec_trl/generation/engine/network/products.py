@@ -1,4 +1,5 @@
-"""Products with the weights of a shadow: one class for linear layers; mixins for experts, routers and activations.
+"""Products with the weights of a shadow: one class for linear layers; mixins for experts and activations. Products
+that other modules compute themselves: `rewritten.py`.
 
 Who multiplies is a field of a layer. On a CPU it is our C++, or oneDNN (`cpu_products.py`); in an exact shadow on CUDA
 a kernel that sums in one order for every number of rows; else torch. Then a token's result does not depend on the
@@ -19,7 +20,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
@@ -29,6 +29,7 @@ from ....quantization.experts import matrix_names, run_experts
 from ....quantization.linear import PackedLayer
 from ..cuda.kernels import run_on
 from ..kv.cache import autocast_dtype
+from .known_code import FAMILY
 from .snapshot import patched_forward
 
 
@@ -128,48 +129,13 @@ class Experts(nn.Module):
             weight, bias = weights[place][expert], biases[place]
             return multiply(x, weight.T if is_transposed else weight, None if bias is None else bias[expert])
 
-        return run_experts(experts, x, chosen, shares, product, NativeProducts())
+        return run_experts(experts, x, chosen, shares, product)
 
 
 def has_experts(kind: Any, module: nn.Module) -> bool:
     """Whether :class:`Experts` computes all of `module`, on a CPU, of class `kind`."""
     is_ours = issubclass(kind, Experts) or vars(module).get("has_post_expert_norm")
     return is_on_cpu(module) and _is_stacked(module) and not is_ours
-
-
-_MATMULS = torch.matmul, Tensor.matmul, Tensor.__matmul__
-_SIGMOIDS = torch.sigmoid, Tensor.sigmoid, F.sigmoid
-
-
-class NativeProducts(TorchFunctionMode):
-    """Within it products with a matrix are those of :func:`multiply`, and sigmoids those of :func:`by_registers`."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.linear and not kwargs and is_plain(*args):
-            return multiply(args[0], args[1], args[2] if len(args) > 2 else None)
-        if function in _MATMULS and len(args) == 2 and args[1].dim() == 2 and is_plain(args[0], args[1].T):
-            return multiply(args[0], args[1].T, None)
-        if function is torch.bmm and len(args) == 2 and is_plain(args[0], args[1], transposed=True):
-            return torch.stack([multiply(x, weight.T, None) for x, weight in zip(*args, strict=True)])
-        if function in _SIGMOIDS and len(args) == 1:
-            return by_registers(function, args[0])
-        return function(*args, **(kwargs or {}))
-
-
-class Matrices(nn.Module):
-    """A module of transformers with matrices and a forward that is no linear layer's, such as a router; a mixin before
-    its class."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with NativeProducts():
-            return super().forward(*args, **kwargs)
-
-
-def has_matrices(kind: Any, module: nn.Module) -> bool:
-    """Whether :class:`Matrices` serves `module`, on a CPU, of class `kind`."""
-    has = any(weight is not None and weight.dim() in (2, 3) for weight in module._parameters.values())
-    is_theirs = kind.__module__.startswith("transformers.") and not isinstance(module, nn.Embedding)
-    return has and is_theirs and not _is_stacked(module) and not is_linear(kind) and is_on_cpu(module)
 
 
 def _is_stacked(module: nn.Module) -> bool:
@@ -190,7 +156,8 @@ def native_products(network: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
     for name, module in network.named_modules():
         if isinstance(module, Product) and module.routine == "native":
             yield name, module.weight.T if isinstance(module, Conv1D) else module.weight, module
-        for weight in module.parameters(recurse=False) if isinstance(module, Experts | Matrices) else ():
+        is_ours = isinstance(module, Experts) or hasattr(module, FAMILY)
+        for weight in module.parameters(recurse=False) if is_ours else ():
             if weight.dim() in (2, 3):
                 matrix = weight[0] if weight.dim() == 3 else weight
                 matrix = matrix.T if getattr(module, "is_transposed", False) else matrix

@@ -358,7 +358,7 @@ class _Scanner:
                 assert taken is not None
                 given = self._idle(given, taken)
             part = {
-                name: value[picked].narrow(scan.axes[name], 0, length)
+                name: value[picked].narrow(scan.axes[name], 0, length).contiguous()  # sums follow the layout
                 if name in scan.axes and value is not None
                 else value
                 for name, value in given.items()

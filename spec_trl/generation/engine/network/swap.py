@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from ....quantization.source_weight import WRAPPED
 from .attention import attends_exactly, attention_class, is_rewritten
 from .fused_layers import AdaptedLinear, fused_class, fuses, has_fused_sums
-from .products import ACTIVATIONS, Activation, Experts, Matrices, Product, before, has_experts, has_matrices, is_linear
+from .products import ACTIVATIONS, Activation, Experts, Product, before, has_experts, is_linear
+from .rewritten import is_rewritten_class, rewritten_class
 from .scans import is_mixer, mixer_class
 
 
@@ -38,6 +39,8 @@ class Swap(NamedTuple):
 
 
 TABLE = (
+    Swap(lambda kind, module, place: place.on_cpu and is_rewritten_class(kind), rewritten_class,
+         "its own products sum in one order in C++, and its gates round all numbers alike"),
     Swap(lambda kind, module, place: is_mixer(kind), mixer_class,
          "it holds inputs of its states until drafts are accepted, for rows of different lengths"),
     Swap(lambda kind, module, place: is_linear(kind), partial(before, Product),
@@ -45,8 +48,6 @@ TABLE = (
          "16-bit copies under autocast", lambda module: isinstance(module, Product) and module.routine == "exact"),
     Swap(lambda kind, module, place: not place.exact and has_experts(kind, module), partial(before, Experts),
          "experts run one by one in C++, in one order"),
-    Swap(lambda kind, module, place: not place.exact and has_matrices(kind, module), partial(before, Matrices),
-         "products sum in one order in C++"),
     Swap(lambda kind, module, place: is_rewritten(kind), attention_class,
          "its family ignores the attention function of the config"),
     Swap(lambda kind, module, place: fuses(kind, module, place.exact, True), partial(fused_class, on_cpu=True),

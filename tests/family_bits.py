@@ -1,0 +1,167 @@
+"""Tries in which families drafts, other rows and threads change no bit, and writes docs/family_bits.md.
+
+A tiny random model of each family that is served, of sizes that fill no register, samples the same rows in every
+situation of `spec-trl certify`, in three dtypes.
+
+    nice python -m tests.family_bits                      # all of them, into docs/family_bits.md
+    python -m tests.family_bits --families llama qwen3_5   # some, on the terminal alone
+"""
+
+import argparse
+import textwrap
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from spec_trl import release
+from spec_trl.cli.certify import ROWS, certify
+from spec_trl.generation.engine.requirements import check_model
+from spec_trl.hardware import hardware_name, instruction_set
+from tests.families import families
+from tests.tiny_families import ODD_SIZES, SIZES, VOCABULARY, make
+
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "family_bits.md"
+DTYPES = ("float32", "bfloat16", "float16")
+NEW_TOKENS = 12
+LENGTHS = (5, 1, 16, 17, 33, 5, 9, 90)  # of prompts: a scan takes 16 or 64 tokens at once
+
+
+@dataclass
+class Bits:
+    """What became of a family in a dtype: `exact` as the engine says it, tokens with the bits of the reference, of how
+    many, and draft tokens."""
+
+    family: str
+    dtype: str
+    exact: Any
+    equal: int = 0
+    tokens: int = 0
+    drafted: int = 0
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the engine promises bits that differ, or nothing was tried."""
+        return self.exact is True and (self.equal < self.tokens or not self.drafted)
+
+    @property
+    def verdict(self) -> str:
+        if self.exact is True:
+            return "exact"
+        return self.exact if isinstance(self.exact, str) else "; ".join(self.exact)
+
+
+def build(family: str) -> PreTrainedModel:
+    """With odd sizes, where the family takes them."""
+    try:
+        model = make(family, sizes=ODD_SIZES)
+        model(input_ids=torch.arange(3)[None])
+    except Exception:
+        model = make(family, sizes=SIZES | {"max_position_embeddings": 256})
+    return model
+
+
+def prompts() -> list[list[int]]:
+    """The first and the sixth are equal."""
+    rows = [[(7919 * (100 * at + i) + 11) % (VOCABULARY - 4) + 4 for i in range(n)] for at, n in enumerate(LENGTHS)]
+    return 2 * [*rows[:5], rows[0], *rows[6:]]
+
+
+def examine(family: str) -> list[Bits]:
+    """Tries one family; [] if it is not served."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            made = build(family)
+            check_model(made)
+        except Exception:
+            return []
+        found = []
+        for dtype in DTYPES:
+            model = made.to(getattr(torch, dtype))
+            try:
+                result = certify(model, prompts(), NEW_TOKENS, short=False, plain=False)
+            except Exception as error:
+                found.append(Bits(family, dtype, f"{type(error).__name__}: {error}"))
+                continue
+            lines = result["lines"]
+            equal, tokens, drafted = (sum(line[name] for line in lines) for name in ("equal", "tokens", "drafted"))
+            found.append(Bits(family, dtype, result["exact"], equal, tokens, drafted))
+            release(model)
+        return found
+
+
+def document(found: Sequence[Bits]) -> str:
+    """The page."""
+    by_family: dict[str, list[Bits]] = {}
+    for bits in found:
+        by_family.setdefault(bits.family, []).append(bits)
+    exact = [name for name, each in by_family.items() if all(bits.exact is True for bits in each)]
+    others: dict[tuple[str, ...], list[str]] = {}
+    for name, each in by_family.items():
+        if name not in exact:
+            others.setdefault(tuple(f"{bits.verdict}: {_count(bits)}" for bits in each), []).append(name)
+    rows = [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in others.items()]
+    sure = [bits for bits in found if bits.exact is True]
+    tokens, drafted = sum(bits.tokens for bits in sure), sum(bits.drafted for bits in sure)
+    names = ", ".join(f"`{name}`" for name in exact)
+    names = textwrap.fill(names, 119, break_long_words=False, break_on_hyphens=False)
+    return f"""# Families whose bits drafts do not change
+
+```
+python -m tests.family_bits --families llama qwen3_5     # tries some; without names all, and writes this page
+```
+
+Made with transformers {transformers.__version__} on {hardware_name(torch.device("cpu"))}, {instruction_set()}. A tiny
+random model of each family that is [served](families.md), of sizes that fill no register, samples {ROWS} rows of
+{NEW_TOKENS} tokens after prompts of 1 to 90 tokens, some equal, in all situations of
+[`spec-trl certify`](cli.md#what-changes-a-bit).
+
+* Where `statistics.exact` was True, all of {tokens:,} tokens had the bits of the reference, {drafted:,} draft tokens
+  tried.
+* Of the others the table says what the engine names, and how many tokens had equal bits all the same.
+
+## Exact in float32, bfloat16 and float16: {len(exact)} of {len(by_family)}
+
+{names}
+
+## Not exact in some dtype
+
+| families | {" | ".join(DTYPES)} |
+|---|---|---|---|
+""" + "\n".join(rows) + "\n"
+
+
+def _count(bits: Bits) -> str:
+    return f"{bits.equal:,} of {bits.tokens:,}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the script; fails where the engine promises what does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_const", const=["llama"], dest="families", help="llama alone")
+    parser.add_argument("--families", nargs="+", choices=families(), metavar="NAME", help="only these; writes nothing")
+    chosen = parser.parse_args(arguments).families
+    transformers.logging.set_verbosity_error()
+    found: list[Bits] = []
+    for name in (bar := tqdm(chosen or families(), unit="family")):
+        bar.set_postfix_str(name)
+        for bits in examine(name):
+            found.append(bits)
+            if chosen or bits.is_wrong:
+                tqdm.write(f"{name} {bits.dtype}: {bits.exact}, {_count(bits)} equal, {bits.drafted} drafted")
+    if chosen is None:
+        DOCUMENT.write_text(document(found), encoding="utf-8")
+    if any(bits.is_wrong for bits in found):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
