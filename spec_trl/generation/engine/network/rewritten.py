@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....native.cpu_products import by_registers, is_plain, multiply
 from .known_code import FAMILY, is_in_source, sources_of, without_wrappers
@@ -75,10 +75,10 @@ def _methods(kind: Any) -> dict[str, FunctionType]:
         found = {name: method for name, method in found.items() if name not in vars(base)}
         if base.__module__.startswith("transformers.models."):
             text, module = sources_of(base), sys.modules[base.__module__]
-            if any(each in text for each in (" @ ", "ACT2FN[", *(f".{name}(" for name in _OURS))):
+            if any(each in text for each in (" @ ", "ACT2FN[", "super().forward(", *(f".{name}(" for name in _OURS))):
                 functions = {name: without_wrappers(value) for name, value in vars(base).items()}
                 twins = {
-                    name: _rewritten(function, text)
+                    name: _rewritten(function, text, nn.Linear in base.__bases__)
                     for name, function in functions.items()
                     if name != "__init__" and is_in_source(function, f"{base.__name__}.{name}", module)
                 }
@@ -87,14 +87,14 @@ def _methods(kind: Any) -> dict[str, FunctionType]:
 
 
 @functools.cache
-def _rewritten(function: FunctionType, text: str) -> FunctionType | None:
-    """A method of the class with the source `text`; None: it needs no change, or reads variables around it, `super`
-    among them."""
+def _rewritten(function: FunctionType, text: str, is_linear: bool) -> FunctionType | None:
+    """A method of the class with the source `text`, a subclass of `nn.Linear` or not; None: it needs no change, or
+    calls another method of its super class."""
     definition: Any = ast.parse(text).body[0]
     method: Any = next(each for each in definition.body if getattr(each, "name", "") == function.__name__)
-    rewriter = _Rewriter()
+    rewriter = _Rewriter(is_linear)
     rewriter.visit(method)
-    if not rewriter.found or function.__closure__:
+    if not rewriter.found or any(isinstance(each, ast.Name) and each.id == "super" for each in ast.walk(method)):
         return None
     method.decorator_list = []
     ast.increment_lineno(method, function.__code__.co_firstlineno - method.lineno)
@@ -108,19 +108,23 @@ def _rewritten(function: FunctionType, text: str) -> FunctionType | None:
 class _Rewriter(ast.NodeTransformer):
     """Calls our functions for `torch.sigmoid(x)`, `F.sigmoid(x)`, `x.sigmoid()`, `a @ b` and `ACT2FN[name](x)`."""
 
-    found = False
+    def __init__(self, is_linear: bool) -> None:
+        self.found, self._is_linear = False, is_linear
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         called = node.func
-        if isinstance(called, ast.Attribute) and called.attr in _OURS:
+        if self._is_linear and ast.unparse(called) == "super().forward":  # a router
+            own = [ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load()) for name in ("weight", "bias")]
+            node.func, node.args = self._ours("linear"), [*node.args, *own]
+        elif isinstance(called, ast.Attribute) and called.attr in _OURS:
             owner = ast.unparse(called.value)
             # Attention multiplies keys and values by `bmm` too, of which each would be a call.
             if owner in _MODULES and (called.attr != "bmm" or ast.unparse(node.args[1]).startswith("self.")):
                 node.func = self._ours(called.attr)
             elif len(node.args) == _OF_TENSORS.get(called.attr) and owner != "self":
                 node.func, node.args = self._ours(called.attr), [called.value, *node.args]
-        if isinstance(called, ast.Subscript) and ast.unparse(called.value) == "ACT2FN":
+        elif isinstance(called, ast.Subscript) and ast.unparse(called.value) == "ACT2FN":
             node.func, node.args = self._ours("activation"), [called, *node.args]
         return node
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeMLP
+from transformers.models.llama4.modeling_llama4 import Llama4Router
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3_5GatedDeltaNet
@@ -16,7 +17,7 @@ from spec_trl.native.native_code import compiler
 from tests.tiny_families import ODD_SIZES, make
 
 
-KINDS = [Lfm2MoeMLP, MambaMixer, MixtralTopKRouter, Qwen3_5Attention, Qwen3_5GatedDeltaNet]
+KINDS = [Llama4Router, Lfm2MoeMLP, MambaMixer, MixtralTopKRouter, Qwen3_5Attention, Qwen3_5GatedDeltaNet]
 
 
 @pytest.mark.parametrize("kind", KINDS)
