@@ -160,19 +160,30 @@ def test_attention_under_masks_is_named() -> None:
     assert found.statistics.exact == ["attention under masks"]
 
 
-@pytest.mark.parametrize("equal", [False, True], ids=["others", "equal"])
-def test_prompts_that_are_read_together_are_tried(equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("which", ["of one length", "equal", "long and alone", "in a row that has moved"])
+def test_situations_of_prompts_are_tried(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family may compute prompts of one length at once, in sums that depend on their number or their places."""
-    read = exactness._Trial.read
+    read, forward = exactness._Trial.read, exactness._Trial.forward
 
     def odd(trial: Any, rows: slice, first: int) -> Tensor:
         logits, lengths = read(trial, rows, first), trial.lengths[rows].tolist()
         for row, length in enumerate(lengths):
-            if lengths.index(length) < row if equal else lengths.count(length) > 1:
+            if {
+                "of one length": lengths.count(length) > 1,
+                "equal": lengths.index(length) < row,
+                "long and alone": lengths == [max(exactness._PROMPTS)],
+            }.get(which):
                 logits[row] *= 1.01
         return logits
 
+    def moved(trial: Any, *arguments: Any) -> Tensor:
+        logits = forward(trial, *arguments)
+        if which == "in a row that has moved" and len(trial.lengths) > 1 and trial.lengths[-1] == trial.lengths[0]:
+            logits[-1] *= 1.01
+        return logits
+
     monkeypatch.setattr(exactness._Trial, "read", odd)
+    monkeypatch.setattr(exactness._Trial, "forward", moved)
     with pytest.warns(UserWarning, match="is not exact on this machine: .*what decoder layers compute"):
         run(tiny_llama(hidden_size=HIDDEN).float(), "none", {}, slice(None))
 

@@ -39,10 +39,9 @@ ROWS = 12
 """Rows of the test. With `NEW` tokens each they exceed what any kernel treats as few."""
 NEW = 7
 """Tokens of a row after its prompt."""
-COLUMNS = 64
-# Their lengths: equal ones, which a family may read together, a single token, and with the last, attention under masks
-# reads more columns.
-_PROMPTS = (5, 1, 5, 1, *range(7, 2 + ROWS), 27)
+COLUMNS = 96
+# Their lengths: equal ones, which a family may read together, a single token, and one beyond what scans take at once.
+_PROMPTS = (5, 1, 5, 1, *range(7, 2 + ROWS), 70)
 _EQUAL = 2  # first rows, whose tokens as many rows after them have too
 # Rows, tokens of a forward, and tokens of a draft beside it, that are compared with all rows and all tokens at once: a
 # row alone, verified alone and with another, the other rows too, whose numbers lie elsewhere in every tensor, and
@@ -171,7 +170,7 @@ def _try_out(runner: EagerRunner) -> list[str]:
         verified = together.forward(0, NEW)  # [ROWS, NEW, V]
         firsts, equals = slice(0, _EQUAL), slice(_EQUAL, 2 * _EQUAL)
         is_alike = all(torch.equal(logits[firsts], logits[equals]) for logits in (verified, together.prompt))
-        is_alike &= _reads_alike(together)
+        is_alike &= _reads_alike(together, verified)
         for rows, count, beside in _cases(runner):
             trial = _Trial(runner, rows)
             found = torch.cat([trial.forward(step, count, beside) for step in range(0, NEW, count)], dim=1)
@@ -180,10 +179,16 @@ def _try_out(runner: EagerRunner) -> list[str]:
         return differs or _products_of_prompts(runner)
 
 
-def _reads_alike(together: "_Trial") -> bool:
-    """Whether the first prompts have the same logits where one is read into the last row, beside rows that run, and
-    where only their last tokens are read again, as for copies of a prompt that come later."""
+def _reads_alike(together: "_Trial", verified: Tensor) -> bool:
+    """Whether the longest prompt has the same logits alone, and the first ones where one is read into the last row,
+    beside rows that run, and goes on there as a row that has moved, and where only their last tokens are read again,
+    as for copies of a prompt that come later."""
+    longest = together.read(slice(ROWS - 1, ROWS), ROWS - 1)
     alone = together.read(slice(0, 1), ROWS - 1)
+    together.tokens[-1], together.lengths[-1] = together.tokens[0], together.lengths[0]
+    moved = together.forward(0, NEW)[-1]
+    if not (torch.equal(longest, together.prompt[-1:]) and torch.equal(moved, verified[0])):
+        return False
     if not Family.of(together.runner.network).shares_prompts:
         return torch.equal(alone, together.prompt[:1])
     ends = together.lengths[:_EQUAL, None] - 1  # [n, 1]
