@@ -3,11 +3,12 @@
 A tiny random model of each family that is served, of sizes that fill no register, samples the same rows in every
 situation of `spec-trl certify`, in three dtypes.
 
-    nice python -m tests.family_bits                      # all of them, into docs/family_bits.md
+    nice python -m tests.family_bits --jobs 2             # all of them, into docs/family_bits.md
     python -m tests.family_bits --families llama qwen3_5   # some, on the terminal alone
 """
 
 import argparse
+import multiprocessing
 import textwrap
 import warnings
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from tests.tiny_families import ODD_SIZES, SIZES, VOCABULARY, make
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "family_bits.md"
 DTYPES = ("float32", "bfloat16", "float16")
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 LENGTHS = (5, 1, 16, 17, 33, 5, 9, 90)  # of prompts: a scan takes 16 or 64 tokens at once
 
 
@@ -76,6 +77,7 @@ def prompts() -> list[list[int]]:
 
 def examine(family: str) -> list[Bits]:
     """Tries one family; [] if it is not served."""
+    transformers.logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -147,16 +149,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the script; fails where the engine promises what does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_const", const=["llama"], dest="families", help="llama alone")
+    parser.add_argument("--jobs", type=int, default=1, help="families at once (%(default)s)")
     parser.add_argument("--families", nargs="+", choices=families(), metavar="NAME", help="only these; writes nothing")
-    chosen = parser.parse_args(arguments).families
-    transformers.logging.set_verbosity_error()
-    found: list[Bits] = []
-    for name in (bar := tqdm(chosen or families(), unit="family")):
-        bar.set_postfix_str(name)
-        for bits in examine(name):
+    options = parser.parse_args(arguments)
+    chosen, found = options.families, list[Bits]()
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        each = pool.imap(examine, chosen or families())
+        for bits in (bits for bits_of_family in tqdm(each, unit="family") for bits in bits_of_family):
             found.append(bits)
             if chosen or bits.is_wrong:
-                tqdm.write(f"{name} {bits.dtype}: {bits.exact}, {_count(bits)} equal, {bits.drafted} drafted")
+                said = f"{bits.family} {bits.dtype}: {bits.verdict}, {_count(bits)} equal, {bits.drafted} drafted"
+                tqdm.write(said)
     if chosen is None:
         DOCUMENT.write_text(document(found), encoding="utf-8")
     if any(bits.is_wrong for bits in found):

@@ -83,3 +83,14 @@ def test_a_library_for_one_dtype_has_the_bits_of_the_one_for_all(
         with monkeypatch.context() as patch:
             patch.setattr(cpu_products, "library", lambda *_: every)
             assert all(map(torch.equal, alone, [products(x[:rows])[0] for rows in (1, 5, 16, 70)]))
+
+
+@pytest.mark.parametrize("dtype", cpu_products.DTYPES, ids=str)
+def test_weights_at_an_odd_address(dtype: torch.dtype) -> None:
+    """A file may map them so."""
+    weight, x = torch.randn(50, 172).to(dtype), torch.randn(9, 172).to(dtype)
+    memory = bytearray(1) + bytearray(weight.view(torch.uint8).numpy().tobytes())
+    odd = torch.frombuffer(memory, dtype=dtype, offset=1).view(50, 172)
+    assert odd.data_ptr() % 2 == 1
+    by_address = [cpu_products.multiply_matrix(cpu_products.dense_matrix(each, None), x) for each in (weight, odd)]
+    assert torch.equal(*by_address)
