@@ -118,8 +118,8 @@ def speculative_decoding(
             drafters = ahead.decoupled(drafters, call, capacity.rows) if ahead else drafters
             runner = runner_for(session, model, call.family, config, capacity, config.exact is True, call.has_offsets)
             copied = 0 if autocast_dtype(model.device) is None else copied_bytes(runner.network)
-            # Exactness is tried without media.
-            exact = None if call.media else exactness(call.snapshot, model, config, runner.network)
+            # Tried without media: a family's forward reads such a prompt alone, whatever other rows there are.
+            exact = exactness(call.snapshot, model, config, runner.network)
         rollout = _rollout(call, capacity, drafters, control, runner, copied, make_queue)
         completions, statistics = _run(rollout, session)
         statistics.exact, statistics.copied_bytes = exact, copied

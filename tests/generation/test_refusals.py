@@ -188,7 +188,6 @@ CASES: dict[str, list[Door]] = {
     'prompts with images x specactor.decoupled_execution="always"': [
         call("self", DECOUPLED, model=lambda: vision("gemma3")),
     ],
-    "prompts with images x exact=True": [call("ngram", {"exact": True}, model=lambda: vision("gemma3"))],
     'runner="graph" x a model outside of CUDA': [call("none", {"runner": "graph"}), trainer({"runner": "graph"})],
     "streamer x several rows": [call("none", streamer=Mock())],
     "a processor or criterion that may look at other rows x a smaller max_batch_size": [

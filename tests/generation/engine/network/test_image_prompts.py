@@ -13,6 +13,7 @@ from spec_trl.generation.engine.forwards.runner import EagerRunner
 from spec_trl.generation.engine.kv.row_memory import RowMemory
 from spec_trl.generation.engine.network.media import MediaPrompt
 from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.native.native_code import compiler
 from tests import tiny_families
 from tests.generation.calls import generate, outputs
 from tests.generation.engine.pools import install_pool
@@ -100,6 +101,30 @@ def test_tokens_are_those_of_generate(family: str, strategy: str, reads: list[in
     assert result.statistics.exact is None
     total = result.statistics.total
     assert (total.drafted > 20) == (strategy != "none") and total.accepted > (8 if strategy == "self" else -1)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits(family: str, dtype: torch.dtype) -> None:
+    """Drafts and other rows change no bit, also of images of one size and of a prompt that two rows have."""
+    model, drafted = make(family).to(dtype), 0
+    images = [1, 0, 2, 1]
+    inputs = batch(model, images, repeats=2)
+    inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+    options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 16, "min_new_tokens": 16}
+    reference = generate(model, inputs, "none", {"exact": True}, request_ids=[*range(8)], **options)
+    assert reference.statistics.exact is True
+    for strategy, config in (("self", {"draft_length": 3}), ("ngram", {"draft_length": 5, "max_batch_size": 3})):
+        found = generate(model, inputs, strategy, config, request_ids=[*range(8)], **options)
+        drafted += found.statistics.total.drafted
+        assert torch.equal(found.logprobs, reference.logprobs)
+    assert drafted > 30
+    alone = batch(model, images[:1])
+    alone["pixel_values"] = alone["pixel_values"].to(dtype)
+    for row in (0, 1):
+        found = generate(model, alone, "ngram", {"draft_length": 3}, request_ids=[row], **options)
+        assert torch.equal(found.logprobs, reference.logprobs[row : row + 1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
