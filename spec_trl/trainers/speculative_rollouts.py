@@ -21,6 +21,7 @@ from .prompt_media import media_inputs
 from .rollout_memory import KeptGraphs, whole_weights
 from .rollout_options import RolloutOptions
 from .run_log import Mode
+from .sampler_mismatch import SamplerMismatch
 from .saved_heads import head_of, keep_heads
 from .step_totals import StepClock
 from .trainer_checks import asked, check_attributes, check_drawn, check_methods, check_trainer
@@ -71,7 +72,11 @@ class SpeculativeRollouts(TrainerOfTRL):
         self._processors = check_trainer(self, config, features)
         adapts = args.adaptation is not None and not any(features[name] for name in NOT_ADAPTED)
         parks = bool(getattr(self, "tools", None))
-        self._speculator = TrainerSpeculator(args, self.accelerator, self._whole_policy, adapts, parks)
+        scores = "_get_per_token_logps_and_entropies" not in self.lacking
+        self._mismatch = SamplerMismatch(self.accelerator, args, self._processors, scores)
+        self._speculator = TrainerSpeculator(
+            args, self.accelerator, self._whole_policy, adapts, parks, self._mismatch.not_compared
+        )
         self._drafted_step = -1  # optimizer steps at the newest rollout; -1: weights may have changed without a step
         self._resumed_from: str | None = None
         self._attempts = 0  # of a `train`, restarted with a smaller batch under auto_find_batch_size
@@ -97,6 +102,8 @@ class SpeculativeRollouts(TrainerOfTRL):
                 result = super().train(checkpoint, *args, **kwargs)
         finally:
             self._drafted_step = -1
+            if self._speculator.certificate is not None:
+                self._speculator.certificate.write()
         verdict = self._speculator.verdict
         if self.accelerator.is_main_process and verdict.rollouts:
             print(f"spec_trl verdict: {verdict}")
@@ -107,6 +114,8 @@ class SpeculativeRollouts(TrainerOfTRL):
         self._attempts += 1
         if self._attempts > 1:  # memory ended in the one before
             self._graphs.free(self.model)
+        if self._speculator.certificate is not None:
+            self._speculator.certificate.begin(step, self._resumed_from)
         if self._resumed_from is None:
             return
         batches = self.callback_handler.train_dataloader.batch_sampler
@@ -149,7 +158,12 @@ class SpeculativeRollouts(TrainerOfTRL):
 
     def _log_step(self, step: int, seconds: float, phases: dict[str, float]) -> None:
         rewards = self._metrics["train"].get("reward")
-        self._speculator.log_step(self.model, step, seconds, phases, rewards[-1] if rewards else None)
+        reward = rewards[-1] if rewards else None
+        self._speculator.log_step(self.model, step, seconds, phases, reward, self._mismatch.take())
+
+    def _log_mismatch(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
 
     # ---- a rollout --------------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ from ..native.cpu_products import DTYPES
 from ..native.native_code import compiler
 from ..papers import load
 from .prompt_media import check_media, of_media
-from .sampler_mismatch import is_comparable
+from .sampler_mismatch import changed_by
 
 
 KNOWN = "trl 1.16 and transformers 5.17 to 5.24"
@@ -159,7 +159,7 @@ def check_trainer(trainer: Any, config: SpeculativeConfig, features: Features) -
             load("papers.efficient_rollout.profile").Profile.load(profile)
         for name in ("train_dataset", "eval_dataset"):
             check_dataset(policy, settings, name, vars(trainer)[name], trainer._tokenize_prompts)
-    check({**features, "another distribution": not is_comparable(processors or (), args.temperature)})
+    check({**features, "another distribution": changed_by(processors or (), args.temperature) is not None})
     return processors
 
 

@@ -34,6 +34,7 @@ from ..generation.strategies import copy_again, make_control, make_drafters, pol
 from ..hardware import hardware_name
 from ..papers import Calibration, load
 from ..quantization.awq import ActivationStatistics
+from .certificate import Certificate
 from .checkpoint import DraftLengthState, RankState, RolloutState, only_for_speed
 from .rollout_options import RolloutOptions
 from .run_log import Mode, RunHeader
@@ -70,6 +71,7 @@ class TrainerSpeculator(Speculator):
         weights: entered for a turn; yields the policy with whole weights, under the autocast of the training.
         adapts: whether a learned drafter is trained along.
         parks: whether rollouts may have several turns, with K/V of rows stored in between.
+        not_compared: see :class:`RunHeader`.
 
     Attributes:
         drafters: made at the first rollout.
@@ -84,10 +86,14 @@ class TrainerSpeculator(Speculator):
         weights: Callable[[], AbstractContextManager[PreTrainedModel]],
         adapts: bool,
         parks: bool,
+        not_compared: str | None,
     ) -> None:
         folder = args.output_dir if accelerator.is_main_process else None
         config = args.rollout_config()
         super().__init__(args.assistant_strategy, config, folder)
+        if folder is not None:
+            self.certificate = Certificate(folder, accelerator.mixed_precision)
+        self._not_compared = not_compared
         rank, ranks = accelerator.process_index, accelerator.num_processes
         self._args, self._accelerator, self._weights, self._adapts = args, accelerator, weights, adapts
         self._draft_ranks, decoding = None, ranks
@@ -248,7 +254,7 @@ class TrainerSpeculator(Speculator):
         profile = None if self._profile is None else str(Path(self._args.output_dir) / PROFILE_FILE)
         return super()._header(
             policy, hardware=hardware_name(self._accelerator.device), settings=self._args.settings(),
-            profile=profile, calibration_seconds=seconds, **more,
+            profile=profile, calibration_seconds=seconds, not_compared=self._not_compared, **more,
         )  # fmt: skip
 
     # ---- drafters and control ---------------------------------------------------------------------------------------
@@ -369,6 +375,8 @@ class TrainerSpeculator(Speculator):
             RolloutState(self.counts, now or self._saved_lengths).save(folder)
             if self.adaptation is not None:
                 self.adaptation.save_state(folder)
+        if self.certificate is not None:
+            self.certificate.write()
         memories = {drafter.strategy: memory for drafter in self.drafters if (memory := drafter.state_dict())}
         ledger = self._control.state_dict() if isinstance(self._control, Planner) else self._saved.ledger
         RankState(memories, ledger).save(folder, self._accelerator.process_index)
