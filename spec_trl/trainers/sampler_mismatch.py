@@ -6,23 +6,38 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import LogitsProcessor, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from trl import GRPOConfig
 
 
 SAMPLED = "sampling_per_token_logps"
 """TRL's name of the sampler's log-probabilities among the inputs of a loss: `[B, n]` float32, 0 as padding."""
+FILTERS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+"""They change nothing but the support: they keep some tokens."""
+_NAMES = ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio")
+_OF_TRUNCATION = ("sampling/truncation_logp_difference", "sampling/truncation_ratio")
+FAR = 0.1
+"""A token's ratio that is farther from 1 is counted in the log of a truncation."""
 
 
 class SamplerMismatch:
     """Compares log-probabilities of sampler and training in a micro-batch, and hides the sampler's from TRL's loss.
+    Where only filters set them apart, the log has other names: it shows what the filters cut.
 
     Args:
         processors: of rollouts; None: a `rollout_func` generates.
         scores: whether the loss reads log-probabilities of the sampled tokens.
 
     Attributes:
-        not_compared: why both cannot be compared; None: they can.
+        not_compared: why both are not of the same distribution; None: they are.
+        is_logged: whether metrics of their distance are logged.
         forward: `[B, n]`, log-probabilities (nats) of completions by the newest forward; set after each forward.
     """
 
@@ -41,25 +56,29 @@ class SamplerMismatch:
         # Models that read media never write their tokens, which the forward of TRL's loss gives a probability: the
         # distance shows how much.
         drawn = [one for one in processors or () if type(one) is not SuppressTokensLogitsProcessor]
-        self.not_compared = changed_by(drawn, args.temperature)
+        over_support = args.logprobs_over == "support"
+        other = changed_by(drawn, args.temperature, FILTERS if over_support else ())
+        self.not_compared = None if other is None else f"{other} changes the distribution"
+        is_filtered = other is not None and changed_by(drawn, args.temperature, FILTERS) is None
+        self._is_truncation = is_filtered and scores and processors is not None
         if processors is None:
             self.not_compared = "a rollout_func generates"
         if not scores:
             self.not_compared = "the loss reads no log-probabilities of sampled tokens"
+        self.is_logged = self.not_compared is None or self._is_truncation
         self.forward: Tensor | None = None
 
     def for_the_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Inputs of the next loss without the sampler's log-probabilities: TRL would mask by them under
         `off_policy_mask_threshold`, and the log would change the loss."""
         self.forward = None
-        hides = self.not_compared is None
-        return {name: value for name, value in inputs.items() if name != SAMPLED} if hides else inputs
+        return {name: value for name, value in inputs.items() if name != SAMPLED} if self.is_logged else inputs
 
     def metrics(self, inputs: dict[str, Any], trains: bool) -> dict[str, float]:
         """Metrics of a micro-batch over all ranks, after its loss (:meth:`compare`). `old_per_token_logps` `[B, n]` in
         `inputs` replace the newest forward: the policy may have changed since it sampled."""
         policy, sampled = inputs.get("old_per_token_logps", self.forward), inputs.get(SAMPLED)
-        if self.not_compared is not None or policy is None or sampled is None:
+        if not self.is_logged or policy is None or sampled is None:
             return {}
         return self.compare(policy, sampled, inputs["completion_mask"] * inputs.get("tool_mask", 1), trains)
 
@@ -74,27 +93,30 @@ class SamplerMismatch:
         mask = mask.bool()  # [B, n]
         change = (policy - sampled).masked_fill(~mask, 0)  # [B, n]
         distances = change.abs()[mask]  # [tokens]
-        ratios = (change.sum(1)[mask.any(1)] if self._by_sequence else change[mask]).exp()
+        by_sequence = self._by_sequence and not self._is_truncation  # whose distances would add up over a completion
+        ratios = (change.sum(1)[mask.any(1)] if by_sequence else change[mask]).exp()
         zero = ratios.new_zeros(1)  # no token of this rank may count
         sums = [distances.sum(), zero.new_tensor(len(distances)), ratios.sum(), zero.new_tensor(len(ratios))]
+        sums.append(((ratios - 1).abs() > FAR).sum())
         most = [torch.cat([zero, distances]).max(), torch.cat([zero, ratios]).max()]
         least = torch.cat([zero + torch.inf, ratios]).min()
-        ranks: Tensor = self._accelerator.gather(torch.stack([*sums, *most, least])[None])  # [ranks, 7]
-        distance, tokens, ratio, count = ranks[:, :4].sum(0).tolist()
+        ranks: Tensor = self._accelerator.gather(torch.stack([*sums, *most, least])[None])  # [ranks, 8]
+        distance, tokens, ratio, count, far = ranks[:, :5].sum(0).tolist()
         if not tokens:
             return {}
-        largest = ranks[:, 4].max().item()
-        if trains:
+        largest = ranks[:, 5].max().item()
+        if trains and not self._is_truncation:
             self._largest = largest if self._largest is None else max(self._largest, largest)
             self._compared += int(tokens)
-        return {
-            "sampling/sampling_logp_difference/mean": distance / tokens,
-            "sampling/sampling_logp_difference/max": largest,
-            "sampling/importance_sampling_ratio/mean": ratio / count,
-            "sampling/importance_sampling_ratio/max": ranks[:, 5].max().item(),
-            "sampling/importance_sampling_ratio/min": ranks[:, 6].min().item(),
+        of_distance, of_ratio = _OF_TRUNCATION if self._is_truncation else _NAMES
+        found = {
+            f"{of_distance}/mean": distance / tokens,
+            f"{of_distance}/max": largest,
+            f"{of_ratio}/mean": ratio / count,
+            f"{of_ratio}/max": ranks[:, 6].max().item(),
+            f"{of_ratio}/min": ranks[:, 7].min().item(),
         }
-
+        return found | {f"{of_ratio}/far": far / count} if self._is_truncation else found
 
     def take(self) -> tuple[float | None, int]:
         """Returns the largest distance since the last call, None without a token, and the number of tokens."""
@@ -102,12 +124,16 @@ class SamplerMismatch:
         return taken
 
 
-def changed_by(processors: Iterable[LogitsProcessor], temperature: float) -> str | None:
-    """Says what draws tokens from another distribution than the policy's at `temperature` over the whole vocabulary,
-    which TRL's loss assumes: a processor such as top-p, a penalty or a minimum length. None: nothing does."""
+def changed_by(
+    processors: Iterable[LogitsProcessor], temperature: float, besides: tuple[type[LogitsProcessor], ...] = ()
+) -> str | None:
+    """Names what draws tokens from another distribution than the policy's at `temperature` over the whole vocabulary,
+    which TRL's loss assumes: a processor such as top-p, a penalty or a minimum length, but for those `besides`. None:
+    nothing does."""
     drawn_at = 1.0
     for processor in processors:
-        if type(processor) is not TemperatureLogitsWarper:
-            return f"{type(processor).__name__} changes the distribution"
-        drawn_at = processor.temperature
-    return None if drawn_at == temperature else f"the sampler's temperature is {drawn_at}, the loss's {temperature}"
+        if type(processor) is TemperatureLogitsWarper:
+            drawn_at = processor.temperature
+        elif type(processor) not in besides:
+            return type(processor).__name__
+    return None if drawn_at == temperature else f"a temperature of {drawn_at} (the loss's is {temperature})"

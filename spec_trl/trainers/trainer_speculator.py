@@ -72,8 +72,10 @@ class TrainerSpeculator(Speculator):
         adapts: whether a learned drafter is trained along.
         parks: whether rollouts may have several turns, with K/V of rows stored in between.
         not_compared: see :class:`RunHeader`.
+        keep_supports: whether to store the tokens that the processors kept.
 
     Attributes:
+        supports: of this rank's rows in the newest rollout, by global row.
         drafters: made at the first rollout.
         adaptation: of a learned drafter; None: none is trained along.
         activations: inputs of projections, for AWQ.
@@ -87,13 +89,15 @@ class TrainerSpeculator(Speculator):
         adapts: bool,
         parks: bool,
         not_compared: str | None,
+        keep_supports: bool,
     ) -> None:
         folder = args.output_dir if accelerator.is_main_process else None
         config = args.rollout_config()
         super().__init__(args.assistant_strategy, config, folder)
         if folder is not None:
             self.certificate = Certificate(folder, accelerator.mixed_precision)
-        self._not_compared = not_compared
+        self._not_compared, self._keep_supports = not_compared, keep_supports
+        self.supports: dict[int, list[tuple[int, Tensor]]] = {}
         rank, ranks = accelerator.process_index, accelerator.num_processes
         self._args, self._accelerator, self._weights, self._adapts = args, accelerator, weights, adapts
         self._draft_ranks, decoding = None, ranks
@@ -126,6 +130,7 @@ class TrainerSpeculator(Speculator):
     def begin(self, mode: Mode, step: int) -> None:
         self._begin(mode, step)
         self._sharing.begin()
+        self.supports = {}
 
     def refresh(self) -> None:
         self._is_stale = True  # a copy is requantized when it drafts (ER Algorithm 1, line 3)
@@ -169,6 +174,9 @@ class TrainerSpeculator(Speculator):
             if isinstance(drafter, HistoryDrafter):
                 for place in completions.keys() - decoded.keys():
                     drafter.remember(turn.prompts[place], completions[place].tokens)
+        for place in turn.own:
+            if (support := completions[place].support) is not None:
+                self.supports.setdefault(turn.rows[place], []).append((len(turn.prompts[place]), support))
         return [completions[place] for place in turn.own]
 
     def _decode(
@@ -213,11 +221,13 @@ class TrainerSpeculator(Speculator):
                     request_ids=self._request_ids([turn.rows[place] for place in turn.decoded]),
                     control=control,
                     make_queue=self._sharing.make_queue(turn, rows),
+                    keep_supports=self._keep_supports,
                 )
-            answers = zip(turn.decoded, output.sequences, output.logprobs, output.lengths.tolist(), strict=True)
+            lengths = output.lengths.tolist()
+            answers = zip(turn.decoded, output.sequences, output.logprobs, lengths, output.supports, strict=True)
             decoded = {
-                place: Sampled(row[width : width + count].tolist(), logprobs[:count].tolist())
-                for place, row, logprobs, count in answers
+                place: Sampled(row[width : width + count].tolist(), logprobs[:count].tolist(), support)
+                for place, row, logprobs, count, support in answers
                 if count  # rows of other ranks are empty
             }
             seconds = time.perf_counter() - started

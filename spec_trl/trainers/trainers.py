@@ -65,7 +65,7 @@ class SpecGRPOTrainer(SpeculativeRollouts, GRPOTrainer):
 
     def _in_turn(self, completions: list[Sampled]) -> tuple[list[list[int]], list[list[float]] | None]:
         logprobs = [sampled.logprobs for sampled in completions]  # TRL puts zeros where tools answer, and pads
-        return [sampled.tokens for sampled in completions], logprobs if self._mismatch.not_compared is None else None
+        return [sampled.tokens for sampled in completions], logprobs if self._mismatch.is_logged else None
 
 
 # ---- RLOO and distillation ------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class SpecRLOOTrainer(SpeculativeRollouts, RLOOTrainer):
         scores = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
         sampled, self._sampled = self._sampled, []
         # TRL drops the sampler's. Its first scores after a rollout are the old policy's, of all rows in their order.
-        if sampled and self._mismatch.not_compared is None:
+        if sampled and self._mismatch.is_logged:
             mask = attention_mask[:, -scores[0].shape[1] :]  # [B, n]
             padded = torch.zeros(scores[0].shape)  # [B, n]
             for row, logprobs in zip(padded, sampled, strict=True):

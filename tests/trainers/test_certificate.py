@@ -59,7 +59,10 @@ def test_the_distance_is_zero_under_exact_logprobs(tmp_path: Path, options: dict
     ("options", "why"),
     [
         ({"top_p": 0.9}, "TopPLogitsWarper changes the distribution"),
-        ({"generation_kwargs": {"temperature": 0.5}}, "the sampler's temperature is 0.5, the loss's 1.0"),
+        (
+            {"generation_kwargs": {"temperature": 0.5}},
+            "a temperature of 0.5 (the loss's is 1.0) changes the distribution",
+        ),
         (OTHERS["distillation"], "the loss reads no log-probabilities of sampled tokens"),
     ],
 )
