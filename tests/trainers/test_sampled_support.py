@@ -49,8 +49,8 @@ def test_top_p_in_float32(tmp_path: Path) -> None:
     assert certificate.compared == sum(len(ids) for rows in drafted.completions for ids in rows)
     distance, ratio = OF_TRUNCATION
     assert not over_all.metric(RATIO + "mean") and not drafted.metric(ratio + "mean")
-    assert max(over_all.metric(ratio + "max")) < 1 and max(over_all.metric(ratio + "mean")) < 0.97
-    assert min(over_all.metric(distance + "max")) > 0.1 and min(over_all.metric(ratio + "far")) > 0.05
+    assert max(over_all.metric(ratio + "max")) < 0.95 and 0.9 < min(over_all.metric(ratio + "min"))  # what top-p keeps
+    assert min(over_all.metric(distance + "mean")) > 0.05 and over_all.metric(ratio + "far") == [0.0] * 3
     assert over_all.completions[0] == drafted.completions[0] and over_all.losses != drafted.losses
 
 
@@ -68,9 +68,9 @@ def test_top_p_in_float32(tmp_path: Path) -> None:
     ids=["iterations", "LoRA and a reference", "shuffled parts of a rollout", "masked", "gmpo", "rloo"],
 )  # fmt: skip
 def test_sampler_and_loss_are_alike(tmp_path: Path, options: dict[str, Any]) -> None:
-    """In float64, where only the sampler's float32 is left."""
+    """In float64, of which norms are float32."""
     run = train(tmp_path, logprobs_over="support", **options)
-    assert_alike(run, options.get("max_steps", 3), 1e-6)
+    assert_alike(run, options.get("max_steps", 3), 1e-5)
     assert min(run.metric("rollout/acceptance_rate")) > 0.2
     if "beta" in options and "trainer" in options:  # the adapter begins as the reference
         assert run.metric("kl")[0] == pytest.approx(0, abs=1e-12)
@@ -83,7 +83,7 @@ def test_tool_turns(tmp_path: Path) -> None:
         max_tool_calling_iterations=3, trainer={"tools": [add]}, top_p=0.8, logprobs_over="support",
     )  # fmt: skip
     assert len(run.calls) > 1
-    assert_alike(run, 1, 1e-6, "eval_")
+    assert_alike(run, 1, 1e-5, "eval_")
 
 
 def test_without_a_filter_nothing_changes(tmp_path: Path) -> None:

@@ -117,10 +117,11 @@ def metrics(mode: str = "sequence_mask", processors: Any = (), **inputs: Tensor)
         "completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]),
         SAMPLED: torch.tensor([[-1.0, -2.0, -1.5], [-0.5, 0.0, 0.0]]),
     } | inputs
-    assert (SAMPLED in mismatch.for_the_loss(given)) == (mismatch.not_compared is not None)
+    assert (SAMPLED in mismatch.for_the_loss(given)) != mismatch.is_logged
     mismatch.forward = torch.tensor([[-1.5, -2.25, -1.5], [-0.25, -9.0, -9.0]])
     found = mismatch.metrics(given, trains=True)
     counted = int((given["completion_mask"] * given.get("tool_mask", torch.tensor(1))).sum()) if found else 0
+    counted = counted if DISTANCE + "max" in found else 0  # the rest is a truncation's
     assert mismatch.take() == (found.get(DISTANCE + "max"), counted) and mismatch.take() == (None, 0)
     return found
 
@@ -134,6 +135,15 @@ def test_figures() -> None:
     for found, expected in ((by_token, logs.exp()), (by_sequence, rows.exp())):
         names = {name: getattr(expected, name)().item() for name in ("min", "mean", "max")}
         assert {name: found[RATIO + name] for name in names} == pytest.approx(names)
+
+
+def test_a_truncation_has_names_of_its_own() -> None:
+    """By token in any mode: over a completion its distances would add up."""
+    found = metrics(processors=[TopPLogitsWarper(0.9)])
+    ratios = torch.tensor([-0.5, -0.25, 0.0, 0.25]).exp()
+    expected = {name: getattr(ratios, name)().item() for name in ("min", "mean", "max")} | {"far": 0.75}
+    assert {name: found[f"sampling/truncation_ratio/{name}"] for name in expected} == pytest.approx(expected)
+    assert found["sampling/truncation_logp_difference/mean"] == 0.25 and len(found) == 6
 
 
 def test_what_does_not_count() -> None:
