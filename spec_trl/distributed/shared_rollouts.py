@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..generation.engine.parked_rows import ParkedRows
@@ -29,10 +30,13 @@ class Sampled(NamedTuple):
     Args:
         tokens: token ids, EOS included.
         logprobs: of the tokens, in nats; empty if not needed.
+        support: `[tokens, ceil(vocabulary / 8)]` uint8 (:func:`~.support.pack`), of rows of this rank; None: not
+            needed.
     """
 
     tokens: list[int]
     logprobs: list[float]
+    support: Tensor | None = None
 
 
 @dataclass(frozen=True)

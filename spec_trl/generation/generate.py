@@ -58,12 +58,15 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
         logprobs: `[B, new]` float32, log-probabilities (nats) of sampled tokens under the processed target
             distribution; 0 after a row's end.
         lengths: `[B]` int64, generated tokens by row, EOS included.
+        supports: by row `[length, ceil(vocabulary / 8)]` uint8 on the host, the tokens that the processors kept
+            (:func:`~.support.pack`); Nones if not asked for.
         statistics: of the generation.
     """
 
     logprobs: Tensor | None = None
     lengths: Tensor | None = None
     statistics: SpeculationStatistics | None = None
+    supports: list[Tensor | None] | None = None
 
 
 @untraced
@@ -81,6 +84,7 @@ def speculative_decoding(
     request_ids: Sequence[int] | None = None,
     control: Control | None = None,
     make_queue: Callable[[list[Request]], RequestQueue] = RequestQueue,
+    keep_supports: bool = False,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Tensor:
     """Batched, lossless speculative decoding, as `generate(custom_generate=speculative_decoding)` calls it.
@@ -94,6 +98,7 @@ def speculative_decoding(
         request_ids: B ints that key the noise with the seed; by default 0..B. Equal seed and ids sample equal tokens.
         control: decides in every round when drafters draft; by default made from the config.
         make_queue: makes the queue. Rows that another rank of a :class:`~.SharedPool` decodes have a length of 0.
+        keep_supports: whether to return supports; no row may move to another rank then.
         model_kwargs: `attention_mask` and other inputs that `generate` prepares.
 
     Returns:
@@ -120,7 +125,7 @@ def speculative_decoding(
             copied = 0 if autocast_dtype(model.device) is None else copied_bytes(runner.network)
             # Tried without media: a family's forward reads such a prompt alone, whatever other rows there are.
             exact = exactness(call.snapshot, model, config, runner.network)
-        rollout = _rollout(call, capacity, drafters, control, runner, copied, make_queue)
+        rollout = _rollout(call, capacity, drafters, control, runner, copied, make_queue, keep_supports)
         completions, statistics = _run(rollout, session)
         statistics.exact, statistics.copied_bytes = exact, copied
         statistics.setup_seconds = time.perf_counter() - began - statistics.seconds
@@ -141,6 +146,7 @@ def _rollout(
     runner: EagerRunner,
     copied: int,
     make_queue: Callable[[list[Request]], RequestQueue],
+    keep_supports: bool,
 ) -> Rollout:
     """Makes the rollout of `call`; draws a seed if the config has none. `copied`: bytes of copied weights."""
     device, settings = call.model.device, call.settings
@@ -164,9 +170,10 @@ def _rollout(
         ends = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)  # as generate asks
         make = partial(RolloutInStep, padding=call.padding if ends else None)
     prefixes = PrefixView(rows, call.input_ids)
+    pipeline = LogitsPipeline(call.processors, prefixes, len(call.prompts))
+    pipeline.keeps_support = keep_supports
     return make(
-        queue, runner, drafters, control, rows,
-        LogitsPipeline(call.processors, prefixes, len(call.prompts)),
+        queue, runner, drafters, control, rows, pipeline,
         Stopping(call.criteria, prefixes),
         do_sample=call.do_sample,
         rejection=call.rejects,
@@ -213,5 +220,6 @@ def _assemble(
     if not call.settings.return_dict_in_generate:
         return sequences
     return SpeculativeOutput(
-        sequences=sequences, logprobs=logprobs.to(device), lengths=lengths.to(device), statistics=statistics
-    )
+        sequences=sequences, logprobs=logprobs.to(device), lengths=lengths.to(device), statistics=statistics,
+        supports=[None if done is None else done.support for done in completions],
+    )  # fmt: skip

@@ -38,6 +38,7 @@ CHAINS = "several chains per row"
 NOT_AHEAD, LEARNING_MODEL = "drafters that cannot draft ahead", 'tts.drafter="model" or specactor.draft_ranks'
 STATES, MEDIA = "a model with states of convolutions or scans", "prompts with images"
 ADAPTATION, EXACT_LOGPROBS, SHARDED = "drafter_adaptation=True", "exact_logprobs=True", "FSDP or ZeRO-3"
+OVER_SUPPORT = 'logprobs_over="support"'
 NOT_ADAPTED = "torch_compile=True", "torch.nn.DataParallel", SHARDED
 _EXACTLY, _NO_RANKS = 'Use verification="exact"', "Set specactor.draft_ranks=0"
 _IN_TURNS = 'Set specactor.decoupled_execution="never"'
@@ -111,6 +112,13 @@ REFUSALS = [
                                  (SHARDED, "weights are whole only in forwards"),
                                  ("routers' loss", "it reads the routers' logits; set router_aux_loss_coef=0"),
                                  ("AWQ", "the copy reads the layers' inputs in the loss's forward"))),
+        *((OVER_SUPPORT, other, because, 'Set logprobs_over="vocabulary"')
+          for other, because in (("a loss without log-probabilities", "nothing would read them"),
+                                 ("rollout_func", "the engine does not sample"),
+                                 (MEDIA, "it reads text alone"),
+                                 ("another distribution", "the loss has its temperature and filters alone"))),
+        (OVER_SUPPORT, "several ranks that share rollouts", "supports stay on the rank that samples",
+         'Set rollout_sharing="own"'),
     )
 ]  # fmt: skip
 """Two features by name, the reason, and a remedy."""

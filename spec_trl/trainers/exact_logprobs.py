@@ -9,12 +9,13 @@ as under gradient checkpointing, with its ordinary gradient.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel, TemperatureLogitsWarper
 
 from ..generation.engine.forwards.runner import EagerRunner
 from ..generation.engine.forwards.runner_choice import exactness, runner_for
@@ -26,8 +27,10 @@ from ..generation.engine.network.snapshot import snapshot_of
 from ..generation.engine.requirements import policy_in
 from ..generation.engine.rows import Request, Rows
 from ..generation.engine.sampling.noise import token_logprobs, widen
+from ..generation.engine.sampling.support import unpack
 from ..generation.options import SpeculativeConfig
 from ..generation.session import Session
+from .sampled_support import SampledSupport
 
 
 class ExactLogprobs:
@@ -38,6 +41,7 @@ class ExactLogprobs:
         accelerator: of the training.
         config: of rollouts.
         processors: of rollouts; each acts on one position at a time.
+        support: of the sampled tokens, in place of the processors but for the temperature; None: there is none.
 
     Raises:
         ValueError: sampler and training could differ.
@@ -49,15 +53,19 @@ class ExactLogprobs:
         accelerator: Accelerator,
         config: SpeculativeConfig,
         processors: Iterable[LogitsProcessor] | None,
+        support: SampledSupport | None = None,
     ) -> None:
         policy = policy_in(model)
         with accelerator.autocast():
             exact = exactness(snapshot_of(policy), policy, replace(config, exact="auto"), policy)
         if exact is not True:
             raise _refusal(f"{type(policy).__name__} is not exact on this machine: {exact}")
-        self._accelerator, self._config, self._processors = accelerator, config, list(processors or ())
+        self._accelerator, self._config, self._support = accelerator, config, None
+        kinds = LogitsProcessor if support is None else TemperatureLogitsWarper
+        self._processors = [one for one in processors or () if isinstance(one, kinds)]
         self._beside: list[tuple[None, ...] | None] = _returned_beside(policy)
         self._rehearse(model)
+        self._support = support
 
     def _rehearse(self, model: nn.Module) -> None:
         """Scores four tokens, with a gradient, by layers that return stored states."""
@@ -83,9 +91,12 @@ class ExactLogprobs:
         """Replaces TRL's `_get_per_token_logps_and_entropies`: log-probabilities in nats, and entropies if requested,
         `[B, n]` each, of the last n = `logits_to_keep` columns of `input_ids` `[B, T]`."""
         policy, size, parts = policy_in(self._accelerator.unwrap_model(model)), batch_size or len(input_ids), []
-        for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
+        supports: Sequence[Tensor | None] = [None] * -(-len(input_ids) // size)
+        if self._support is not None:
+            supports = self._support.of_columns(logits_to_keep).split(size)
+        for ids, mask, packed in zip(input_ids.split(size), attention_mask.split(size), supports, strict=True):
             with self._accelerator.autocast():
-                logprobs, states = self._read(policy, ids, mask, logits_to_keep)
+                logprobs, states = self._read(policy, ids, mask, logits_to_keep, packed)
                 labels = ids.masked_fill(mask == 0, -100)[:, -logits_to_keep:]  # [B, n]
                 logprobs, entropies = logprobs.masked_fill(labels == -100, 0), None
                 if torch.is_grad_enabled() or compute_entropy:
@@ -93,16 +104,21 @@ class ExactLogprobs:
                         _returning(decoder_layers(policy), states, self._beside),
                         _before_completions(policy, logits_to_keep),
                     ):
-                        output = model(
-                            input_ids=ids, attention_mask=mask, position_ids=_positions(mask), shift_labels=labels,
-                            fused_lm_head=True,
-                        )  # fmt: skip
-                    logprobs, entropies = _Value.apply(output.log_probs, logprobs), output.entropy
+                        given = {"input_ids": ids, "attention_mask": mask, "position_ids": _positions(mask)}
+                        if self._support is None or packed is None:
+                            output = model(**given, shift_labels=labels, fused_lm_head=True)
+                            scored, entropies = output.log_probs, output.entropy
+                        else:
+                            logits = model(**given, use_cache=False).logits  # [B, n, V]
+                            scored, entropies = self._support.score(logits, ids, mask, packed)
+                    logprobs = _Value.apply(scored, logprobs)
             parts.append((logprobs, entropies))
         joined = [torch.cat(part) for part in zip(*parts, strict=True) if part[0] is not None]
         return joined[0], joined[1] if compute_entropy else None, None
 
-    def _read(self, policy: PreTrainedModel, ids: Tensor, mask: Tensor, width: int) -> tuple[Tensor, list[Tensor]]:
+    def _read(
+        self, policy: PreTrainedModel, ids: Tensor, mask: Tensor, width: int, packed: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
         """Returns log-probabilities `[B, width]`, and the inputs of the decoder layers after the first, `[B, T,
         hidden]` each; values at padding are undefined."""
         texts, is_real = ids[:, :-width].cpu(), mask[:, :-width].bool().cpu()  # one copy for all rows
@@ -113,7 +129,8 @@ class ExactLogprobs:
             family, capacity = Family.of(policy), Capacity(len(ids), columns)
             runner = runner_for(session, policy, family, self._config, capacity, exact=exact)
             try:
-                logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
+                process = partial(self._process, packed)
+                logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, process)
             except BaseException:
                 session.shadow = None  # the hooks that read its states may be on it
                 raise
@@ -121,10 +138,14 @@ class ExactLogprobs:
         positions = _positions(mask)[..., None]  # [B, T, 1]
         return logprobs, [state.take_along_dim(positions, dim=1) for state in states]
 
-    def _process(self, scores: Tensor) -> Tensor:
+    def _process(self, packed: Tensor | None, scores: Tensor, rows: Tensor, first: int) -> Tensor:
+        flat = scores.flatten(0, 1)  # [b * q, V]
         for processor in self._processors:
-            scores = processor(torch.empty(len(scores), 0, dtype=torch.long), scores)
-        return scores
+            flat = processor(torch.empty(len(flat), 0, dtype=torch.long), flat)
+        scores = flat.view(scores.shape)
+        if packed is None:
+            return scores
+        return scores.masked_fill(~unpack(packed[rows, first : first + scores.shape[1]], scores.shape[2]), -torch.inf)
 
 
 def _refusal(reason: str) -> ValueError:
@@ -269,7 +290,7 @@ def read_completions(
     prompts: Sequence[Tensor],
     completions: Tensor,
     layers: Sequence[int],
-    process: Callable[[Tensor], Tensor],
+    process: Callable[[Tensor, Tensor, int], Tensor],
 ) -> tuple[Tensor, list[Tensor]]:
     """Log-probabilities of `completions`, and hidden states.
 
@@ -278,7 +299,8 @@ def read_completions(
         prompts: `[length]` int64 each. Equal prompts are read once.
         completions: `[B, n]` int64, n > 0. Padding is read like any token.
         layers: whose inputs are returned, in transformers' count (:func:`keep_states`).
-        process: the logits processors of a generation, on `[m, vocabulary]` scores.
+        process: the logits processors of a generation, on scores `[b, q, vocabulary]` of the rows `[b]` int64, in the
+            order of prompts, at their tokens from a first one on.
 
     Returns:
         `[B, n]` float32 in nats, and for each of `layers` `[B, columns, hidden]`, by position; values at a row's last
@@ -297,8 +319,9 @@ def read_completions(
     def split(features: Tensor) -> tuple[Tensor, ...]:
         return features.chunk(len(layers), dim=-1)  # [b, q, hidden] each
 
-    def score(logits: Tensor, tokens: Tensor) -> Tensor:
-        return token_logprobs(process(widen(logits).flatten(0, 1)).view(logits.shape), tokens).float()  # [b, q]
+    def score(logits: Tensor, first: int) -> Tensor:
+        part = tokens[:, first : first + logits.shape[1]]  # [b, q]
+        return token_logprobs(process(widen(logits), order, first), part).float()  # [b, q]
 
     if layers:
         runner.listen(layers, store)
@@ -313,13 +336,13 @@ def read_completions(
     rows.write(0, tokens)
     for state in states:
         state[order[admission.followers]] = state[order[admission.sources]]
-    scores = [score(logits[[*admission.first_token_rows.values()]], tokens[:, :1])]
+    scores = [score(logits[[*admission.first_token_rows.values()]], 0)]
     most = max(_LOGITS // (len(prompts) * logits.shape[2]), 1)
     for first in range(0, length - 1, most):
         count = min(most, length - 1 - first)
         logits = runner.forward(rows.window(first, count), rows.columns_after(first, count), columns)
         runner.cache.commit([count] * len(prompts))
-        scores.append(score(logits, tokens[:, first + 1 : first + 1 + count]))
+        scores.append(score(logits, first + 1))
     logprobs = torch.empty(completions.shape)
     logprobs[order] = torch.cat(scores, dim=1)
     return logprobs, states

@@ -13,7 +13,16 @@ from transformers import GenerationConfig, Trainer
 
 from ..drafter_training.adaptation import ADAPTABLE, AdaptationOptions
 from ..generation.options import SpeculativeConfig, place_of
-from ..generation.refusals import ADAPTATION, EXACT_LOGPROBS, LEARNING_MODEL, RANKS, Asked, check, of_drafting
+from ..generation.refusals import (
+    ADAPTATION,
+    EXACT_LOGPROBS,
+    LEARNING_MODEL,
+    OVER_SUPPORT,
+    RANKS,
+    Asked,
+    check,
+    of_drafting,
+)
 from ..generation.registry import assistant_of, strategies
 from ..json_files import jsonable
 from ..value_checks import did_you_mean, document, option, require_choice, require_folder_or_id, require_value
@@ -74,6 +83,11 @@ class RolloutOptions(TrainerConfig):
     exact_logprobs: bool = option(
         False, "The loss has the sampler's log-probabilities, bit for bit, on a CPU. False: TRL's forward."
     )
+    logprobs_over: str = option(
+        "vocabulary",
+        'The loss\'s log-probabilities are over the whole "vocabulary", as in TRL, or over the "support": the tokens '
+        "that top-k, top-p and min-p kept when the token was sampled.",
+    )
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -106,6 +120,7 @@ class RolloutOptions(TrainerConfig):
         require_choice("assistant_strategy", self.assistant_strategy, strategies())
         require_value("exact_logprobs", self.exact_logprobs, [bool])
         require_choice("rollout_sharing", self.rollout_sharing, ("pool", "own"))
+        require_choice("logprobs_over", self.logprobs_over, ("vocabulary", "support"))
         config = self.rollout_config()
         if not isinstance(self.assistant_model, str | nn.Module | None):
             raise ValueError(
@@ -155,6 +170,7 @@ class RolloutOptions(TrainerConfig):
             ADAPTATION: self.adaptation is not None and bool(learned),
             "several learned drafters": len(learned) > 1 and f"the drafters {learned}",
             EXACT_LOGPROBS: self.exact_logprobs,
+            OVER_SUPPORT: self.logprobs_over == "support",
             "torch_compile=True": self.torch_compile,
         }
 

@@ -40,6 +40,8 @@ class RunHeader:
         profile: path of the roofline profile, if there is one.
         calibration_seconds: spent before the first rollout on a profile and a draft ladder, or else on a probe of the
             machine.
+        not_compared: why the sampler's log-probabilities are not compared with the loss's; None: they are, or the
+            trainer is none of ours.
     """
 
     kind: Literal["header"] = "header"
@@ -52,6 +54,7 @@ class RunHeader:
     settings: dict[str, Any] = field(default_factory=dict)
     profile: str | None = None
     calibration_seconds: float = 0.0
+    not_compared: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,7 @@ class RolloutRecord:
         moved_rows: number of rows that moved from rank to rank.
         drafter_updates: of a drafter that learns while it drafts; None: none learns.
         drafter_update_seconds: time that decoding waited for these updates.
+        not_exact: values of `exact` of its calls, as texts, but for True.
     """
 
     kind: Literal["rollout"] = "rollout"
@@ -121,6 +125,7 @@ class RolloutRecord:
     drafter_update_seconds: float = 0.0
     rank_seconds: list[float] = field(default_factory=list)
     moved_rows: int = 0
+    not_exact: list[str] = field(default_factory=list)
 
     @property
     def speedup(self) -> float:
@@ -142,6 +147,9 @@ class StepRecord:
         step: counts from 1.
         phases: seconds of "rollout", "reward", "logprobs", "adaptation", "update", "other".
         reward: mean reward, if there was one.
+        sampler_distance: largest distance of the sampler's log-probabilities from the loss's, in nats, over all ranks
+            and micro-batches; None: no token was compared.
+        compared: number of these tokens.
     """
 
     kind: Literal["step"] = field(default="step", kw_only=True)
@@ -149,6 +157,8 @@ class StepRecord:
     seconds: float
     phases: dict[str, float]
     reward: float | None
+    sampler_distance: float | None = None
+    compared: int = 0
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from .prompt_media import media_inputs
 from .rollout_memory import KeptGraphs, whole_weights
 from .rollout_options import RolloutOptions
 from .run_log import Mode
+from .sampled_support import SUPPORT, SampledSupport
+from .sampler_mismatch import SamplerMismatch, changed_by
 from .saved_heads import head_of, keep_heads
 from .step_totals import StepClock
 from .trainer_checks import asked, check_attributes, check_drawn, check_methods, check_trainer
@@ -71,7 +73,13 @@ class SpeculativeRollouts(TrainerOfTRL):
         self._processors = check_trainer(self, config, features)
         adapts = args.adaptation is not None and not any(features[name] for name in NOT_ADAPTED)
         parks = bool(getattr(self, "tools", None))
-        self._speculator = TrainerSpeculator(args, self.accelerator, self._whole_policy, adapts, parks)
+        scores = "_get_per_token_logps_and_entropies" not in self.lacking
+        self._mismatch = SamplerMismatch(self.accelerator, args, self._processors, scores)
+        keeps = args.logprobs_over == "support" and changed_by(self._processors or (), args.temperature) is not None
+        self._support = SampledSupport(self.accelerator, args.temperature) if keeps else None
+        self._speculator = TrainerSpeculator(
+            args, self.accelerator, self._whole_policy, adapts, parks, self._mismatch.not_compared, keeps
+        )
         self._drafted_step = -1  # optimizer steps at the newest rollout; -1: weights may have changed without a step
         self._resumed_from: str | None = None
         self._attempts = 0  # of a `train`, restarted with a smaller batch under auto_find_batch_size
@@ -79,7 +87,7 @@ class SpeculativeRollouts(TrainerOfTRL):
         self._graphs = KeptGraphs(config.keep_graphs, self.accelerator.device, in_place)
         self._exact: ExactLogprobs | None = None
         if args.exact_logprobs:
-            self._exact = ExactLogprobs(self.model, self.accelerator, config, self._processors)
+            self._exact = ExactLogprobs(self.model, self.accelerator, config, self._processors, self._support)
         self._clock = StepClock(self.accelerator.device, self._log_step, self._begin_attempt)
         self.add_callback(self._clock)
         speculator = ref(self._speculator)
@@ -97,6 +105,8 @@ class SpeculativeRollouts(TrainerOfTRL):
                 result = super().train(checkpoint, *args, **kwargs)
         finally:
             self._drafted_step = -1
+            if self._speculator.certificate is not None:
+                self._speculator.certificate.write()
         verdict = self._speculator.verdict
         if self.accelerator.is_main_process and verdict.rollouts:
             print(f"spec_trl verdict: {verdict}")
@@ -107,6 +117,8 @@ class SpeculativeRollouts(TrainerOfTRL):
         self._attempts += 1
         if self._attempts > 1:  # memory ended in the one before
             self._graphs.free(self.model)
+        if self._speculator.certificate is not None:
+            self._speculator.certificate.begin(step, self._resumed_from)
         if self._resumed_from is None:
             return
         batches = self.callback_handler.train_dataloader.batch_sampler
@@ -119,6 +131,8 @@ class SpeculativeRollouts(TrainerOfTRL):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         self._clock.end("prepare")
+        if self._support is not None:
+            self._support.rows = inputs[SUPPORT]
         speculator = self._speculator
         with ExitStack() as watched:
             if speculator.activations is not None:  # AWQ: the next refresh scales by the inputs of projections
@@ -143,13 +157,18 @@ class SpeculativeRollouts(TrainerOfTRL):
             return super()._calculate_rewards(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        score = self._exact or super()._get_per_token_logps_and_entropies
+        score = self._exact or self._support or super()._get_per_token_logps_and_entropies
         with self._clock.phase("logprobs") if not torch.is_grad_enabled() else nullcontext():
             return score(*args, **kwargs)
 
     def _log_step(self, step: int, seconds: float, phases: dict[str, float]) -> None:
         rewards = self._metrics["train"].get("reward")
-        self._speculator.log_step(self.model, step, seconds, phases, rewards[-1] if rewards else None)
+        reward = rewards[-1] if rewards else None
+        self._speculator.log_step(self.model, step, seconds, phases, reward, self._mismatch.take())
+
+    def _log_mismatch(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
 
     # ---- a rollout --------------------------------------------------------------------------------------------------
 
@@ -166,7 +185,13 @@ class SpeculativeRollouts(TrainerOfTRL):
             for name, value in self._speculator.finish(self.model).items():
                 self._metrics[mode][f"rollout/{name}"].append(value)
         self._speculator.counts[mode] += 1
+        if self._support is not None:
+            self._support.take(result[0], result[1], self._speculator.supports)
         return result
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        return output if self._support is None else output | {SUPPORT: self._support.rows}
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict[str, Any], *rest: Any, **more: Any

@@ -14,6 +14,7 @@ from ..generation.engine.drafter import Drafter
 from ..generation.options import SpeculativeConfig
 from ..generation.strategies import policy_copies
 from ..hardware import hardware_name
+from .certificate import Certificate
 from .run_log import LOG_FILE, Mode, PlainCall, Record, RolloutRecord, RunHeader, RunLog, StepRecord
 from .run_verdict import Verdict
 from .step_totals import RolloutSums, metrics
@@ -30,7 +31,10 @@ class Speculator:
             are.
         verdict: whether the rollouts of the newest part of the run gained from drafts, in a sentence.
         log: None without a folder.
+        certificate: None: another process writes it, or the trainer is none of ours.
     """
+
+    certificate: Certificate | None = None
 
     def __init__(self, strategy: str, config: SpeculativeConfig, folder: Path | str | None) -> None:
         self._strategy, self._config, self._folder = strategy, config, folder
@@ -62,9 +66,17 @@ class Speculator:
         self._append(record, policy)
         return record, metrics(record, bool(policy_copies(drafters)), several_chains=self._strategy == "best_of_n")
 
-    def log_step(self, policy: Any, step: int, seconds: float, phases: dict[str, float], reward: float | None) -> None:
-        """Logs an optimizer step; the arguments are those of :class:`StepRecord`."""
-        self._append(StepRecord(step, seconds, phases, reward), policy)
+    def log_step(
+        self,
+        policy: Any,
+        step: int,
+        seconds: float,
+        phases: dict[str, float],
+        reward: float | None,
+        compared: tuple[float | None, int] = (None, 0),
+    ) -> None:
+        """Logs an optimizer step; the arguments are those of :class:`StepRecord`, the last two of them as one."""
+        self._append(StepRecord(step, seconds, phases, reward, *compared), policy)
 
     def log_plain_call(self, policy: Any, reason: str) -> None:
         self._append(PlainCall(reason), policy)
@@ -76,6 +88,8 @@ class Speculator:
             self.verdict.add(one)
             if self.log is not None:
                 self.log.append(one)
+            if self.certificate is not None:
+                self.certificate.add(one)
 
     def _header(self, policy: Any, **more: Any) -> RunHeader:
         return RunHeader(

@@ -118,7 +118,7 @@ class RolloutSums:
         self.summed: dict[str, Any] = {"requests": 0}
         self.longest: dict[str, Any] = {"seconds": 0.0}
         self.own: dict[str, Any] = {"rounds": 0, "explained": []}
-        self.add(SpeculationStatistics("", plain_seconds=0.0), 0, 0.0)
+        self.add(SpeculationStatistics("", exact=True, plain_seconds=0.0), 0, 0.0)
         self.own["explained"] = []
 
     def add(
@@ -139,7 +139,7 @@ class RolloutSums:
             "draft_length_sum": sum(point.rounds * point.draft_length for point in statistics.points),
             "drafter_updates": learning.updates, "per_depth": statistics.per_depth, "tallies": statistics.tallies,
             "race_wins": {} if statistics.best_of_n is None else statistics.best_of_n.wins,
-            "moved_rows": 0 if pool is None else pool.taken_over,
+            "moved_rows": 0 if pool is None else pool.taken_over, "not_exact": dict.fromkeys(_inexact(statistics), 1),
         }  # fmt: skip
         longest = {
             "seconds": seconds, "setup_seconds": statistics.setup_seconds, "refresh_seconds": 0.0,
@@ -212,6 +212,7 @@ class RolloutSums:
             tokens=summed.tokens, requests=summed.requests, race_wins=summed.race_wins, moved_rows=summed.moved_rows,
             per_depth=dict(sorted(summed.per_depth.items())),
             drafter_updates=summed.drafter_updates if "tts" in drafted_by else None,
+            not_exact=list(summed.not_exact),
             rank_seconds=self.rank_seconds, **own, **longest,
         )  # fmt: skip
 
@@ -243,6 +244,11 @@ def metrics(record: RolloutRecord, refreshes: bool, several_chains: bool) -> dic
         logged |= {f"race_wins_{name}": record.race_wins.get(name, 0) for name in record.drafted_by}
     # TRL averages over a logging window: one rollout without drafts must not make the average NaN.
     return {name: value for name, value in logged.items() if value is not None}
+
+
+def _inexact(statistics: SpeculationStatistics) -> list[str]:
+    exact = statistics.exact
+    return exact if isinstance(exact, list) else [] if exact else ["exactness was not tried"]
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -43,14 +43,14 @@ from ..native.cpu_products import DTYPES
 from ..native.native_code import compiler
 from ..papers import load
 from .prompt_media import check_media, of_media
-from .sampler_mismatch import is_comparable
+from .sampler_mismatch import FILTERS, changed_by
 
 
 KNOWN = "trl 1.16 and transformers 5.17 to 5.24"
 _REMEDY = "Install trl>=1.16,<1.17, or a spec_trl that knows the installed version."
 OVERRIDDEN = (
-    "_calculate_rewards", "_generate", "_generate_single_turn", "_get_per_token_logps_and_entropies",
-    "_tool_call_loop", "compute_loss", "save_model", "train", "training_step",
+    "_calculate_rewards", "_generate", "_generate_and_score_completions", "_generate_single_turn",
+    "_get_per_token_logps_and_entropies", "_tool_call_loop", "compute_loss", "save_model", "train", "training_step",
 )  # fmt: skip
 """Methods that the trainer overrides, and calls."""
 _CALLED = ("_tokenize_prompts",)
@@ -116,6 +116,8 @@ def asked(trainer: Any, config: SpeculativeConfig) -> dict[str, Asked]:
         SHARDED: (dist.zero_stage == 3 and "DeepSpeed ZeRO-3") or (dist.is_fsdp and "FSDP"),
         "tools": bool(getattr(trainer, "tools", None)),
         "rollout_func": not generates,
+        "a loss without log-probabilities": "_get_per_token_logps_and_entropies" in trainer.lacking,
+        "several ranks that share rollouts": args.rollout_sharing == "pool" and trainer.accelerator.num_processes > 1,
     }
     if generates:
         datasets = {name: vars(trainer)[name] for name in ("train_dataset", "eval_dataset")}
@@ -124,7 +126,6 @@ def asked(trainer: Any, config: SpeculativeConfig) -> dict[str, Asked]:
     if args.exact_logprobs:
         layers = (name for name, layer in policy.named_modules() if isinstance(layer, nn.Dropout) and layer.p > 0)
         found |= {
-            "a loss without log-probabilities": "_get_per_token_logps_and_entropies" in trainer.lacking,
             "a policy outside of a CPU": device.type != "cpu" and f"a policy on {device}",
             "no C++ compiler": compiler() is None,
             "another dtype": policy.dtype not in DTYPES and f"a policy in {policy.dtype}",
@@ -159,7 +160,9 @@ def check_trainer(trainer: Any, config: SpeculativeConfig, features: Features) -
             load("papers.efficient_rollout.profile").Profile.load(profile)
         for name in ("train_dataset", "eval_dataset"):
             check_dataset(policy, settings, name, vars(trainer)[name], trainer._tokenize_prompts)
-    check({**features, "another distribution": not is_comparable(processors or (), args.temperature)})
+    over_support = args.logprobs_over == "support"
+    other = changed_by(processors or (), args.temperature, FILTERS if over_support else ())
+    check({**features, "another distribution": other or False})
     return processors
 
 

@@ -34,6 +34,7 @@ from ..generation.strategies import copy_again, make_control, make_drafters, pol
 from ..hardware import hardware_name
 from ..papers import Calibration, load
 from ..quantization.awq import ActivationStatistics
+from .certificate import Certificate
 from .checkpoint import DraftLengthState, RankState, RolloutState, only_for_speed
 from .rollout_options import RolloutOptions
 from .run_log import Mode, RunHeader
@@ -70,8 +71,11 @@ class TrainerSpeculator(Speculator):
         weights: entered for a turn; yields the policy with whole weights, under the autocast of the training.
         adapts: whether a learned drafter is trained along.
         parks: whether rollouts may have several turns, with K/V of rows stored in between.
+        not_compared: see :class:`RunHeader`.
+        keep_supports: whether to store the tokens that the processors kept.
 
     Attributes:
+        supports: of this rank's rows in the newest rollout, by global row.
         drafters: made at the first rollout.
         adaptation: of a learned drafter; None: none is trained along.
         activations: inputs of projections, for AWQ.
@@ -84,10 +88,16 @@ class TrainerSpeculator(Speculator):
         weights: Callable[[], AbstractContextManager[PreTrainedModel]],
         adapts: bool,
         parks: bool,
+        not_compared: str | None,
+        keep_supports: bool,
     ) -> None:
         folder = args.output_dir if accelerator.is_main_process else None
         config = args.rollout_config()
         super().__init__(args.assistant_strategy, config, folder)
+        if folder is not None:
+            self.certificate = Certificate(folder, accelerator.mixed_precision)
+        self._not_compared, self._keep_supports = not_compared, keep_supports
+        self.supports: dict[int, list[tuple[int, Tensor]]] = {}
         rank, ranks = accelerator.process_index, accelerator.num_processes
         self._args, self._accelerator, self._weights, self._adapts = args, accelerator, weights, adapts
         self._draft_ranks, decoding = None, ranks
@@ -120,6 +130,7 @@ class TrainerSpeculator(Speculator):
     def begin(self, mode: Mode, step: int) -> None:
         self._begin(mode, step)
         self._sharing.begin()
+        self.supports = {}
 
     def refresh(self) -> None:
         self._is_stale = True  # a copy is requantized when it drafts (ER Algorithm 1, line 3)
@@ -163,6 +174,9 @@ class TrainerSpeculator(Speculator):
             if isinstance(drafter, HistoryDrafter):
                 for place in completions.keys() - decoded.keys():
                     drafter.remember(turn.prompts[place], completions[place].tokens)
+        for place in turn.own:
+            if (support := completions[place].support) is not None:
+                self.supports.setdefault(turn.rows[place], []).append((len(turn.prompts[place]), support))
         return [completions[place] for place in turn.own]
 
     def _decode(
@@ -207,11 +221,13 @@ class TrainerSpeculator(Speculator):
                     request_ids=self._request_ids([turn.rows[place] for place in turn.decoded]),
                     control=control,
                     make_queue=self._sharing.make_queue(turn, rows),
+                    keep_supports=self._keep_supports,
                 )
-            answers = zip(turn.decoded, output.sequences, output.logprobs, output.lengths.tolist(), strict=True)
+            lengths = output.lengths.tolist()
+            answers = zip(turn.decoded, output.sequences, output.logprobs, lengths, output.supports, strict=True)
             decoded = {
-                place: Sampled(row[width : width + count].tolist(), logprobs[:count].tolist())
-                for place, row, logprobs, count in answers
+                place: Sampled(row[width : width + count].tolist(), logprobs[:count].tolist(), support)
+                for place, row, logprobs, count, support in answers
                 if count  # rows of other ranks are empty
             }
             seconds = time.perf_counter() - started
@@ -248,7 +264,7 @@ class TrainerSpeculator(Speculator):
         profile = None if self._profile is None else str(Path(self._args.output_dir) / PROFILE_FILE)
         return super()._header(
             policy, hardware=hardware_name(self._accelerator.device), settings=self._args.settings(),
-            profile=profile, calibration_seconds=seconds, **more,
+            profile=profile, calibration_seconds=seconds, not_compared=self._not_compared, **more,
         )  # fmt: skip
 
     # ---- drafters and control ---------------------------------------------------------------------------------------
@@ -369,6 +385,8 @@ class TrainerSpeculator(Speculator):
             RolloutState(self.counts, now or self._saved_lengths).save(folder)
             if self.adaptation is not None:
                 self.adaptation.save_state(folder)
+        if self.certificate is not None:
+            self.certificate.write()
         memories = {drafter.strategy: memory for drafter in self.drafters if (memory := drafter.state_dict())}
         ledger = self._control.state_dict() if isinstance(self._control, Planner) else self._saved.ledger
         RankState(memories, ledger).save(folder, self._accelerator.process_index)

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from ..distributed.shared_rollouts import Sampled
 from .rollout_options import RolloutOptions
-from .sampler_mismatch import SamplerMismatch
 from .speculative_rollouts import SpeculativeRollouts
 
 
@@ -28,10 +29,11 @@ class SpecGRPOTrainer(SpeculativeRollouts, GRPOTrainer):
     """[`~trl.GRPOTrainer`] with lossless speculative rollouts (EfficientRollout, Algorithm 1).
 
     The drafter follows the policy. In every decoding round the planner decides by the times of earlier rounds, and a
-    calibrated roofline if there is one, whether to draft and how far. Rollouts and
-    steps are logged in `output_dir/rollout_log.jsonl`, which `spec-trl report` draws; `train` ends with a line that
-    says whether drafting helped. With exact verification completions, losses and weights are those of
-    `assistant_strategy="none"`. With a `rollout_func`, which generates by itself, nothing is drafted.
+    calibrated roofline if there is one, whether to draft and how far. Rollouts and steps are logged in
+    `output_dir/rollout_log.jsonl`, which `spec-trl report` draws; `output_dir/certificate.json` says how far sampler
+    and loss were apart; `train` ends with a line that says whether drafting helped. With exact verification
+    completions, losses and weights are those of `assistant_strategy="none"`. With a `rollout_func`, which generates by
+    itself, nothing is drafted.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or `PeftModel`): the policy.
@@ -50,12 +52,10 @@ class SpecGRPOTrainer(SpeculativeRollouts, GRPOTrainer):
         self, model: Any, reward_funcs: Any = None, args: SpecGRPOConfig | None = None, *rest: Any, **kwargs: Any
     ) -> None:
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
-        self._mismatch = SamplerMismatch(self.accelerator, self.args, self._processors)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, self._mismatch.for_the_loss(inputs), *args, **kwargs)
-        for name, value in self._mismatch.metrics(inputs).items():
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
+        self._log_mismatch(self._mismatch.metrics(inputs, self.model.training))
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,6 +94,26 @@ class SpecRLOOTrainer(SpeculativeRollouts, RLOOTrainer):
         self, model: Any, reward_funcs: Any, args: SpecRLOOConfig | None = None, *rest: Any, **kwargs: Any
     ) -> None:
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        self._sampled: list[Tensor] = []  # log-probabilities of a rollout's completions, [tokens] each, not compared
+
+    def _in_turn(self, completions: list[Sampled]) -> Any:
+        self._sampled = [torch.tensor(sampled.logprobs) for sampled in completions]
+        return super()._in_turn(completions)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        scores = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
+        sampled, self._sampled = self._sampled, []
+        # TRL drops the sampler's. Its first scores after a rollout are the old policy's, of all rows in their order.
+        if sampled and self._mismatch.is_logged:
+            mask = attention_mask[:, -scores[0].shape[1] :]  # [B, n]
+            padded = torch.zeros(scores[0].shape)  # [B, n]
+            for row, logprobs in zip(padded, sampled, strict=True):
+                row[: len(logprobs)] = logprobs
+            padded = padded.to(mask.device)
+            self._log_mismatch(self._mismatch.compare(scores[0], padded, mask, self.model.training))
+        return scores
 
 
 @dataclass

@@ -31,7 +31,7 @@ from tests.generation.engine.network.test_image_prompts import batch
 from tests.generation.races import random_plans
 from tests.papers.specactor.decoupled.scripted import Chance, InTurn
 from tests.tiny_vision import make as vision
-from tests.trainers.harness import hybrid_policy, make_run, tiny_policy
+from tests.trainers.harness import OTHERS, hybrid_policy, make_run, tiny_policy
 
 
 GPU, PROMPTS = torch.device("cuda", 0), pad_left(random_rows([4, 6]))
@@ -77,7 +77,7 @@ def arguments(kind: type[SpecGRPOConfig] = SpecGRPOConfig, **given: Any) -> Spec
 def trainer(args: dict[str, Any] | None = None, policy: Callable[[], nn.Module] | None = None, **facts: Any) -> Door:
     """A trainer with these arguments, policy and other attributes."""
     dist = {name: facts.pop(name, value) for name, value in DIST.items()}
-    place = SimpleNamespace(device=facts.pop("device", torch.device("cpu")))
+    place = SimpleNamespace(device=facts.pop("device", torch.device("cpu")), num_processes=facts.pop("ranks", 1))
 
     def door(*_: Any) -> None:
         of = SimpleNamespace(
@@ -122,6 +122,7 @@ def speculate(strategy: str = "self", **given: Any) -> Door:
 
 
 REJECTS, EXACT = {"verification": "rejection"}, {"exact_logprobs": True}
+SUPPORT = {"logprobs_over": "support"}
 DECOUPLED = {"specactor": {"decoupled_execution": "always"}}
 RANK = {"specactor": {"draft_ranks": 1}}
 TWO = {"assistant_strategy": "best_of_n",
@@ -235,6 +236,13 @@ CASES: dict[str, list[Door]] = {
     "exact_logprobs=True x FSDP or ZeRO-3": [trainer(zero_stage=3)],
     "exact_logprobs=True x routers' loss": [trainer(aux_loss_enabled=True)],
     "exact_logprobs=True x AWQ": [trainer({"draft_quantization": "awq-w4-g128", **EXACT})],
+    'logprobs_over="support" x a loss without log-probabilities': [made(**OTHERS["distillation"], **SUPPORT)],
+    'logprobs_over="support" x rollout_func': [trainer(SUPPORT, rollout_func=print)],
+    'logprobs_over="support" x prompts with images': [images(**SUPPORT)],
+    'logprobs_over="support" x another distribution': [
+        made(**SUPPORT, repetition_penalty=1.1), made(**SUPPORT, generation_kwargs={"temperature": 0.5}),
+    ],
+    'logprobs_over="support" x several ranks that share rollouts': [trainer(SUPPORT, ranks=2)],
 }  # fmt: skip
 
 

@@ -72,6 +72,7 @@ RANK: dict[str, Any] = {"specactor": {"draft_ranks": 1}}
         ({"speculative_config": "x"}, "^speculative_config='x' is a str; pass a SpeculativeConfig or a dict"),
         ({"rollout_sharing": "all"}, "^rollout_sharing='all' is unknown; choose one of"),
         ({"exact_logprobs": "yes"}, "^exact_logprobs='yes' is no bool"),
+        ({"logprobs_over": "kept"}, "^logprobs_over='kept' is unknown; choose one of"),
         ({"drafter_adaptation": "maybe"}, "^drafter_adaptation='maybe' is no bool; pass True or False, or a dict"),
         ({"drafter_adaptation": {"learning_rate": 0.0}}, "^drafter_adaptation.learning_rate=0.0 is out of range"),
         ({"drafter_adaptation": {"hidden_weight": -1.0}}, "^drafter_adaptation.hidden_weight=-1.0 is out of range"),
@@ -160,7 +161,7 @@ CHOSEN = SpeculativeConfig(
 )  # fmt: skip
 OWN: dict[str, Any] = {
     "assistant_strategy": "best_of_n", "assistant_model": "some/drafter", "rollout_sharing": "own",
-    "drafter_adaptation": {"learning_rate": 2e-6}, "exact_logprobs": True,
+    "drafter_adaptation": {"learning_rate": 2e-6}, "exact_logprobs": True, "logprobs_over": "support",
 }  # fmt: skip
 
 

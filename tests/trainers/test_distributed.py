@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from spec_trl.json_files import read_json
 from spec_trl.papers.specactor.ladder import Ladder
+from spec_trl.trainers.certificate import CERTIFICATE_FILE, Content
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.ddp_job import look, same_batch, train_on_each_rank
 from tests.trainers.harness import Run, train
@@ -79,6 +81,18 @@ def test_metrics_are_summed_over_ranks(ranks: list[Run], alone: Run) -> None:
     tokens = sum(len(ids) for ids in alone.completions[0])
     seconds, rate = (ranks[0].metric(f"rollout/{name}")[0] for name in ("seconds", "tokens_per_second"))
     assert seconds * rate == pytest.approx(tokens)
+
+
+def test_one_certificate_of_all_ranks(folder: Path, ranks: list[Run], alone: Run) -> None:
+    ours, theirs = (
+        read_json(place / CERTIFICATE_FILE, Content, "certificate", "") for place in (folder / "rank0", alone.folder)
+    )
+    assert not (folder / "rank1" / CERTIFICATE_FILE).exists()
+    assert (ours.compared, ours.steps[0].drafted) == (theirs.compared, theirs.steps[0].drafted) and ours.accepted
+    largest = ranks[1].metric("sampling/sampling_logp_difference/max")  # of two micro-batches: TRL logs their mean
+    assert len(ours.steps) == len(largest) == 3
+    for step, mean in zip(ours.steps, largest, strict=True):
+        assert step.distance is not None and mean <= step.distance <= 2 * mean
 
 
 def test_ranks_agree_on_the_draft_length(ranks: list[Run], alone: Run) -> None:

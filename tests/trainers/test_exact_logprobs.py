@@ -46,8 +46,9 @@ def assert_equal_bits(run: Run, count: int) -> None:
         {},
         {"temperature": 0.7, "gradient_checkpointing": True, "per_device_train_batch_size": 4},
         {"num_iterations": 2, "max_steps": 4, "beta": 0.1} | LORA,
+        {"logprobs_over": "support", "top_p": 0.9, "top_k": 30, "temperature": 0.7, "num_iterations": 2},
     ],
-    ids=["plain", "another temperature, checkpointing, groups", "LoRA, old and reference policy"],
+    ids=["plain", "another temperature, checkpointing, groups", "LoRA, old and reference policy", "over supports"],
 )
 def test_sampler_and_trainer_agree_in_bits(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     """Also of drafted tokens, of prompts that several rows share, and where the policy has moved since the rollout."""
@@ -119,8 +120,9 @@ def difference_of_gradients(folder: Path, make: Callable[[bool], PreTrainedModel
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"gradient_checkpointing": True}, LORA, {"loss_type": "grpo", "top_entropy_quantile": 0.5}],
-    ids=["all weights", "checkpointing", "LoRA", "entropies"],
+    "options", [{}, {"gradient_checkpointing": True}, LORA, {"loss_type": "grpo", "top_entropy_quantile": 0.5},
+     {"top_p": 0.9, "logprobs_over": "support"}],
+    ids=["all weights", "checkpointing", "LoRA", "entropies", "over supports"],
 )  # fmt: skip
 def test_gradients_are_the_ordinary_ones(tmp_path: Path, options: dict[str, Any]) -> None:
     assert 0 < difference_of_gradients(tmp_path, lambda _: policy_of("float32"), **options) < 1e-4

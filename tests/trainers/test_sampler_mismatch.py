@@ -20,7 +20,7 @@ from transformers import (
 
 from spec_trl import SpecGRPOTrainer
 from spec_trl.trainers import sampler_mismatch
-from spec_trl.trainers.sampler_mismatch import SAMPLED, SamplerMismatch, is_comparable
+from spec_trl.trainers.sampler_mismatch import FILTERS, SAMPLED, SamplerMismatch, changed_by
 from tests.trainers.harness import Run, assert_same_training, roll_out, tiny_policy, train
 from tests.trainers.tool_task import add, conversations, make_chat_tokenizer
 
@@ -76,7 +76,7 @@ def test_a_forward_that_differs_shows(tmp_path: Path) -> None:
 def test_the_log_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """TRL masks completions by the sampler's log-probabilities where it has them: rounding would decide, here."""
     logged = train(tmp_path / "logged", **options)
-    monkeypatch.setattr(sampler_mismatch, "is_comparable", lambda *_: False)
+    monkeypatch.setattr(sampler_mismatch, "changed_by", lambda *_: "a test")
     alone = train(tmp_path / "alone", **options)
     assert logged.metric(DISTANCE + "mean") and not alone.metric(DISTANCE + "mean")
     assert_same_training(logged, alone)
@@ -100,13 +100,18 @@ def test_another_distribution_is_not_compared(tmp_path: Path) -> None:
     assert run.rewarded and not run.metric(f"eval_{DISTANCE}mean")
     others = (TopPLogitsWarper(0.9), MinPLogitsWarper(0.05), RepetitionPenaltyLogitsProcessor(1.1))
     half = TemperatureLogitsWarper(0.5)
-    assert is_comparable([half], 0.5) and not is_comparable([half], 1.0) and is_comparable([], 1.0)
-    assert not any(is_comparable([half, other], 0.5) for other in others)
+    assert changed_by([half], 0.5) is changed_by([], 1.0) is None
+    assert changed_by([half], 1.0) == "a temperature of 0.5 (the loss's is 1.0)"
+    for other in others:
+        assert changed_by([half, other], 0.5) == type(other).__name__
+        assert changed_by([half, other], 0.5, FILTERS) in (None, "RepetitionPenaltyLogitsProcessor")
 
 
 def metrics(mode: str = "sequence_mask", processors: Any = (), **inputs: Tensor) -> dict[str, float]:
     """Of a micro-batch of two completions, of three tokens and of one."""
-    arguments: Any = SimpleNamespace(vllm_importance_sampling_mode=mode, temperature=1.0)
+    arguments: Any = SimpleNamespace(
+        vllm_importance_sampling_mode=mode, temperature=1.0, logprobs_over="vocabulary"
+    )
     mismatch = SamplerMismatch(Accelerator(cpu=True), arguments, processors)
     given = {
         "completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]),
@@ -114,7 +119,11 @@ def metrics(mode: str = "sequence_mask", processors: Any = (), **inputs: Tensor)
     } | inputs
     assert (SAMPLED in mismatch.for_the_loss(given)) != mismatch.is_logged
     mismatch.forward = torch.tensor([[-1.5, -2.25, -1.5], [-0.25, -9.0, -9.0]])
-    return mismatch.metrics(given)
+    found = mismatch.metrics(given, trains=True)
+    counted = int((given["completion_mask"] * given.get("tool_mask", torch.tensor(1))).sum()) if found else 0
+    counted = counted if DISTANCE + "max" in found else 0  # the rest is a truncation's
+    assert mismatch.take() == (found.get(DISTANCE + "max"), counted) and mismatch.take() == (None, 0)
+    return found
 
 
 def test_figures() -> None:
@@ -126,6 +135,15 @@ def test_figures() -> None:
     for found, expected in ((by_token, logs.exp()), (by_sequence, rows.exp())):
         names = {name: getattr(expected, name)().item() for name in ("min", "mean", "max")}
         assert {name: found[RATIO + name] for name in names} == pytest.approx(names)
+
+
+def test_a_truncation_has_names_of_its_own() -> None:
+    """By token in any mode: over a completion its distances would add up."""
+    found = metrics(processors=[TopPLogitsWarper(0.9)])
+    ratios = torch.tensor([-0.5, -0.25, 0.0, 0.25]).exp()
+    expected = {name: getattr(ratios, name)().item() for name in ("min", "mean", "max")} | {"far": 0.75}
+    assert {name: found[f"sampling/truncation_ratio/{name}"] for name in expected} == pytest.approx(expected)
+    assert found["sampling/truncation_logp_difference/mean"] == 0.25 and len(found) == 6
 
 
 def test_what_does_not_count() -> None:

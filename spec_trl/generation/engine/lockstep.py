@@ -92,10 +92,12 @@ class RolloutInStep(Rollout):
         with the last one. Only drafts that the walk has reached count."""
         proposal, steps, batch = drafts.proposal, len(draws), len(ends)
         logprobs = [drawn.logprobs for drawn in draws if drawn.logprobs is not None]
+        kept = [drawn.kept for drawn in draws if drawn.kept is not None]
         drawn = Draw(
             torch.cat([drawn.tokens for drawn in draws], dim=1),
             torch.cat([drawn.scores for drawn in draws], dim=1),
             torch.cat(logprobs, dim=1) if logprobs else None,
+            kept=torch.cat(kept, dim=1) if kept else None,
         )
         drafted = np.where(self._ended, 0, proposal.drafted().cpu().numpy().clip(max=steps))  # [B]
         right = torch.stack(agrees, dim=1).cpu().numpy() if agrees else np.zeros((batch, 0), np.bool_)  # [B, n]

@@ -16,7 +16,9 @@ from torch import Tensor
 from ..planner.control import Chain, Control, PlainRounds, Tally, plain_rounds
 from .drafter import Drafter
 from .forwards.runner import EagerRunner
+from .kv.memory import sent
 from .rows import Integers, Request, Rows, prompt_key
+from .sampling.support import pack
 from .statistics import (
     DEPTH_EDGES,
     MOST_CHANGES,
@@ -38,10 +40,12 @@ ROUNDS_AT_ONCE = 128
 
 @dataclass(frozen=True)
 class Completion:
-    """Output of one request: tokens `[n]` int64, EOS included, and their logprobs `[n]` if requested."""
+    """Output of one request: tokens `[n]` int64, EOS included, and if requested their logprobs `[n]` and supports `[n,
+    bytes]` (:func:`~.support.pack`), these on the host."""
 
     tokens: Tensor
     logprobs: Tensor | None
+    support: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,8 @@ def on_host(completions: Sequence[Completion]) -> list[Completion]:
         return []
     tokens = torch.cat([done.tokens for done in completions]).cpu().split(counts)
     scores = torch.cat(logprobs).cpu().split(counts) if logprobs else [None] * len(counts)
-    return [Completion(*each) for each in zip(tokens, scores, strict=True)]
+    supports = [done.support for done in completions]
+    return [Completion(*each) for each in zip(tokens, scores, supports, strict=True)]
 
 
 class PhaseTimer:
@@ -159,6 +164,7 @@ class Record:
         self.phase, self.phase_seconds = timer.phase, timer.seconds
         self._strategy, self._requests, self._names = strategy, requests, names
         self._ends: dict[int, tuple[float, int]] = {}  # by request: seconds, rounds that had started
+        self._supports: dict[int, list[Tensor]] = {}  # by request that has not ended: of its tokens, in order
         self._started = time.perf_counter()
 
     def begin_round(self, plan: Sequence[Chain], requests: list[int], length: float) -> Round:
@@ -169,6 +175,19 @@ class Record:
             requests = list(requests)
         self.rounds.append(Round(time.perf_counter() - self._started, requests, length, plan))
         return self.rounds[-1]
+
+    def keep_support(self, requests: Sequence[int], kept: Tensor, counts: Integers) -> None:
+        """Stores the support of the first `counts` `[B]` tokens of `requests`: `kept`, `[B, n, vocabulary]` bool."""
+        taken = sent(torch.from_numpy(np.arange(kept.shape[1]) < counts[:, None]), kept.device)  # [B, n]
+        packed = pack(kept[taken]).cpu().split(counts.tolist())  # [count, bytes] each
+        for request, part in zip(requests, packed, strict=True):
+            if len(part):
+                self._supports.setdefault(request, []).append(part)
+
+    def support_of(self, request: int) -> Tensor | None:
+        """`[n, bytes]` uint8, of all tokens of a `request` that ends; None: not kept."""
+        parts = self._supports.pop(request, None)
+        return None if parts is None else torch.cat(parts)
 
     def end(self, requests: Sequence[int], completions: Mapping[int, Completion]) -> None:
         """Records that `requests` have left: those in `completions` ended here, others end on another rank."""

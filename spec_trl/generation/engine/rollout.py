@@ -275,7 +275,8 @@ class Rollout:
         # rarer than the target makes them. If accepted, it is the round's last token: no bonus token follows.
         tested = torch.minimum(lengths, could + 1)  # [B]
         drawn = verify_rejection(logits, proposal, tested, coins, residual, self.want_logprobs)
-        return replace(drawn, most=could if drawn.most is None else drawn.most.minimum(could))
+        kept = logits > -torch.inf if self._pipeline.keeps_support else None
+        return replace(drawn, most=could if drawn.most is None else drawn.most.minimum(could), kept=kept)
 
     def _until_stop(self, outcome: Outcome) -> Outcome:
         self.rows.write(0, outcome.drawn.tokens)  # where criteria read them
@@ -296,6 +297,8 @@ class Rollout:
         if outcome.width:
             chains = outcome.owners, outcome.drafted, outcome.accepted, committed
             self.record.rounds[-1].chains = DraftedChains.of(rows.host_generated, *chains)
+        if drawn.kept is not None:
+            self.record.keep_support(requests, drawn.kept, committed)
         rows.commit(rows.host_lengths + counts, drawn.logprobs)
         self.target.cache.commit(counts.tolist())
         if outcome.width:
@@ -319,7 +322,8 @@ class Rollout:
         rows, ended = self.rows, dict[int, Completion]()
         for row in finished:
             if self.queue.keeps(rows.indices[row]):
-                ended[rows.indices[row]] = Completion(*rows.output(row, self.want_logprobs))
+                output, support = rows.output(row, self.want_logprobs), self.record.support_of(rows.indices[row])
+                ended[rows.indices[row]] = Completion(*output, support)
                 if self.queue.parked is not None:
                     request = self.queue.requests[rows.indices[row]]
                     self.queue.parked.add(request, row, rows, self.target, self.drafters)

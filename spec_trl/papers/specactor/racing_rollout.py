@@ -232,9 +232,11 @@ def _of_winner(draws: Sequence[Draw], winner: Integers) -> Draw:
     def pick(parts: Sequence[Any]) -> Any:  # [B, n_i] of each lane -> [B, n]
         if parts[0] is None:
             return None
-        return torch.stack([F.pad(part, (0, width - part.shape[1])) for part in parts])[lane, row]
+        inner = (0, 0) * (parts[0].dim() - 2)
+        return torch.stack([F.pad(part, (*inner, 0, width - part.shape[1])) for part in parts])[lane, row]
 
-    return Draw(*(pick([getattr(draw, name) for draw in draws]) for name in ("tokens", "scores", "logprobs")))
+    names = ("tokens", "scores", "logprobs", "kept")
+    return Draw(**{name: pick([getattr(draw, name) for draw in draws]) for name in names})
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------

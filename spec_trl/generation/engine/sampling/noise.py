@@ -157,21 +157,27 @@ class Draw:
         logprobs: `[B, n]` log-probabilities of the tokens under the processed distribution, if asked for.
         most: `[B]` int64, limit of accepted drafts by row. None: no limit; -1: the row commits nothing in this round,
             not even the target's own token.
+        kept: `[B, n, vocabulary]` bool, tokens with a probability above 0, if asked for.
     """
 
     tokens: Tensor
     scores: Tensor
     logprobs: Tensor | None
     most: Tensor | None = None
+    kept: Tensor | None = None
 
     def spread(self, row: Tensor, batch: int) -> "Draw":
         """Extends this draw of the rows `row` (`[B]` int64) to `batch` rows; other rows take no token."""
-        shape, logprobs = (batch, self.tokens.shape[1]), self.logprobs
+
+        def extend(part: Tensor) -> Tensor:
+            return part.new_zeros(batch, *part.shape[1:]).index_copy_(0, row, part)
+
         return Draw(
-            self.tokens.new_zeros(shape).index_copy_(0, row, self.tokens),
-            self.scores.new_zeros(shape).index_copy_(0, row, self.scores),
-            None if logprobs is None else logprobs.new_zeros(shape).index_copy_(0, row, logprobs),
+            extend(self.tokens),
+            extend(self.scores),
+            None if self.logprobs is None else extend(self.logprobs),
             row.new_full((batch,), -1).index_fill_(0, row, 0),
+            None if self.kept is None else extend(self.kept),
         )
 
 

@@ -164,7 +164,10 @@ class LogitsPipeline:
         only_filters: the processors, if only a repetition penalty, temperature, top-k, top-p and min-p; else None.
         penalised: the text that draws read, where `only_filters` has a penalty; None: they read more, or no text.
         may_refuse: whether a processor may raise on a prefix that it forbids.
+        keeps_support: whether draws with log-probabilities also say which tokens the processors kept.
     """
+
+    keeps_support = False
 
     def __init__(self, processors: LogitsProcessorList, prefixes: PrefixView, batch_size: int) -> None:
         self._processors = processors
@@ -242,8 +245,11 @@ class LogitsPipeline:
     ) -> Draw:
         """Processes logits as above and draws a token at each position, with the noise of the same rows. On CUDA one
         kernel draws, and applies final temperature, top-k, top-p and min-p."""
-        if not _is_fused(logits):
-            return draw(self(widen(logits), offset, rows, seen=seen), noise, offset, want_logprobs)
+        keeps = want_logprobs and self.keeps_support
+        if keeps or not _is_fused(logits):
+            scores = self(widen(logits), offset, rows, seen=seen)
+            drawn = draw(scores, noise, offset, want_logprobs)
+            return replace(drawn, kept=scores > -math.inf) if keeps else drawn
         if self._before_filters:
             logits = self(logits if seen else widen(logits), offset, rows, self._before_filters, seen)
         return draw_processed(logits, noise, offset, want_logprobs, self._filters)
@@ -261,7 +267,8 @@ class LogitsPipeline:
             return draw_processed(scores[:, None], noise, step).tokens[:, 0] == draft
 
         scores, most = self.process_verified(logits, proposal, is_drawn)
-        return replace(draw_processed(scores, noise, 0, want_logprobs), most=most)
+        kept = scores > -math.inf if want_logprobs and self.keeps_support else None
+        return replace(draw_processed(scores, noise, 0, want_logprobs), most=most, kept=kept)
 
     def process_verified(
         self, logits: Tensor, proposal: Proposal, takes: Callable[[int, Tensor, Tensor], Tensor] | None = None

@@ -179,7 +179,7 @@ def test_completions_are_read_in_pieces(model: PreTrainedModel, monkeypatch: pyt
     monkeypatch.setattr(exact_logprobs, "_LOGITS", 4 * 3 * 64)  # four tokens of three rows
     cache = Family.of(model).cache.for_network(model, 3, 9 + NEW)
     runner = EagerRunner(make_shadow(model), cache)
-    found, _ = read_completions(runner, rows, torch.tensor(outputs(done)), [], lambda scores: scores)
+    found, _ = read_completions(runner, rows, torch.tensor(outputs(done)), [], lambda scores, *_: scores)
     assert runner.forwards == 1 + 4  # of the prompts, and of four pieces
     torch.testing.assert_close(found, done.logprobs, rtol=1e-5, atol=1e-5)
 
