@@ -1,33 +1,43 @@
 """Computes training log-probabilities that equal the sampler's bit for bit, on a CPU.
 
 The sampler's engine reads a micro-batch as generated, without gradient, and stores the input of every decoder layer.
-In the policy's forward all layers but the last compute nothing and return the stored input of the next layer, and the
-engine's log-probabilities replace those of the head. In the backward pass a layer runs as usual on its stored input,
-as under gradient checkpointing, with its ordinary gradient.
+In the policy's forward the stored input replaces what arrives at a layer, and the engine's log-probabilities replace
+those of the head. Gradients pass as if nothing were replaced.
+
+Where a layer passes on hidden states alone, all layers but the last skip this forward: they return the stored input
+of the next layer, and run in the backward pass on their stored input, as under gradient checkpointing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import groupby, islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import LogitsProcessor, PreTrainedModel
 
 from ..generation.engine.forwards.runner import EagerRunner
 from ..generation.engine.forwards.runner_choice import exactness, runner_for
 from ..generation.engine.kv.base import Capacity
 from ..generation.engine.kv.cache import autocast_dtype
-from ..generation.engine.network.family import Family
+from ..generation.engine.network.family import TOKEN_TYPES, Family
+from ..generation.engine.network.family_hooks import takes_positions
+from ..generation.engine.network.media import MediaPrompt, media_prompts, take_inputs
 from ..generation.engine.network.shadow import decoder_layers
 from ..generation.engine.network.snapshot import snapshot_of
 from ..generation.engine.requirements import policy_in
-from ..generation.engine.rows import Request, Rows
+from ..generation.engine.rows import Request, Rows, Spans
 from ..generation.engine.sampling.noise import token_logprobs, widen
+from ..generation.engine.saved_row import TARGET, SavedRow
 from ..generation.options import SpeculativeConfig
 from ..generation.session import Session
+from .rollout_memory import whole_weights
 
 
 class ExactLogprobs:
@@ -40,7 +50,7 @@ class ExactLogprobs:
         processors: of rollouts; each acts on one position at a time.
 
     Raises:
-        ValueError: sampler and training could differ.
+        ValueError: sampler and training could differ, or a rehearsal fails.
     """
 
     def __init__(
@@ -56,64 +66,103 @@ class ExactLogprobs:
         if exact is not True:
             raise _refusal(f"{type(policy).__name__} is not exact on this machine: {exact}")
         self._accelerator, self._config, self._processors = accelerator, config, list(processors or ())
-        self._beside: list[tuple[None, ...] | None] = _returned_beside(policy)
-        self._rehearse(model)
-
-    def _rehearse(self, model: nn.Module) -> None:
-        """Scores four tokens, with a gradient, by layers that return stored states."""
-        ids = torch.arange(4, device=self._accelerator.device)[None]
-        learned = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self._beside: list[Beside] | None  # None: a layer passes on more than hidden states, so none skips a forward
         try:
-            with torch.enable_grad():
-                logprobs, *_ = self(model, ids, torch.ones_like(ids), 2)
-                torch.autograd.grad(logprobs.sum(), learned, allow_unused=True)
-        except _OtherInput as error:
-            raise _refusal(error.reason) from None
+            self._rehearse(model, policy)
+        except Exception as error:
+            raise _refusal(f"a rehearsal failed with {type(error).__name__}: {error}") from error
 
-    def __call__(
-        self,
-        model: nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None, None]:
-        """Replaces TRL's `_get_per_token_logps_and_entropies`: log-probabilities in nats, and entropies if requested,
-        `[B, n]` each, of the last n = `logits_to_keep` columns of `input_ids` `[B, T]`."""
-        policy, size, parts = policy_in(self._accelerator.unwrap_model(model)), batch_size or len(input_ids), []
-        for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
+    def _rehearse(self, model: nn.Module, policy: PreTrainedModel) -> None:
+        """Scores two rows of two tokens, with a gradient; finds what layers return beside hidden states."""
+        ids = torch.arange(4, device=self._accelerator.device).expand(2, 4)
+        mask = torch.ones_like(ids)
+        mask[1, 0] = 0  # padding
+        self._beside = _returned_beside(policy)
+        learned = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        with torch.enable_grad():
+            labels = ids.masked_fill(mask == 0, -100)
+            call = {"input_ids": ids, "attention_mask": mask, "labels": labels, "fused_lm_head": True}
+            logprobs = self.instead_of(model, 2)(**call).log_probs
+            torch.autograd.grad(logprobs.sum(), learned, allow_unused=True)
+
+    def instead_of(
+        self, model: nn.Module, width: int, computes_entropy: bool = False, tool_mask: Iterable[Any] | None = None
+    ) -> Callable[..., Any]:
+        """Returns what TRL calls in place of `model`, on some rows at a time, for log-probabilities of the last
+        `width` columns.
+
+        Args:
+            model: the policy or a reference policy; may be wrapped.
+            width: columns of completions.
+            computes_entropy: whether outputs need entropies.
+            tool_mask: for each row to come 1 at a token of the model, and 0 at one of a tool, the first `width` at
+                most; None: there are no tools.
+        """
+        masks = None if tool_mask is None else iter(tool_mask)
+
+        def forward(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **inputs: Any) -> Any:
+            """`log_probs` in nats, 0 at labels -100, and perhaps `entropy`, `[B, width]` each, of `[B, T]` inputs."""
+            turns = [(range(width),)] * len(input_ids)
+            if masks is not None:
+                turns = [_turns(mask, width) for mask in islice(masks, len(input_ids))]
+            labels, whole = labels[:, -width:], self._accelerator.unwrap_model(model)
             with self._accelerator.autocast():
-                logprobs, states = self._read(policy, ids, mask, logits_to_keep)
-                labels = ids.masked_fill(mask == 0, -100)[:, -logits_to_keep:]  # [B, n]
-                logprobs, entropies = logprobs.masked_fill(labels == -100, 0), None
-                if torch.is_grad_enabled() or compute_entropy:
-                    with (
-                        _returning(decoder_layers(policy), states, self._beside),
-                        _before_completions(policy, logits_to_keep),
-                    ):
-                        output = model(
-                            input_ids=ids, attention_mask=mask, position_ids=_positions(mask), shift_labels=labels,
-                            fused_lm_head=True,
-                        )  # fmt: skip
-                    logprobs, entropies = _Value.apply(output.log_probs, logprobs), output.entropy
-            parts.append((logprobs, entropies))
-        joined = [torch.cat(part) for part in zip(*parts, strict=True) if part[0] is not None]
-        return joined[0], joined[1] if compute_entropy else None, None
+                with whole_weights(whole) as policy:
+                    read = self._read(policy, input_ids, attention_mask, turns, width, take_inputs(dict(inputs)))
+                logprobs, states = read[0].masked_fill(labels == -100, 0), read[1]
+                if not torch.is_grad_enabled() and not computes_entropy:
+                    return SimpleNamespace(log_probs=logprobs)
+                inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "shift_labels": labels}
+                output = self._forward(model, policy, states, width, inputs)
+                output.log_probs = _Value.apply(output.log_probs, logprobs)
+                return output
 
-    def _read(self, policy: PreTrainedModel, ids: Tensor, mask: Tensor, width: int) -> tuple[Tensor, list[Tensor]]:
+        return forward
+
+    def _forward(
+        self, model: nn.Module, policy: PreTrainedModel, states: list[Tensor], width: int, inputs: dict[str, Any]
+    ) -> Any:
+        """The output of TRL's head for the last `width` columns, after layers that read `states`."""
+        has_media = bool(take_inputs(dict(inputs)))
+        if not has_media and takes_positions(policy):  # with media the family finds positions
+            inputs["position_ids"] = _positions(inputs["attention_mask"])
+        is_sharded = any(isinstance(module, FSDPModule) for module in policy.modules())
+        computes = has_media or is_sharded or inputs.get("output_router_logits")
+        while True:
+            reading = _reading(decoder_layers(policy), states, None if computes else self._beside)
+            try:
+                with reading, _before_completions(policy, width):
+                    return model(**inputs)
+            except _PassesMore:
+                self._beside = None
+
+    def _read(
+        self,
+        policy: PreTrainedModel,
+        ids: Tensor,
+        mask: Tensor,
+        turns: Sequence[Sequence[range]],
+        width: int,
+        media: dict[str, Any],
+    ) -> tuple[Tensor, list[Tensor]]:
         """Returns log-probabilities `[B, width]`, and the inputs of the decoder layers after the first, `[B, T,
         hidden]` each; values at padding are undefined."""
         texts, is_real = ids[:, :-width].cpu(), mask[:, :-width].bool().cpu()  # one copy for all rows
         prompts = [text[real] for text, real in zip(texts, is_real, strict=True)]
-        columns, exact = max(map(len, prompts)) + width, self._config.exact is True
-        layers = range(1, len(decoder_layers(policy)))
+        several = max(map(len, turns)) > 1
+        columns, exact = max(map(len, prompts)) + width * (1 + several), self._config.exact is True
+        layers, images = range(1, len(decoder_layers(policy))), list[MediaPrompt | None]([None] * len(ids))
+        if media:
+            of_prompts = {name: value[:, :-width] if name in TOKEN_TYPES else value for name, value in media.items()}
+            images = media_prompts(policy, of_prompts, prompts, 1)
+        offsets = any(image is not None and image.offset for image in images)
         with Session.lend(policy) as session:
             family, capacity = Family.of(policy), Capacity(len(ids), columns)
-            runner = runner_for(session, policy, family, self._config, capacity, exact=exact)
+            runner = runner_for(session, policy, family, self._config, capacity, exact=exact, offsets=offsets)
             try:
-                logprobs, states = read_completions(runner, prompts, ids[:, -width:], layers, self._process)
+                logprobs, states = read_completions(
+                    runner, prompts, ids[:, -width:], layers, self._process, turns, images
+                )
             except BaseException:
                 session.shadow = None  # the hooks that read its states may be on it
                 raise
@@ -131,6 +180,16 @@ def _refusal(reason: str) -> ValueError:
     return ValueError(f"exact_logprobs=True is not served: {reason}. Set exact_logprobs=False.")
 
 
+def _turns(mask: Iterable[Any], width: int) -> list[range]:
+    """The columns of each turn's tokens in a completion: where `mask` is 1. Padding is read like any token."""
+    ones = [*map(bool, mask)]
+    ones += [True] * (width - len(ones))
+    if not any(ones):  # a completion that TRL leaves out
+        return [range(width)]
+    runs = [[*run] for is_ours, run in groupby(range(width), ones.__getitem__) if is_ours]
+    return [range(run[0], run[-1] + 1) for run in runs]
+
+
 def _positions(mask: Tensor) -> Tensor:
     """Position ids `[B, T]` int64, counted from the first token; padding has valid ones."""
     return (mask.cumsum(1) - 1).clamp(min=0)
@@ -143,90 +202,118 @@ def _before_completions(policy: PreTrainedModel, width: int) -> Iterator[None]:
     def cut(_: nn.Module, __: Any, output: Any) -> None:
         output.last_hidden_state = output.last_hidden_state[:, -width - 1 : -1]  # [B, width, hidden]
 
-    handle = policy.get_decoder().register_forward_hook(cut)
+    handle = policy.base_model.register_forward_hook(cut)
     try:
         yield
     finally:
         handle.remove()
 
 
-def _returned_beside(policy: PreTrainedModel) -> list[tuple[None, ...] | None]:
-    """The results of each decoder layer after its hidden states; None: it returns a tensor alone. Raises ValueError
-    for results other than None."""
+Beside = tuple[None, ...] | None
+"""What a layer returns after hidden states; None: it returns a tensor alone."""
+
+
+def _returned_beside(policy: PreTrainedModel) -> list[Beside] | None:
+    """The same of each decoder layer; None: some return more."""
     seen: list[Any] = []
-    layers = decoder_layers(policy)
-    hooks = [layer.register_forward_hook(lambda _, __, output: seen.append(output)) for layer in layers]
+    hooks = [layer.register_forward_hook(lambda *called: seen.append(called[2])) for layer in decoder_layers(policy)]
     try:
         with torch.no_grad():
             policy(input_ids=torch.arange(2, device=policy.device)[None], use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    for layer, output in zip(layers, seen, strict=True):
-        if not isinstance(output, Tensor) and any(value is not None for value in output[1:]):
-            raise _refusal(f"a {type(layer).__name__} returns more than hidden states")
-    return [None if isinstance(output, Tensor) else output[1:] for output in seen]
+    beside = [None if isinstance(output, Tensor) else output[1:] for output in seen]
+    return None if any(value is not None for values in beside for value in values or ()) else beside
 
 
 @contextmanager
-def _returning(
-    layers: nn.ModuleList, states: Sequence[Tensor], beside: Sequence[tuple[None, ...] | None]
-) -> Iterator[None]:
-    """Makes all decoder `layers` but the last return `states` within the block, and the last one its usual result;
-    `beside`: see :func:`_returned_beside`."""
-    forwards = [vars(layer).get("forward") for layer in layers]
-    returned: list[Tensor] = []
-    for layer, output, others in zip(layers, [*states, None], beside, strict=True):
-        layer.forward = _replacement(layer, layer.forward, output, others, returned)
+def _reading(layers: nn.ModuleList, states: Sequence[Tensor], beside: Sequence[Beside] | None) -> Iterator[None]:
+    """Within the block the `layers` after the first read `states` in place of what arrives. All but the last skip the
+    forward if `beside` (:func:`_returned_beside`) is given."""
+    names, returned = ("forward", "gradient_checkpointing"), list[Tensor]()
+    before = [{name: vars(layer)[name] for name in names if name in vars(layer)} for layer in layers]
+    for index, layer in enumerate(layers):
+        run = partial(_run, layer, layer.forward)
+        if beside is None:
+            layer.forward = partial(_compute, run, _checkpoint_of(layer), states[index - 1] if index else None)
+        else:
+            output = states[index] if index < len(states) else None
+            layer.forward = partial(_skip, layer, run, output, beside[index], returned)
+        layer.gradient_checkpointing = False  # in transformers 5.17 it would surround this forward
     try:
         yield
     finally:
-        for layer, forward in zip(layers, forwards, strict=True):
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
+        for layer, own in zip(layers, before, strict=True):
+            for name in names:
+                delattr(layer, name)
+            for name, value in own.items():
+                setattr(layer, name, value)
 
 
-def _replacement(
-    layer: Any,
-    usual: Callable[..., Any],
+def _run(layer: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The `usual` forward of `layer` without gradient checkpointing, which surrounds it."""
+    checkpoints = getattr(layer, "gradient_checkpointing", False)
+    layer.gradient_checkpointing = False  # the same object
+    try:
+        return usual(*args, **kwargs)
+    finally:
+        layer.gradient_checkpointing = checkpoints
+
+
+def _checkpoint_of(layer: Any) -> Callable[..., Any]:
+    """Calls a function with its arguments, under gradient checkpointing where `layer` has it."""
+    if layer.training and getattr(layer, "gradient_checkpointing", False):
+        checkpoint: Callable[..., Any] = layer._gradient_checkpointing_func
+        return checkpoint
+    return lambda function, *args: function(*args)
+
+
+def _compute(
+    run: Callable[..., Any],
+    checkpoint: Callable[..., Any],
+    fed: Tensor | None,
+    hidden_states: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The forward `run` of a layer that reads `fed`; None: what arrives."""
+    if fed is not None:
+        hidden_states = _Value.apply(hidden_states, fed)
+    return checkpoint(partial(run, **kwargs), hidden_states, *args)
+
+
+def _skip(
+    layer: nn.Module,
+    run: Callable[..., Any],
     output: Tensor | None,
-    beside: tuple[None, ...] | None,
+    beside: Beside,
     returned: list[Tensor],
-) -> Callable[..., Any]:
-    """Makes a forward that returns `output`, and a layer's results `beside` it, with the gradient of the `usual`
-    forward, and stores `output` in `returned`; None: the usual forward. It checks that its input is the output stored
-    by the layer before."""
+    hidden_states: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A forward that returns `output`, and a layer's results `beside` it, with the gradient of the forward `run`, and
+    stores `output` in `returned`; None: it runs. It checks that its input is what the layer before returned."""
+    passed = (*args, *kwargs.values())
+    more = any(isinstance(value, dict) or (isinstance(value, Tensor) and value.requires_grad) for value in passed)
+    if more or (returned and hidden_states is not returned[0]):
+        raise _PassesMore
+    if output is None:
+        return run(hidden_states, *args, **kwargs)
 
-    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
-        if others or (returned and hidden_states is not returned[0]):
-            raise _OtherInput(layer)
-        if output is None:
-            return usual(hidden_states, *args, **kwargs)
+    def compute(fed: Tensor) -> Tensor:
+        result = run(fed, *args, **kwargs)
+        return result if beside is None else result[0]
 
-        def compute(fed: Tensor) -> Tensor:
-            checkpoints = getattr(layer, "gradient_checkpointing", False)
-            layer.gradient_checkpointing = False  # the same object
-            try:
-                result = usual(fed, *args, **kwargs)
-            finally:
-                layer.gradient_checkpointing = checkpoints
-            return result if beside is None else result[0]
-
-        learned = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-        value: Tensor = _Layer.apply(compute, output, hidden_states, *learned)
-        returned[:] = [value]
-        return value if beside is None else (value, *beside)
-
-    return forward
+    learned = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    value: Tensor = _Layer.apply(compute, output, hidden_states, *learned)
+    returned[:] = [value]
+    return value if beside is None else (value, *beside)
 
 
-class _OtherInput(RuntimeError):
-    def __init__(self, layer: nn.Module) -> None:
-        self.reason = f"a {type(layer).__name__} is fed more than what the layer before returns"
-        super().__init__(f"exact_logprobs=True: {self.reason}. Set exact_logprobs=False.")
+class _PassesMore(Exception):
+    """A layer is given more than what the layer before returned."""
 
 
 class _Layer(torch.autograd.Function):
@@ -270,22 +357,30 @@ def read_completions(
     completions: Tensor,
     layers: Sequence[int],
     process: Callable[[Tensor], Tensor],
+    turns: Sequence[Sequence[range]] | None = None,
+    media: Sequence[MediaPrompt | None] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Log-probabilities of `completions`, and hidden states.
 
     Args:
-        runner: new, over a cache with a row per prompt, and columns for the longest text.
+        runner: new, over a cache with a row per prompt, and columns for the longest text; with several turns, for the
+            longest turn after it.
         prompts: `[length]` int64 each. Equal prompts are read once.
         completions: `[B, n]` int64, n > 0. Padding is read like any token.
         layers: whose inputs are returned, in transformers' count (:func:`keep_states`).
         process: the logits processors of a generation, on `[m, vocabulary]` scores.
+        turns: of each row, columns of completions that were generated in one turn, ascending; a tool wrote the rest.
+            None: one turn wrote all.
+        media: of each prompt; None: there is none.
 
     Returns:
-        `[B, n]` float32 in nats, and for each of `layers` `[B, columns, hidden]`, by position; values at a row's last
-        token and at padding are undefined.
+        `[B, n]` float32 in nats, 0 where a tool wrote, and for each of `layers` `[B, columns, hidden]`, by position;
+        values at a row's last token and at padding are undefined.
     """
-    rows, columns = Rows(runner.cache.rows, runner.cache.columns, completions.device), runner.cache.columns
-    length, states = completions.shape[1], list[Tensor]()
+    columns, device = runner.cache.columns, completions.device
+    turns, media = turns or [(range(completions.shape[1]),)] * len(prompts), media or [None] * len(prompts)
+    logprobs, states, saved = torch.zeros(completions.shape), list[Tensor](), dict[int, SavedRow]()
+    texts = [torch.cat([prompt, row]) for prompt, row in zip(prompts, completions.cpu(), strict=True)]
 
     def store(features: Tensor, positions: Tensor, first: int) -> None:
         if not states:
@@ -302,24 +397,38 @@ def read_completions(
 
     if layers:
         runner.listen(layers, store)
-    where = completions.device
-    admission = rows.admit(
-        [Request(at, prompt, len(prompt) + length, 0, device=where) for at, prompt in enumerate(prompts)]
-    )
-    _, logits = runner.read_prompts(rows, admission)  # [leaders, 1, V]
-    assert logits is not None
-    order = torch.tensor(rows.indices)  # [B]
-    tokens = completions[order]  # [B, n]
-    rows.write(0, tokens)
-    for state in states:
-        state[order[admission.followers]] = state[order[admission.sources]]
-    scores = [score(logits[[*admission.first_token_rows.values()]], tokens[:, :1])]
-    most = max(_LOGITS // (len(prompts) * logits.shape[2]), 1)
-    for first in range(0, length - 1, most):
-        count = min(most, length - 1 - first)
-        logits = runner.forward(rows.window(first, count), rows.columns_after(first, count), columns)
-        runner.cache.commit([count] * len(prompts))
-        scores.append(score(logits, tokens[:, first + 1 : first + 1 + count]))
-    logprobs = torch.empty(completions.shape)
-    logprobs[order] = torch.cat(scores, dim=1)
+    for turn in range(max(map(len, turns))):
+        rows = Rows(runner.cache.rows, columns, device)
+        requests = []
+        for index, (text, prompt, own) in enumerate(zip(texts, prompts, turns, strict=True)):
+            if turn < len(own):
+                spans: Spans = tuple((len(prompt) + one[0], len(prompt) + one[-1]) for one in own[:turn])
+                start, end = len(prompt) + own[turn].start, len(prompt) + own[turn].stop
+                request = Request(index, text[:start], end, 0, saved.pop(index, None), spans, media[index], device)
+                requests.append(request)
+        admission = rows.admit(requests)
+        _, logits = runner.read_prompts(rows, admission)  # [leaders, 1, V]
+        assert logits is not None
+        order = torch.tensor(rows.indices)  # [b]
+        for state in states:
+            state[order[admission.followers]] = state[order[admission.sources]]
+        lengths = [len(turns[index][turn]) for index in rows.indices]
+        length = max(lengths)
+        for row, index in enumerate(rows.indices):
+            rows.tokens[row, rows.host_lengths[row] : len(texts[index])] = texts[index][rows.host_lengths[row] :]
+        tokens = rows.window(0, length)  # [b, length]
+        scores = [score(logits[[*admission.first_token_rows.values()]], tokens[:, :1])]
+        most = max(_LOGITS // (len(requests) * logits.shape[2]), 1)
+        for first in range(0, length - 1, most):
+            count = min(most, length - 1 - first)
+            logits = runner.forward(rows.window(first, count), rows.columns_after(first, count), columns)
+            runner.cache.commit([min(max(own - 1 - first, 0), count) for own in lengths])
+            scores.append(score(logits, tokens[:, first + 1 : first + 1 + count]))
+        for row, (index, values) in enumerate(zip(rows.indices, torch.cat(scores, dim=1), strict=True)):
+            own = turns[index]
+            logprobs[index, own[turn].start : own[turn].stop] = values[: lengths[row]]
+            if turn + 1 < len(own):  # the next turn reads the last token
+                end = len(prompts[index]) + own[turn][-1]
+                columns_of_row = partial(dict, runner.cache.export_row(row, 0, end))
+                saved[index] = SavedRow(None, None, 0, {TARGET: (end, columns_of_row)})
     return logprobs, states
