@@ -97,20 +97,17 @@ REFUSALS = [
           for other in NOT_ADAPTED),
         *((MEDIA, other, because, "Leave one of them out, or use TRL's own trainer")
           for other, because in (("tools", "turns are text alone"), (RANKS, "other ranks get no images"),
-                                 (EXACT_LOGPROBS, "it reads text alone"),
                                  ("a processing_class without images", "it reads text alone"))),
         *((EXACT_LOGPROBS, other, because, "Set exact_logprobs=False")
           for other, because in (("a loss without log-probabilities", "nothing would read them"),
                                  ("a policy outside of a CPU", "exact sums are made on a CPU"),
                                  ("no C++ compiler", "exact sums are made in C++"),
-                                 ("another dtype", "exact sums are made in float32 and bfloat16"),
+                                 ("another dtype", "its rounding decides no token"),
                                  ("rollout_func", "the engine does not sample"),
-                                 ("tools", "texts of turns are read in pieces"),
                                  ("another distribution", "the loss is of the model's own"),
                                  ("dropout", f"{_UNLIKE_SAMPLER}; set disable_dropout=True"),
                                  ("attention_dropout", _UNLIKE_SAMPLER), ("torch_compile=True", _UNLIKE_SAMPLER),
-                                 (SHARDED, "weights are whole only in forwards"),
-                                 ("routers' loss", "it reads the routers' logits; set router_aux_loss_coef=0"),
+                                 ("DeepSpeed ZeRO-3", "weights are whole only in forwards"),
                                  ("AWQ", "the copy reads the layers' inputs in the loss's forward"))),
         *((OVER_SUPPORT, other, because, 'Set logprobs_over="vocabulary"')
           for other, because in (("a loss without log-probabilities", "nothing would read them"),

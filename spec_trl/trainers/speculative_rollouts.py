@@ -1,6 +1,6 @@
 """Overrides TRL's on-policy trainers so that rollouts are speculative."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -86,6 +86,7 @@ class SpeculativeRollouts(TrainerOfTRL):
         in_place = self._dist.zero_stage != 3 and not self._dist.is_fsdp
         self._graphs = KeptGraphs(config.keep_graphs, self.accelerator.device, in_place)
         self._exact: ExactLogprobs | None = None
+        self._tool_mask: Iterable[Any] | None = None  # of the next rows that are scored
         if args.exact_logprobs:
             self._exact = ExactLogprobs(self.model, self.accelerator, config, self._processors, self._support)
         self._clock = StepClock(self.accelerator.device, self._log_step, self._begin_attempt)
@@ -131,6 +132,7 @@ class SpeculativeRollouts(TrainerOfTRL):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         self._clock.end("prepare")
+        self._tool_mask = inputs.get("tool_mask")
         if self._support is not None:
             self._support.rows = inputs[SUPPORT]
         speculator = self._speculator
@@ -156,10 +158,17 @@ class SpeculativeRollouts(TrainerOfTRL):
         with self._clock.phase("reward"):
             return super()._calculate_rewards(*args, **kwargs)
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        score = self._exact or self._support or super()._get_per_token_logps_and_entropies
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        score: Any = super()._get_per_token_logps_and_entropies
+        if self._exact is not None:
+            has_entropies = kwargs.get("compute_entropy", False)
+            model = self._exact.instead_of(model, logits_to_keep, has_entropies, self._tool_mask)
+        elif self._support is not None:
+            score = self._support
         with self._clock.phase("logprobs") if not torch.is_grad_enabled() else nullcontext():
-            return score(*args, **kwargs)
+            return score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
     def _log_step(self, step: int, seconds: float, phases: dict[str, float]) -> None:
         rewards = self._metrics["train"].get("reward")
@@ -181,6 +190,7 @@ class SpeculativeRollouts(TrainerOfTRL):
         with self._clock.phase("rollout"), self._graphs.rollout(self.model, step):
             result = super()._generate(prompts)
         self._drafted_step = step
+        self._tool_mask = result[2] if getattr(self, "tools", None) else None
         if getattr(self, "rollout_func", None) is None:  # else it generates by itself
             for name, value in self._speculator.finish(self.model).items():
                 self._metrics[mode][f"rollout/{name}"].append(value)

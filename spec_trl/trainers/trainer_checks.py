@@ -39,7 +39,6 @@ from ..generation.keyword import move_stop_strings, override
 from ..generation.options import SpeculativeConfig
 from ..generation.refusals import MEDIA, SHARDED, Asked, Features, check
 from ..generation.strategies import check_assistants
-from ..native.cpu_products import DTYPES
 from ..native.native_code import compiler
 from ..papers import load
 from .prompt_media import check_media, of_media
@@ -128,10 +127,10 @@ def asked(trainer: Any, config: SpeculativeConfig) -> dict[str, Asked]:
         found |= {
             "a policy outside of a CPU": device.type != "cpu" and f"a policy on {device}",
             "no C++ compiler": compiler() is None,
-            "another dtype": policy.dtype not in DTYPES and f"a policy in {policy.dtype}",
+            "another dtype": policy.dtype == torch.float64 and "a policy in torch.float64",
+            "DeepSpeed ZeRO-3": dist.zero_stage == 3,
             "dropout": f"dropout of the policy ({name})" if (name := next(layers, "")) else False,
-            "attention_dropout": bool(getattr(policy.config, "attention_dropout", 0)),
-            "routers' loss": bool(getattr(trainer, "aux_loss_enabled", False)),  # distillation has no such loss
+            "attention_dropout": bool(getattr(policy.config.get_text_config(decoder=True), "attention_dropout", 0)),
             "AWQ": config.draft_quantization.startswith("awq"),
         }
     return found
@@ -160,8 +159,9 @@ def check_trainer(trainer: Any, config: SpeculativeConfig, features: Features) -
             load("papers.efficient_rollout.profile").Profile.load(profile)
         for name in ("train_dataset", "eval_dataset"):
             check_dataset(policy, settings, name, vars(trainer)[name], trainer._tokenize_prompts)
-    over_support = args.logprobs_over == "support"
-    other = changed_by(processors or (), args.temperature, FILTERS if over_support else ())
+    image = [getattr(policy.config, "image_token_id", None)]  # TRL suppresses it, and the sampler never draws it
+    drawn = [one for one in processors or () if getattr(one, "suppress_tokens", torch.empty(0)).tolist() != image]
+    other = changed_by(drawn, args.temperature, FILTERS if args.logprobs_over == "support" else ())
     check({**features, "another distribution": other or False})
     return processors
 

@@ -24,7 +24,7 @@ from spec_trl.papers.specactor.ladder import Ladder
 from spec_trl.trainers import trainer_speculator
 from spec_trl.trainers.run_log import read_run
 from tests.trainers import test_prompt_images, trl_trainers
-from tests.trainers.harness import Run, tiny_dataset, train
+from tests.trainers.harness import Run, tiny_dataset, tiny_policy, train
 
 
 ADAPTATIONS = ("plain", "loss fails on one", "step fails on one", "nothing on one")
@@ -72,6 +72,13 @@ def look(folder: Path, rows_per_rank: int) -> list[list[list[int]]]:
     """Trains on prompts with images; returns completions."""
     batch = same_batch(rows_per_rank) | {"shuffle_dataset": False}
     return test_prompt_images.run(folder, "qwen2_5_vl", "self", **batch).train().completions
+
+
+def score(folder: Path) -> dict[str, list[float]]:
+    """Trains with the sampler's log-probabilities in the loss; returns how far they are from the sampler's."""
+    run = train(folder, policy=tiny_policy().float(), exact_logprobs=True, **same_batch(rows_per_rank=4))
+    names = "sampling/sampling_logp_difference/max", "rollout/acceptance_rate"
+    return {name: run.metric(name) for name in names}
 
 
 def choose(folder: Path) -> dict[str, Any]:
@@ -158,6 +165,7 @@ if __name__ == "__main__":
     done["tts"] = learn_while_drafting(folder / "tts", folder / "eagle3")
     done["auto"] = choose(folder / "auto")
     done["images"] = look(folder / "images", rows_per_rank=4)
+    done["exact"] = score(folder / "exact")
     for strategy in ("none", "self"):
         for name in ("rloo", "gkd"):
             trainer, speculation = trl_trainers.train(name, folder / f"{name} {strategy}", strategy)

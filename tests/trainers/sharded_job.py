@@ -62,6 +62,7 @@ FSDP2: dict[str, Case] = {
     "awq": ({"draft_quantization": "awq-w4-g32"}, fsdp2(activation_checkpointing=True)),
     # Profiled on one rank, while the other waits.
     "auto": ({"assistant_strategy": "auto", "draft_length": [3], "sd_toggle": "roofline"}, fsdp2()),
+    "exact": ({"exact_logprobs": True, "gradient_checkpointing": True}, fsdp2()),
     "bf16": ({"bf16": True, "draft_kernel": "reference"}, fsdp2()),  # the fast kernel serves fewer rows
 }
 ZERO: dict[str, Case] = {
@@ -91,7 +92,7 @@ def options(name: str, rows_per_rank: int) -> dict[str, Any]:
 def make_policy(name: str) -> Any:
     """The policy of a case, before training."""
     policy = tiny_policy()
-    if name == "bf16":
+    if name in ("bf16", "exact"):
         policy.float()
     return get_peft_model(policy, LORA, autocast_adapter_dtype=False) if name == "lora" else policy
 
@@ -189,6 +190,7 @@ def train_sharded(folder: Path, name: str, resume: Path | None = None) -> dict[s
         "computing": computing,
         "copies": copies,
         "accepted": run.metric("rollout/acceptance_rate"),
+        "apart": run.metric("sampling/sampling_logp_difference/max"),
     }
 
 

@@ -69,6 +69,11 @@ def test_ranks_read_the_images_of_their_rows(found: list[dict[str, Any]], tmp_pa
     assert alone == [mine + theirs for mine, theirs in zip(one, other, strict=True)] and len(alone) == 2
 
 
+def test_losses_have_the_bits_of_samplers(found: list[dict[str, Any]]) -> None:
+    distances, accepted = found[0]["exact"].values()
+    assert distances == [0.0, 0.0] and min(accepted) > 0.2
+
+
 def test_metrics_are_summed_over_ranks(ranks: list[Run], alone: Run) -> None:
     for name in ("block_efficiency", "acceptance_rate", "first_token_acceptance", "target_entropy"):
         values, evaluated = alone.metric(f"rollout/{name}"), alone.metric(f"eval_rollout/{name}")

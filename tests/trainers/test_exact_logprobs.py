@@ -13,11 +13,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, 
 
 from spec_trl import SpecRLOOTrainer
 from spec_trl.native.native_code import compiler
-from tests.conftest import TRANSFORMERS
 from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.test_families import build
+from tests.generation.test_adapted_experts import EXPERTS
 from tests.tiny_families import tiny_settings
+from tests.tiny_vision import make, processor
 from tests.trainers.harness import OTHERS, Run, make_run, roll_out, tiny_policy, train
+from tests.trainers.test_prompt_images import task
+from tests.trainers.tool_task import add, conversations, make_chat_tokenizer
 
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -45,10 +48,11 @@ def assert_equal_bits(run: Run, count: int) -> None:
     [
         {},
         {"temperature": 0.7, "gradient_checkpointing": True, "per_device_train_batch_size": 4},
-        {"num_iterations": 2, "max_steps": 4, "beta": 0.1} | LORA,
+        {"num_iterations": 2, "max_steps": 4, "beta": 0.1, "gradient_accumulation_steps": 2} | LORA,
         {"logprobs_over": "support", "top_p": 0.9, "top_k": 30, "temperature": 0.7, "num_iterations": 2},
     ],
-    ids=["plain", "another temperature, checkpointing, groups", "LoRA, old and reference policy", "over supports"],
+    ids=["plain", "another temperature, checkpointing, groups", "LoRA, old and reference policy, accumulation",
+         "over supports"],
 )
 def test_sampler_and_trainer_agree_in_bits(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     """Also of drafted tokens, of prompts that several rows share, and where the policy has moved since the rollout."""
@@ -159,6 +163,10 @@ def test_learned_positions_count_from_the_prompt(tmp_path: Path) -> None:
     assert 0 < difference_of_gradients(tmp_path, make) < 1e-4
 
 
+DO_MORE = "falcon_h1", "gptj", "gemma4_text", "zamba2"
+"""Families whose layers return tuples, or more than hidden states, or get more than the layer before returned."""
+
+
 def tiny_family(name: str) -> PreTrainedModel:
     """One of the families that `build` does not have."""
     kind = CONFIG_MAPPING[name]
@@ -168,12 +176,68 @@ def tiny_family(name: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(kind(**settings | dropouts), dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "qwen3", "gpt_oss", "falcon_h1"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "qwen3", "gpt_oss", *DO_MORE])
 def test_families(tmp_path: Path, family: str) -> None:
-    """The layers of the last one return tuples."""
-    options = {"router_aux_loss_coef": 0.0} if family == "gpt_oss" else {}
-    policy = tiny_family(family) if family == "falcon_h1" else build(family, vocab_size=48).to(torch.bfloat16)
-    assert_equal_bits(train(tmp_path, "ngram", policy=policy, exact_logprobs=True, max_steps=1, **options), 1)
+    policy = tiny_family(family) if family in DO_MORE else build(family, vocab_size=48).to(torch.bfloat16)
+    run = train(tmp_path, "self", policy=policy, exact_logprobs=True, max_steps=2)
+    assert_equal_bits(run, 2)
+    assert min(run.metric("rollout/acceptance_rate")) > 0.2
+    assert bool(run.metric("aux_loss")) == (family == "gpt_oss")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", DO_MORE)
+def test_gradients_of_layers_that_do_more(tmp_path: Path, family: str, checkpointing: bool) -> None:
+    options = {"gradient_checkpointing": checkpointing}
+    assert 0 < difference_of_gradients(tmp_path, lambda _: tiny_family(family).float(), **options) < 1e-4
+
+
+def test_experts_with_lora(tmp_path: Path) -> None:
+    """And the loss that balances a mixture, which reads what routers compute."""
+    config = LoraConfig(r=4, **EXPERTS, init_lora_weights=False)
+    policy = build("qwen3_moe", vocab_size=48).float()
+    options: dict[str, Any] = {"trainer": {"peft_config": config}, "router_aux_loss_coef": 0.1}
+    run = train(tmp_path / "run", policy=policy, exact_logprobs=True, max_steps=2, **options)
+    assert_equal_bits(run, 2)
+    assert min(run.metric("rollout/acceptance_rate")) > 0.2 and min(run.metric("aux_loss")) > 0
+    difference = difference_of_gradients(tmp_path, lambda _: build("qwen3_moe", vocab_size=48).float(), **options)
+    assert 0 < difference < 1e-4
+
+
+# ---- images and tools -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (1, 0), (0, 0)])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "idefics3"])
+def test_images(tmp_path: Path, family: str, counts: tuple[int, int]) -> None:
+    """Also beside prompts without. Decoders of the second take images between layers, too."""
+    options = {"trainer": {"train_dataset": task(counts)}, "max_completion_length": 12}
+    policy = make(family).to(torch.bfloat16)
+    run = train(tmp_path, policy=policy, tokenizer=processor(family), exact_logprobs=True, max_steps=2, **options)
+    assert_equal_bits(run, 2)
+    assert min(run.metric("rollout/acceptance_rate")) > 0.2
+
+
+def test_gradients_with_images(tmp_path: Path) -> None:
+    """Those of the modules that read the images are among them."""
+    options = {"trainer": {"train_dataset": task()}, "tokenizer": processor("qwen3_vl"), "max_completion_length": 12}
+    assert 0 < difference_of_gradients(tmp_path, lambda _: make("qwen3_vl").float(), **options) < 1e-4
+
+
+TOOLS: dict[str, Any] = {"max_completion_length": 40, "num_iterations": 2, "max_steps": 4}
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_tools(tmp_path: Path, family: str) -> None:
+    """A later turn begins with a prompt: of the tool's answer. The second family keeps states."""
+    data = conversations("a3+b8", "c5+d9+e1", "f2+g2", "1+2+3+4")
+    policy = tiny_policy().to(torch.bfloat16) if family == "llama" else tiny_family(family)
+    run = train(
+        tmp_path, "ngram", policy=policy, tokenizer=make_chat_tokenizer(), exact_logprobs=True,
+        trainer={"train_dataset": data, "tools": [add]}, **TOOLS,
+    )  # fmt: skip
+    assert_equal_bits(run, 4)
+    assert max(run.metric("rollout/acceptance_rate")) > 0 and min(run.metric("tools/call_frequency")) > 0.2
 
 
 def test_a_drafter_that_learns_along(tmp_path: Path) -> None:
@@ -199,35 +263,36 @@ def test_other_refusals(tmp_path: Path) -> None:
         make_run(tmp_path, policy=policy_of("float32"), exact_logprobs=True, runner="eager")
     with pytest.raises(ValueError, match="exact_logprobs='yes' is"):
         make_run(tmp_path, policy=policy_of("float32"), exact_logprobs="yes")
-    moe = build("gpt_oss", vocab_size=48).to(torch.bfloat16)
-    with pytest.raises(ValueError, match="routers' loss.*router_aux_loss_coef=0"):
-        make_run(tmp_path, policy=moe, exact_logprobs=True)
+    with pytest.raises(ValueError, match="does not go with a policy in torch.float64"):
+        make_run(tmp_path, exact_logprobs=True)
+    with pytest.raises(ValueError, match="does not go with another distribution"):
+        given = {"generation_kwargs": {"suppress_tokens": [5]}}
+        make_run(tmp_path, policy=policy_of("float32"), exact_logprobs=True, **given)
 
 
-@pytest.mark.parametrize(
-    ("family", "reason"),
-    [
-        pytest.param(
-            "gptj", "a GPTJBlock returns more than hidden",
-            marks=pytest.mark.skipif(TRANSFORMERS >= (5, 24), reason="from 5.24 on it returns hidden states alone"),
-        ),
-        ("gemma4_text", "a Gemma4TextDecoderLayer is fed more than"),
-    ],
-)
-def test_families_whose_layers_do_more_are_refused_at_once(tmp_path: Path, family: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"^exact_logprobs=True is not served: {reason}.*exact_logprobs=False"):
-        make_run(tmp_path, "ngram", policy=tiny_family(family), exact_logprobs=True)
+def test_what_fails_fails_at_once(tmp_path: Path) -> None:
+    def fail(_: Any, inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("no gradient here")
+
+    policy = policy_of("float32")
+    policy.model.layers[2].mlp.register_forward_pre_hook(fail)
+    reason = "a rehearsal failed with RuntimeError: no gradient here. Set exact_logprobs=False"
+    with pytest.raises(ValueError, match=f"^exact_logprobs=True is not served: {reason}"):
+        make_run(tmp_path, policy=policy, exact_logprobs=True)
 
 
 @pytest.mark.parametrize("hook", [lambda _, __, output: output * 2, lambda _, __, ___: None])
 def test_hooks_on_layers(tmp_path: Path, hook: Any) -> None:
-    """What one has changed is known of the next layer, and would be changed again."""
-    policy = policy_of("float32")
-    run = make_run(tmp_path, policy=policy, exact_logprobs=True, max_steps=1)
+    """What one changes is changed once, also in the gradient."""
+
+    def make(_: bool) -> PreTrainedModel:
+        policy = policy_of("float32")
+        policy.model.layers[1].register_forward_hook(hook)
+        return policy
+
+    run = make_run(tmp_path / "late", policy=(policy := policy_of("float32")), exact_logprobs=True, max_steps=2)
     policy.model.layers[1].register_forward_hook(hook)
-    if hook(None, None, 1) is None:
-        assert_equal_bits(run.train(), 1)
-    else:
-        with pytest.raises(RuntimeError, match="LlamaDecoderLayer is fed more than what the layer before returns"):
-            run.train()
+    assert_equal_bits(run.train(), 2)
     assert not any("forward" in vars(layer) for layer in policy.model.layers)
+    assert 0 < difference_of_gradients(tmp_path, make) < 1e-4

@@ -115,10 +115,17 @@ def test_awq_learns_from_the_ranks_own_activations(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("name", [*FSDP2, *zero])
 def test_rollouts_compute_in_the_precision_of_the_loss(name: str, ranks: Ranks) -> None:
-    dtype = torch.bfloat16 if name == "bf16" else torch.float64
+    dtype = {"bf16": torch.bfloat16, "exact": torch.float32}.get(name, torch.float64)
     for rank in ranks:
         seen = rank[name]["computing"]
         assert seen["rollout"] == seen["training"] == {(dtype, dtype, name == "bf16")}
+
+
+def test_losses_have_the_bits_of_the_sampler(ranks: Ranks) -> None:
+    one, other = (rank["exact"] for rank in ranks)
+    assert one["apart"] == [0.0] * 3 and min(one["accepted"]) > 0.2
+    assert all(torch.equal(weight, other["weights"][-1][key]) for key, weight in one["weights"][-1].items())
+    assert ranks[0]["self"]["apart"] != [0.0] * 3
 
 
 @pytest.mark.parametrize("name", ["saved", pytest.param("saved3", marks=has_deepspeed)])

@@ -199,7 +199,8 @@ class EagerRunner:
         count, logits = sum(lengths[: admission.leaders]) - sum(known.values()), list[Tensor]()
         if admission.media or self.cache.offsets is not None:
             leaders = range(admission.first, admission.first + admission.leaders)
-            seen, logits = read_media(self.network, self.cache, leaders, admission.media, leader_of, lengths)
+            prompts, tell = admission.media, self._tell_of_prompt
+            seen, logits = read_media(self.network, self.cache, leaders, prompts, leader_of, lengths, tell)
             known |= seen
             self.forwards += len(seen)
             self.eager_forwards += len(seen)
@@ -299,6 +300,12 @@ class EagerRunner:
             if read is not None:
                 logits.append(read)
         return logits
+
+    def _tell_of_prompt(self, row: int) -> None:
+        """Calls listeners with the hidden states of the forward that has read the whole prompt of `row`."""
+        if self._stored:
+            features = self._features()  # [1, length, F]
+            self.call_listeners(features, torch.arange(features.shape[1], device=features.device)[None], row)
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":
         """Makes a runner of this kind for a drafter's `network`, over this cache or another one of the same size.

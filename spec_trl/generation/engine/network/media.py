@@ -3,7 +3,7 @@ the text, and knows their positions and which tokens attend in both directions. 
 and the engine decodes text after it.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,10 +69,11 @@ def read_media(
     prompts: Mapping[int, MediaPrompt],
     begin: Collection[int],
     lengths: Sequence[int],
+    after: Callable[[int], None],
 ) -> tuple[dict[int, int], list[Tensor]]:
     """Writes the K/V of the `prompts` with images by row, within the first `lengths` columns of the admitted `rows`,
-    and the offsets of these. Returns the number of written columns by row, and logits `[1, 1, vocab]` after the
-    prompts of rows that `begin`."""
+    and the offsets of these; calls `after` with each row. Returns the number of written columns by row, and logits
+    `[1, 1, vocab]` after the prompts of rows that `begin`."""
     read, logits = dict[int, int](), list[Tensor]()
     if cache.offsets is not None:
         offsets = [prompts[row].offset if row in prompts else 0 for row in rows]
@@ -81,6 +82,7 @@ def read_media(
         if (images := prompts.get(row)) is not None:
             read[row] = min(len(images.tokens), length)
             images.read(network, cache, row, read[row])
+            after(row)
             if row in begin:
                 logits.append(images.logits)
     return read, logits

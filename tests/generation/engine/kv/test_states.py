@@ -23,8 +23,7 @@ from spec_trl.generation.engine.network.shadow import make_shadow
 from spec_trl.generation.engine.requirements import check_model
 from spec_trl.generation.planner.control import Chain
 from spec_trl.native.native_code import compiler
-from spec_trl.trainers import exact_logprobs
-from spec_trl.trainers.exact_logprobs import read_completions
+from spec_trl.trainers.read_completions import read_completions
 from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows, reference_outputs
 from tests.generation.races import Knowing, Plans
@@ -176,7 +175,7 @@ def test_completions_are_read_in_pieces(model: PreTrainedModel, monkeypatch: pyt
     """Each piece goes on from the states after the one before."""
     rows = random_rows([5, 9, 9])
     done = generate(model, pad_left(rows), max_new_tokens=NEW)
-    monkeypatch.setattr(exact_logprobs, "_LOGITS", 4 * 3 * 64)  # four tokens of three rows
+    monkeypatch.setattr("spec_trl.trainers.read_completions._LOGITS", 4 * 3 * 64)  # four tokens of three rows
     cache = Family.of(model).cache.for_network(model, 3, 9 + NEW)
     runner = EagerRunner(make_shadow(model), cache)
     found, _ = read_completions(runner, rows, torch.tensor(outputs(done)), [], lambda scores, *_: scores)
