@@ -119,7 +119,7 @@ def speculative_decoding(
             runner = runner_for(session, model, call.family, config, capacity, config.exact is True, call.has_offsets)
             copied = 0 if autocast_dtype(model.device) is None else copied_bytes(runner.network)
             # Exactness is tried without media.
-            exact = None if call.media else exactness(call.snapshot, model, config, runner.network)
+            exact = None if call.media else exactness(call.snapshot, model, config)
         rollout = _rollout(call, capacity, drafters, control, runner, copied, make_queue)
         completions, statistics = _run(rollout, session)
         statistics.exact, statistics.copied_bytes = exact, copied
