@@ -67,6 +67,9 @@ def smoke(stage: Stage) -> None:
     check("auto, bfloat16", partial(llama, bf16), "auto", {"draft_kernel": "auto"}, calls=2, drafts=False)
     for strategy in ("none", "self", "ngram"):
         check(f"exact, {strategy}", partial(llama, bf16), strategy, exact | kernel, bits="exact", do_sample=False)
+    for strategy in ("none", "ngram"):  # a mixture
+        mixture = partial(family, "gpt_oss")
+        check(f"exact gpt_oss, {strategy}", mixture, strategy, exact, bits="gpt_oss", do_sample=False)
     check("top-p, top-k", llama, "self", top_p=0.9, top_k=20)
     check("float32 under autocast", llama, "self", kernel, autocast=True)
     check("LoRA", lora, "self")

@@ -137,6 +137,8 @@ def of_model(family: Family, config: SpeculativeConfig, device: torch.device) ->
         STATES: family.stateful and f"a model {family.stateful}",
         "a model on a GPU": device.type != "cpu" and place,
         'runner="graph"': config.runner == "graph",
+        'runner="compiled"': config.runner == "compiled",
+        "exact=True on a GPU": config.exact is True and device.type != "cpu",
         "a model outside of CUDA": lambda: not captures(config, device) and place,
     }
 

@@ -124,7 +124,7 @@ def speculative_decoding(
             runner = runner_for(session, model, call.family, config, capacity, config.exact is True, call.has_offsets)
             copied = 0 if autocast_dtype(model.device) is None else copied_bytes(runner.network)
             # Tried without media: a family's forward reads such a prompt alone, whatever other rows there are.
-            exact = exactness(call.snapshot, model, config, runner.network)
+            exact = exactness(call.snapshot, model, config)
         rollout = _rollout(call, capacity, drafters, control, runner, copied, make_queue, keep_supports)
         completions, statistics = _run(rollout, session)
         statistics.exact, statistics.copied_bytes = exact, copied

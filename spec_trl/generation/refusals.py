@@ -72,6 +72,7 @@ REFUSALS = [
         (MEDIA, "drafters that read prompts", "they read text alone", 'Use "self", "ngram", "history" or "auto"'),
         (MEDIA, DECOUPLED, "the drafter's thread reads text alone", _IN_TURNS),
         ('runner="graph"', "a model outside of CUDA", "it captures CUDA graphs", 'Move it, or use runner="auto"'),
+        ('runner="compiled"', "exact=True on a GPU", "a compiler chooses the order of sums", 'Use runner="auto"'),
         ("streamer", "several rows", "a streamer prints one row", "Pass one prompt, or no streamer"),
         ("a processor or criterion that may look at other rows", "a smaller max_batch_size",
          "it is shown all rows at each step",

@@ -63,7 +63,7 @@ class ExactLogprobs:
     ) -> None:
         policy = policy_in(model)
         with accelerator.autocast():
-            exact = exactness(snapshot_of(policy), policy, replace(config, exact="auto"), policy)
+            exact = exactness(snapshot_of(policy), policy, replace(config, exact="auto"))
         if exact is not True:
             raise _refusal(f"{type(policy).__name__} is not exact on this machine: {exact}")
         kinds = LogitsProcessor if support is None else TemperatureLogitsWarper

@@ -108,9 +108,9 @@ def images(tools: bool = False, **given: Any) -> Door:
     return lambda *_: check_media(vision("gemma3"), arguments(**given), tools)
 
 
-def on_gpu(*_: Any) -> None:
-    config = SpeculativeConfig(**DECOUPLED)
-    check({**of_drafting("self", config), **of_model(Family.of(tiny_llama()), config, GPU)})
+def on_gpu(**options: Any) -> Door:
+    config = SpeculativeConfig(**options)
+    return lambda *_: check({**of_drafting("self", config), **of_model(Family.of(tiny_llama()), config, GPU)})
 
 
 def two_devices(*_: Any) -> None:
@@ -169,7 +169,7 @@ CASES: dict[str, list[Door]] = {
         lambda _, drafters: DraftThread(DecoupledDrafter(DraftThread(*drafters("ngram")))),
         lambda *_: call("model", DECOUPLED, assistant_model=with_states())(*_),
     ],
-    "a model on a GPU x a drafter on a thread": [on_gpu],
+    "a model on a GPU x a drafter on a thread": [on_gpu(**DECOUPLED)],
     "a model with states of convolutions or scans x several chains per row": [
         call("best_of_n", model=with_states),
         call(config={}, model=with_states, drafter=("self", "ngram"), control=random_plans(2)),
@@ -190,6 +190,7 @@ CASES: dict[str, list[Door]] = {
         call("self", DECOUPLED, model=lambda: vision("gemma3")),
     ],
     'runner="graph" x a model outside of CUDA': [call("none", {"runner": "graph"}), trainer({"runner": "graph"})],
+    'runner="compiled" x exact=True on a GPU': [on_gpu(runner="compiled", exact=True)],
     "streamer x several rows": [call("none", streamer=Mock())],
     "a processor or criterion that may look at other rows x a smaller max_batch_size": [
         call("none", {"max_batch_size": 1}, logits_processor=[Curious()]),

@@ -2,6 +2,9 @@
 
 Then drafts, other rows and the order of requests change no bit of a log-probability, in any dtype. Libraries do not
 guarantee it, so it is tested on the first layers of the network, once per machine, in some fifty forwards.
+
+On CUDA no test stands for all numbers of rows, since these choose kernels. There four forwards tell which operations
+sum, other than our kernels.
 """
 
 import hashlib
@@ -18,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from ....hardware import kernel_switches, processor_name
@@ -49,6 +53,12 @@ _EQUAL = 2  # first rows, whose tokens as many rows after them have too
 _CASES = (1, 1, 0), (1, NEW, 0), (2, NEW, 0), (ROWS, 1, 0), (ROWS, NEW, 3)
 # Of prompts: about the multiples of what kernels take at once, where they change.
 _TOKENS = 1, 2, 3, 7, 9, 11, 17, 19, 25, 27, 31, 63, 65
+# Parts of names of operations that sum, and those of them, or of reductions, that give each row the same bits.
+_SUMMING = (
+    "mm", "mv", "dot", "conv", "attention", "norm", "cum", "std", "var", "index_add", "scatter_add", "scatter_reduce",
+    "index_reduce", "fft", "cdist", "lstm", "gru", "logsumexp",
+)  # fmt: skip
+_BY_ROW = {"native_layer_norm", "amax", "amin", "max", "min"}
 _NUMBERS = 1 << 19  # of results, at least: of another order of sums one in 20,000 shows in bfloat16
 
 
@@ -81,6 +91,47 @@ def inexact_parts(
             stacklevel=2,
         )
     return found
+
+
+def unordered_sums(model: PreTrainedModel) -> list[str]:
+    """Names the operations of an exact shadow of `model` on CUDA whose rounding of a token may depend on other tokens,
+    and the classes of modules that call them, sorted: all that sum or multiply matrices, but our kernels, and those of
+    torch that give a row to one block of threads whatever the number of rows, as layer norms and softmaxes do.
+
+    They are found in a prompt, a verification, a step and, where rows may have them, several chains.
+    """
+    shadow, family = _first_layers(model, exact=True), Family.of(model)
+    runner, watch = EagerRunner(shadow, family.cache.for_network(model, 2, COLUMNS)), _Sums()
+    for module in shadow.modules():
+        module.register_forward_pre_hook(lambda module, _: watch.inside.append(type(module).__name__))
+        module.register_forward_hook(lambda *_: [watch.inside.pop(), None][1])
+    try:
+        with torch.no_grad(), watch:
+            trial = _Trial(runner, 2)
+            for step, count, beside in ((0, 2, 0), (2, 1, 0), *([(3, 2, 1)] if family.takes_chains else [])):
+                trial.forward(step, count, beside)
+    except Exception as error:  # the generation will raise it, or succeed where this cannot
+        return [f"it could not be tried: {type(error).__name__}: {error}"]
+    return sorted(watch.found)
+
+
+class _Sums(TorchDispatchMode):
+    """Finds operations for :func:`unordered_sums`; `inside` are the classes of the modules that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: list[str] = []
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        library, _, name = function._schema.name.partition("::")
+        sums = torch.Tag.reduction in function.tags or any(word in name for word in _SUMMING)
+        sums = library != "spec_trl" and name not in _BY_ROW and (sums or library not in ("aten", "prim", "prims"))
+        first = result[0] if isinstance(result, tuple) else result
+        if sums and isinstance(first, Tensor) and first.is_floating_point():
+            self.found.add(f"{name} in {self.inside[-1] if self.inside else 'the network'}")
+        return result
 
 
 @dataclass(frozen=True)
@@ -144,9 +195,9 @@ def _hash_of(code: CodeType) -> str:
     return hashlib.sha256(repr((code.co_code, code.co_names, inside)).encode()).hexdigest()
 
 
-def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
-    """A shadow of `model` with enough layers for one of every kind, at least two."""
-    shadow: PreTrainedModel = make_shadow(model)
+def _first_layers(model: PreTrainedModel, exact: bool = False) -> PreTrainedModel:
+    """A shadow of `model`, maybe `exact`, with enough layers for one of every kind, at least two."""
+    shadow: PreTrainedModel = make_shadow(model, exact)
     try:
         layers = decoder_layers(shadow)
     except ValueError:

@@ -19,6 +19,7 @@ from ..kv.base import KVCache
 from ..kv.cache import ReplayCache, autocast_dtype
 from ..kv.memory import sent
 from ..network.attention import EXACT_ATTENTION, MaskPlan, attended, reads_spans
+from ..network.exact_sums import ExactSums
 from ..network.family import Family
 from ..network.family_hooks import cache_argument
 from ..network.media import read_media
@@ -390,8 +391,7 @@ class EagerRunner:
             self.cache.point_at_texts(positions, rows, columns, first_row)
         dtype = autocast_dtype(tokens.device) or self.network.dtype
         keys = self.cache.key_positions
-        # Chains, and keys whose positions are not their columns, need a mask.
-        spans = (spans or (self.is_exact and places is None)) and keys is None
+        spans = (spans or self.is_exact) and keys is None  # keys whose positions are not their columns need a mask
         # Attention of torch and of our C++ reads contiguous columns.
         table = self.cache.table_to_read(len(tokens)) if spans and self.uses_spans else None
         if spans:
@@ -402,14 +402,15 @@ class EagerRunner:
         return self._logits(tokens, position_ids, masks, logits_to_keep), self._features() if self._stored else None
 
     def _logits(self, tokens: Tensor, position_ids: Tensor, masks: Any, logits_to_keep: int) -> Tensor:
-        logits: Tensor = self.network(
-            input_ids=tokens,
-            position_ids=position_ids,
-            attention_mask=masks,
-            use_cache=True,
-            **{self._cache_argument: self.cache},
-            **({"logits_to_keep": logits_to_keep} if self._keeps_last_logits else {}),
-        ).logits
+        with ExactSums() if self.is_exact else nullcontext():
+            logits: Tensor = self.network(
+                input_ids=tokens,
+                position_ids=position_ids,
+                attention_mask=masks,
+                use_cache=True,
+                **{self._cache_argument: self.cache},
+                **({"logits_to_keep": logits_to_keep} if self._keeps_last_logits else {}),
+            ).logits
         return logits
 
     def _features(self) -> Tensor:

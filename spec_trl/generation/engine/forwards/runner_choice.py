@@ -18,9 +18,8 @@ from ..network.family import Family
 from ..network.products import make_copies, refresh_copies
 from ..network.shadow import make_shadow
 from ..network.snapshot import Snapshot, addresses
-from ..network.swap import not_exact
 from .cpu_runner import cpu_runner
-from .exactness import inexact_parts
+from .exactness import inexact_parts, unordered_sums
 from .runner import EagerRunner
 
 
@@ -38,15 +37,15 @@ def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
 
 
 def exactness(
-    snapshot: Snapshot, model: PreTrainedModel, config: SpeculativeConfig, shadow: PreTrainedModel
+    snapshot: Snapshot, model: PreTrainedModel, config: SpeculativeConfig
 ) -> bool | list[str] | None:
-    """`SpeculationStatistics.exact` of generations of `model` by its `shadow`; raises ValueError where `config` asks
-    for more. On a CPU it is tried, once for each `snapshot` of `model`. On CUDA, where `config` must ask for it,
-    kernels decide."""
+    """`SpeculationStatistics.exact` of generations of `model`; raises ValueError where `config` asks for more. It is
+    tried, once for each `snapshot` of `model`; on CUDA where `config` asks for it."""
     if config.exact is False or model.dtype == torch.float64:  # rounding of float64 decides no token
         return None
     if recorder_for(model.device) is not None:
-        found = not_exact(shadow) if config.exact is True else None
+        key = f"sums {autocast_dtype(model.device)}"
+        found = snapshot.find(key, partial(unordered_sums, model)) if config.exact is True else None
     elif model.device.type == "cpu":
         make = cpu_runner if runner_mode(config, model.device) == "compiled" else EagerRunner
         settings = f"exact {make.__name__} {torch.get_num_threads()} {autocast_dtype(model.device)}"

@@ -105,8 +105,8 @@ class MaskPlan:
         Args:
             positions: `[B, q]` int64, the queries' columns.
             table: of pages (`PagedCache.table_to_read`), `[B, pages]` int32, an even number; two pages are stored like
-                the span of one query: `[B, 1, q + pages / 2, 2]`. The table is part of the mask, since the mask is the
-                only argument that every family passes on to attention.
+                the span of one query: `[B, 1, q + pages / 2, 2]`; of longer spans more. The table is part of the mask,
+                since the mask is the only argument that every family passes on to attention.
             places: as of :meth:`build`; then spans are `[B, 1, q, 4]`: the first and the last position that a query
                 sees, the column from which columns differ from positions, and the difference.
             rows: `[B, q]` int64, the row of K/V that a query reads, for texts one after the other in a row of queries;
@@ -119,12 +119,13 @@ class MaskPlan:
                 first = (positions - self.sliding_window + 1).clamp(min=0)
             elif layer_type == CHUNKED:
                 first = positions // self.chunk_size * self.chunk_size
-            spans[layer_type] = as_spans(first, positions, table)
+            span = torch.stack([first, positions], dim=-1)  # [B, q, 2]
             if places is not None:
-                moved = torch.stack([places[:, :1].expand_as(places) + 1, places - positions], dim=-1)  # [B, q, 2]
-                spans[layer_type] = torch.cat([spans[layer_type], moved[:, None]], dim=-1)
+                split = places[:, :1].expand_as(places) + 1
+                span = torch.cat([span, torch.stack([split, places - positions], dim=-1)], dim=-1)  # [B, q, 4]
             if rows is not None:
-                spans[layer_type] = torch.cat([spans[layer_type], rows[:, None, :, None]], dim=-1)
+                span = torch.cat([span, rows[..., None]], dim=-1)  # [B, q, 3]
+            spans[layer_type] = with_table(span, table)
         return self._by_type(spans)
 
     def build(
@@ -178,9 +179,14 @@ class MaskPlan:
 def as_spans(first: Tensor, last: Tensor, table: Tensor | None) -> Tensor:
     """The mask `[B, 1, q, 2]` of queries that see columns `first` to `last` (both `[B, q]` int64), or with the `table`
     of :meth:`MaskPlan.spans` after it, `[B, 1, q + pages / 2, 2]`."""
-    spans = torch.stack([first, last], dim=-1)  # [B, q, 2]
+    return with_table(torch.stack([first, last], dim=-1), table)
+
+
+def with_table(spans: Tensor, table: Tensor | None) -> Tensor:
+    """Spans `[B, q, w]` as a mask, with as many pages of the `table` as a span has numbers in a row after them."""
     if table is not None:
-        spans = torch.cat([spans, table.unflatten(1, (-1, 2))], dim=1)  # [B, q + pages / 2, 2]
+        width = spans.shape[2]
+        spans = torch.cat([spans, F.pad(table, (0, -table.shape[1] % width)).unflatten(1, (-1, width))], dim=1)
     return spans[:, None]
 
 
@@ -228,11 +234,6 @@ def is_rewritten(kind: Any) -> bool:
 def attention_class(kind: Any) -> Any:
     """A subclass of `kind` that calls :func:`ragged_attention` instead of the family's code."""
     return type(f"Ragged{kind.__name__}", (_REWRITTEN[kind.__name__], kind), {})
-
-
-def attends_exactly(network: PreTrainedModel) -> bool:
-    """Whether attention in `network` is exact, and takes spans."""
-    return network.config._attn_implementation == EXACT_ATTENTION and reads_spans(network)
 
 
 class _WithoutCudnn:
@@ -304,10 +305,11 @@ def ragged_attention(
         from ..cuda.kernels.ragged_attention import ragged_decode_attention  # imports Triton
 
         length = query.shape[2]
-        first, last = attention_mask[:, 0, :length].unbind(-1)  # [B, q], [B, q]
+        spans = attention_mask[:, 0, :length]  # [B, q, 2 or 4]
+        moved = spans[..., 2:].contiguous() if spans.shape[2] == 4 else None  # [B, q, 2]
         table = attention_mask[:, 0, length:].flatten(1) if attention_mask.shape[2] > length else None  # [B, pages]
         output = ragged_decode_attention(
-            query.to(key.dtype), key, value, first, last, scale, softcap, s_aux, table, exact
+            query.to(key.dtype), key, value, spans[..., 0], spans[..., 1], scale, softcap, s_aux, table, exact, moved
         )
         return output.to(query.dtype), None  # [B, q, heads, d]
     batch, heads, length, _head_dim = query.shape

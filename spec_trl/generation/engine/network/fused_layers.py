@@ -390,11 +390,6 @@ def _known() -> dict[str, tuple[Any, dict[str, Any]]]:
     return found
 
 
-def has_fused_sums(norm: nn.Module) -> bool:
-    """Whether our kernel sums the rows of `norm`, in an order that does not depend on their number."""
-    return isinstance(norm, _Norm)
-
-
 def _is_fused_norm(module: nn.Module) -> bool:
     """Whether `module` may be computed as part of a fused call."""
     return isinstance(module, _Norm) and is_unwatched(module)

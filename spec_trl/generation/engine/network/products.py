@@ -2,8 +2,8 @@
 that other modules compute themselves: `rewritten.py`.
 
 Who multiplies is a field of a layer. On a CPU it is our C++, or oneDNN (`cpu_products.py`); in an exact shadow on CUDA
-a kernel that sums in one order for every number of rows; else torch. Then a token's result does not depend on the
-forward's other tokens, except by torch.
+a kernel that sums in one order for every number of rows (`exact_sums.py`); else torch. Then a token's result does not
+depend on the forward's other tokens, except by torch.
 
 Autocast casts a wide weight in every product, or caches the cast of a trained weight. A captured forward would cast in
 every replay. So the linear layers of a shadow have copies, equal bit for bit to the casts, which every generation
@@ -27,15 +27,14 @@ from transformers.pytorch_utils import Conv1D
 from ....native.cpu_products import by_registers, first_time, is_plain, is_readable, multiply
 from ....quantization.experts import matrix_names, run_experts
 from ....quantization.linear import PackedLayer
-from ..cuda.kernels import run_on
 from ..kv.cache import autocast_dtype
+from .exact_sums import experts_exactly, multiply_exactly
 from .known_code import FAMILY
 from .snapshot import patched_forward
 
 
 FORWARDS = nn.Linear.forward, Conv1D.forward
 """Forwards that only multiply with a weight and add a bias; that of a subclass may use the weight otherwise."""
-_EXACT = torch.float32, torch.bfloat16, torch.float16  # dtypes of the exact kernel
 ACTIVATIONS = frozenset(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values())
 """Classes of activations of transformers."""
 
@@ -85,17 +84,6 @@ class Product(nn.Module):
         return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
 
 
-def multiply_exactly(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """x [..., in] times weight [out, in] plus bias [out], in the dtype that autocast gives x; None if the kernel
-    cannot: with gradient, not on CUDA, or in another dtype than that of the weight."""
-    dtype = autocast_dtype(x.device) or x.dtype
-    if torch.is_grad_enabled() or weight.dtype != dtype or dtype not in _EXACT or not run_on(x.device):
-        return None
-    from ..cuda.kernels.dense_product import dense_product  # imports Triton
-
-    return dense_product(x.to(dtype), weight, bias)
-
-
 @functools.cache
 def before(mixin: type, kind: type) -> type:
     """A subclass of `kind` with a mixin of this module before it."""
@@ -110,7 +98,9 @@ def is_linear(kind: Any) -> bool:
 class Experts(nn.Module):
     """A mixture's stacked experts one by one, each expert on the tokens that chose it; a mixin before their class."""
 
-    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    routine: Literal["native", "exact"] = "native"
+
+    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Any:
         """x [tokens, hidden], chosen and shares [tokens, top_k] → [tokens, hidden]"""
         experts: Any = self
         names = matrix_names(self)
@@ -120,10 +110,12 @@ class Experts(nn.Module):
         if experts.has_bias:
             biases = [getattr(experts, f"{name}_bias") for name in names]  # [experts, out]
         is_transposed = experts.is_transposed
+        if self.routine != "native":
+            y = experts_exactly(experts, x, chosen, shares, weights, biases)
+            return super().forward(x, chosen, shares) if y is None else y
         is_like_first = is_readable(weights[1]) and weights[1].dtype == weights[0].dtype
         if not is_like_first or not is_plain(x, weights[0], biases[0], is_transposed):
-            y: Tensor = super().forward(x, chosen, shares)
-            return y
+            return super().forward(x, chosen, shares)
 
         def product(place: int, expert: int, x: Tensor) -> Tensor:
             weight, bias = weights[place][expert], biases[place]
@@ -132,10 +124,10 @@ class Experts(nn.Module):
         return run_experts(experts, x, chosen, shares, product)
 
 
-def has_experts(kind: Any, module: nn.Module) -> bool:
-    """Whether :class:`Experts` computes all of `module`, on a CPU, of class `kind`."""
+def has_experts(kind: Any, module: nn.Module, exact: bool) -> bool:
+    """Whether :class:`Experts` computes all of `module`, of class `kind`: on a CPU, or in an `exact` shadow."""
     is_ours = issubclass(kind, Experts) or vars(module).get("has_post_expert_norm")
-    return is_on_cpu(module) and _is_stacked(module) and not is_ours
+    return (exact or is_on_cpu(module)) and _is_stacked(module) and not is_ours
 
 
 def _is_stacked(module: nn.Module) -> bool:

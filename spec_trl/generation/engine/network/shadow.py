@@ -23,7 +23,7 @@ from .family_hooks import adapt
 from .foreign_layers import finish_loading, is_foreign
 from .fused_layers import launches
 from .patches import rebind
-from .products import Product, is_on_cpu
+from .products import Experts, Product, is_on_cpu
 from .snapshot import lasting_attributes, patched_forward
 from .swap import Place, class_in_shadow, unwrapped
 
@@ -38,7 +38,7 @@ def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel
     Args:
         policy: shares its weights; a shadow of an exact shadow is exact.
         exact: on CUDA a row gets the same bits whatever rows run beside it: dense layers and attention sum in one
-            order. :func:`~.not_exact` names the rest. Without CUDA or Triton it has no effect.
+            order. :func:`~.unordered_sums` names the rest. Without CUDA or Triton it has no effect.
     """
     finish_loading(policy)
     exact = policy.config._attn_implementation == EXACT_ATTENTION or (
@@ -99,7 +99,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     state["training"] = module.training and is_foreign(module)
     state["_compiled_call_impl"] = None  # of `module.compile()`: it would run the policy's forward
     state.pop("_is_fsdp_managed_module", None)
-    if issubclass(kind, Product) and "routine" not in state:  # a shadow's shadow has it
+    if issubclass(kind, Product | Experts) and "routine" not in state:  # a shadow's shadow has it
         state["routine"] = "exact" if place.exact else "native" if is_on_cpu(module) else "torch"
     for name, value in list(state.items()):
         if isinstance(value, MethodType) and value.__self__ is module:

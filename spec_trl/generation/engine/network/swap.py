@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ....quantization.source_weight import WRAPPED
-from .attention import attends_exactly, attention_class, is_rewritten
-from .fused_layers import AdaptedLinear, fused_class, fuses, has_fused_sums
+from .attention import attention_class, is_rewritten
+from .fused_layers import AdaptedLinear, fused_class, fuses
 from .products import ACTIVATIONS, Activation, Experts, Product, before, has_experts, is_linear
 from .rewritten import is_rewritten_class, rewritten_class
 from .scans import is_mixer, mixer_class
@@ -34,8 +34,6 @@ class Swap(NamedTuple):
     replacement: Callable[[Any], Any]
     """The class for a class."""
     reason: str
-    sums_in_order: Callable[[nn.Module], bool] = lambda module: False
-    """Whether sums of a module that it made have one order on CUDA, for every number of rows."""
 
 
 TABLE = (
@@ -45,15 +43,15 @@ TABLE = (
          "it holds inputs of its states until drafts are accepted, for rows of different lengths"),
     Swap(lambda kind, module, place: is_linear(kind), partial(before, Product),
          "products sum in one order (in C++ or oneDNN on a CPU, in a kernel in an exact shadow on CUDA), and read "
-         "16-bit copies under autocast", lambda module: isinstance(module, Product) and module.routine == "exact"),
-    Swap(lambda kind, module, place: not place.exact and has_experts(kind, module), partial(before, Experts),
-         "experts run one by one in C++, in one order"),
+         "16-bit copies under autocast"),
+    Swap(lambda kind, module, place: has_experts(kind, module, place.exact), partial(before, Experts),
+         "experts run one by one in C++, or in a kernel in an exact shadow on CUDA, in one order"),
     Swap(lambda kind, module, place: is_rewritten(kind), attention_class,
          "its family ignores the attention function of the config"),
     Swap(lambda kind, module, place: fuses(kind, module, place.exact, True), partial(fused_class, on_cpu=True),
          "C++ replaces many small operations, or computes a whole layer"),
     Swap(lambda kind, module, place: fuses(kind, module, place.exact, False), partial(fused_class, on_cpu=False),
-         "kernels of Triton replace many small ones", has_fused_sums),
+         "kernels of Triton replace many small ones"),
     Swap(lambda kind, module, place: place.on_cpu and kind in ACTIVATIONS, partial(before, Activation),
          "numbers at the end of a thread's share round like the others"),
 )  # fmt: skip
@@ -93,24 +91,6 @@ def explain(model: PreTrainedModel) -> str:
         for (name, new, why), count in counts.items()
     ]
     return "\n".join(lines)
-
-
-def not_exact(shadow: PreTrainedModel) -> list[str]:
-    """Names the parts of a shadow on CUDA whose rounding of a row may depend on other rows, sorted: attention without
-    our kernel, and classes of modules that sum, of which no row of :data:`TABLE` says that it sums in order. Empty: no
-    such part is known.
-
-    torch's reductions on CUDA divide a row among threads by the number of rows. So a norm written with `mean` is not
-    exact unless a fused kernel replaces it; `nn.LayerNorm` gives every row a block of threads.
-    """
-    names = set() if attends_exactly(shadow) else {"attention"}
-    parts = shadow.get_decoder(), shadow.get_output_embeddings()  # nothing else runs
-    for module in (module for part in parts if part is not None for module in part.modules()):
-        has_matrix = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
-        sums = has_matrix or ("Norm" in type(module).__name__ and not isinstance(module, nn.LayerNorm))
-        if sums and not isinstance(module, nn.Embedding) and not any(row.sums_in_order(module) for row in TABLE):
-            names.add(type(module).__name__)
-    return sorted(names)
 
 
 def unwrapped(module: nn.Module) -> Any:

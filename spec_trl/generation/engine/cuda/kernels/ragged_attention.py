@@ -9,7 +9,8 @@ the queries on it; a second kernel merges the shares in a fixed order: no atomic
 
 How many queries share a program, and where shares begin, follows the batch, and with it the order of sums. Not so in
 exact calls: one tile for every number of queries, blocks and shares at fixed columns. One piece of machine code then
-serves steps, verifications and prompts, and a query's result does not depend on what else is attended.
+serves steps, verifications and prompts, and a query's result does not depend on what else is attended. Another serves
+several chains of drafts of a row, with the same blocks of positions, each key read from the column where it lies.
 
     heads of one K/V head x queries, folded      columns of the row, in blocks
     m = group * q + query                        . . |first ........... last| . . .
@@ -97,24 +98,27 @@ def _capped(scores: tl.tensor, cap: tl.tensor) -> tl.tensor:
 
 # Unspecialised numbers: others would be compiled anew for 1, for multiples of 16 and for the rest.
 @triton.jit(
-    do_not_specialize=["columns", "splits", "length", "first_row", "first_step", "last_row", "last_step", "table_row"]
+    do_not_specialize=[
+        "columns", "splits", "length", "chained", "first_row", "first_step", "last_row", "last_step", "table_row",
+    ]
 )
 def _attend(
     query_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, first_ptr: tl.tensor, last_ptr: tl.tensor,
-    table_ptr: tl.tensor, partial_ptr: tl.tensor, maximum_ptr: tl.tensor, total_ptr: tl.tensor,
+    table_ptr: tl.tensor, moved_ptr: tl.tensor, partial_ptr: tl.tensor, maximum_ptr: tl.tensor, total_ptr: tl.tensor,
     scale: tl.tensor, cap: tl.tensor, columns: tl.tensor, splits: tl.tensor, length: tl.tensor,
-    query_row: tl.tensor, query_head: tl.tensor, query_step: tl.tensor, query_dim: tl.tensor,
+    chained: tl.tensor, query_row: tl.tensor, query_head: tl.tensor, query_step: tl.tensor, query_dim: tl.tensor,
     key_row: tl.tensor, key_head: tl.tensor, key_column: tl.tensor,
     value_row: tl.tensor, value_head: tl.tensor, value_column: tl.tensor,
     first_row: tl.tensor, first_step: tl.tensor, last_row: tl.tensor, last_step: tl.tensor, table_row: tl.tensor,
     GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, SHARE: tl.constexpr,
+    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, SHARE: tl.constexpr, CHAINS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ) -> None:  # fmt: skip
     """The softmax-weighted values of one share of one row's columns, not normalised, with maximum and sum.
 
     Scores are in units of log2: `scale` (and `cap`, for softcap) hold the factor log2(e). With SHARE a share is so
-    many columns; without, the row's blocks are divided among the splits.
+    many columns; without, the row's blocks are divided among the splits. With CHAINS `chained` rows of queries in turn
+    read one row of keys, and a key from column moved[0] on lies moved[1] columns later.
     """
     folded = GROUPS * length
     query_blocks = tl.cdiv(folded, BLOCK_M)
@@ -149,17 +153,28 @@ def _attend(
     for at in range(start, end, BLOCK_N):
         column = at + n  # [N]
         place, offset = row, tl.full((), at, tl.int64)  # the block's row of the buffers, and its first column there
-        if PAGE:
-            place, offset = tl.load(table_ptr + row * table_row + at // PAGE).to(tl.int64), offset % PAGE
+        if CHAINS:  # [N] both
+            offset = column + tl.where(column < tl.load(moved_ptr + 2 * row), 0, tl.load(moved_ptr + 2 * row + 1))
+            place = tl.zeros_like(offset) + row // chained
+            if PAGE:
+                pages = table_ptr + place * table_row + offset // PAGE
+                place = tl.load(pages, mask=column < end, other=0).to(tl.int64)
+                offset = offset % PAGE
+            offset -= n
+            key_from = key_at + (place * key_row + offset * key_column)[None, :]
+            value_from = value_at + (place * value_row + offset * value_column)[:, None]
+        else:
+            if PAGE:
+                place, offset = tl.load(table_ptr + row * table_row + at // PAGE).to(tl.int64), offset % PAGE
+            key_from = key_at + (place * key_row + offset * key_column)
+            value_from = value_at + (place * value_row + offset * value_column)
         # V is masked like K: a weight of 0 times a NaN that lies outside would be NaN.
         inside = (column >= seen_from) & (column < end)  # [N]
         key = tl.load(
-            key_at + (place * key_row + offset * key_column),
-            mask=(d < HEAD_DIM)[:, None] & inside[None, :], other=0.0,
+            key_from, mask=(d < HEAD_DIM)[:, None] & inside[None, :], other=0.0,
         )  # [D, N]  # fmt: skip
         value = tl.load(
-            value_at + (place * value_row + offset * value_column),
-            mask=inside[:, None] & (e < VALUE_DIM)[None, :], other=0.0,
+            value_from, mask=inside[:, None] & (e < VALUE_DIM)[None, :], other=0.0,
         )  # [N, E]  # fmt: skip
         scores = tl.dot(query, key, input_precision="ieee") * scale  # [M, N]
         if SOFTCAP:
@@ -237,6 +252,7 @@ def _shapes(query: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:
 def ragged_decode_attention(
     query: Tensor, keys: Tensor, values: Tensor, first: Tensor, last: Tensor, scale: float,
     softcap: float | None = None, sinks: Tensor | None = None, table: Tensor | None = None, exact: bool = False,
+    moved: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of queries over columns of their row in the cache; no gradient. It takes about :data:`WORK_SPACE`.
 
@@ -258,6 +274,8 @@ def ragged_decode_attention(
             `[any, kv_heads, 64, d]`, and row b's column c is column c % 64 of page `table[b, c // 64]`. The 64 may be
             any power of two from 64 on. None: row b's columns lie in row b.
         exact: the bits of a query's result depend on that query and the keys and values it sees alone.
+        moved: `[B, q, 2]` int64, for several chains of drafts in a row: a query finds the keys of columns from the
+            first number on as many columns later as the second says. `first` and `last` count as without.
 
     Returns:
         `[B, q, heads, d_v]` contiguous, in query's dtype; computed in float32.
@@ -266,6 +284,10 @@ def ragged_decode_attention(
         ValueError: shapes, dtypes or strides do not fit.
     """
     _check(query, keys, values, first, last, softcap, sinks, table)
+    chained = query.shape[2]
+    if moved is not None:  # each query is a row of its own
+        query = query.transpose(1, 2).flatten(0, 1)[:, :, None]  # [B * q, heads, 1, d]
+        first, last, moved = first.reshape(-1, 1), last.reshape(-1, 1), moved.flatten(0, 1)
     batch, heads, length, head_dim = query.shape
     kv_heads, columns, value_dim = values.shape[1:]
     page = 0
@@ -294,12 +316,13 @@ def ragged_decode_attention(
     factor, cap = (scale, 0.0) if softcap is None else (2 * scale / softcap, softcap)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         _attend[(kv_heads * blocks, splits, batch)](
-            query, keys, values, first, last, first if table is None else table, partial, maximum, total,
+            query, keys, values, first, last, first if table is None else table,
+            first if moved is None else moved, partial, maximum, total,
             factor * _LOG2E, cap * _LOG2E, columns, splits, length,
-            *query.stride(), *keys.stride()[:3], *values.stride()[:3], *first.stride(), *last.stride(),
+            chained, *query.stride(), *keys.stride()[:3], *values.stride()[:3], *first.stride(), *last.stride(),
             0 if table is None else table.stride(0),
             GROUPS=groups, HEAD_DIM=head_dim, VALUE_DIM=value_dim, PAGE=page,
-            SOFTCAP=softcap is not None, SHARE=_EXACT_SHARE if exact else 0,
+            SOFTCAP=softcap is not None, SHARE=_EXACT_SHARE if exact else 0, CHAINS=moved is not None,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_E=tiles.block_e,
             num_warps=tiles.warps, num_stages=_NUM_STAGES,
         )  # fmt: skip
@@ -310,7 +333,7 @@ def ragged_decode_attention(
             LOG2E=_LOG2E, ALL_SPLITS=triton.next_power_of_2(splits), AT_ONCE=_MERGED_AT_ONCE, BLOCK_E=tiles.block_e,
             num_warps=4 if tiles.block_e > 128 else 2,
         )  # fmt: skip
-    return out
+    return out.view(-1, chained, heads, value_dim)
 
 
 class _Tiles(NamedTuple):

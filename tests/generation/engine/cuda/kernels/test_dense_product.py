@@ -10,7 +10,7 @@ from tests.generation.engine.cuda.kernels.ahead_of_time import CAPABILITIES, com
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from spec_trl.generation.engine.cuda.kernels import dense_product as kernel
-from spec_trl.generation.engine.cuda.kernels.dense_product import dense_product
+from spec_trl.generation.engine.cuda.kernels.dense_product import dense_product, expert_product, row_sum
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,6 +51,40 @@ def test_is_right(outputs: int, dtype: torch.dtype) -> None:
     assert dense_product(wide[:0, :, :90], transposed.t()).shape == (0, 3, outputs)
 
 
+@dtypes
+def test_a_pair_of_row_and_expert_is_the_same_whatever_pairs_are_beside_it(dtype: torch.dtype) -> None:
+    """More pairs than a tile has rows; an expert without any, and pairs of no expert."""
+    torch.manual_seed(0)
+    x, weight, bias = random(40, 20, dtype=dtype), random(4, 20, 5, dtype=dtype), random(4, 5, dtype=dtype)
+    weight, chosen = weight.transpose(1, 2), torch.randint(0, 2, (40, 2), device=DEVICE) * 3  # 0 and 3
+    chosen[7] = 4
+
+    def multiply(rows: slice, sharing: int) -> torch.Tensor:  # [rows, 2, 5]
+        of_pairs, pairs = chosen[rows].flatten().sort(stable=True)
+        starts = torch.searchsorted(of_pairs, torch.arange(5, device=DEVICE))
+        given = x[rows] if sharing == 2 else x[rows].repeat_interleave(2, 0)
+        return expert_product(given, weight, bias, pairs, starts, sharing).view(-1, 2, 5)
+
+    whole = multiply(slice(None), 2)
+    assert torch.equal(multiply(slice(None), 1), whole) and not whole[7].any()
+    for rows in (slice(3, 4), slice(5, 12)):
+        assert torch.equal(multiply(rows, 2), whole[rows])
+    for row, slot in ((0, 0), (39, 1)):
+        expert = int(chosen[row, slot])
+        assert torch.equal(whole[row, slot], dense_product(x[row], weight[expert], bias[expert]))
+    assert expert_product(x[:0], weight, None, chosen[:0, 0], chosen[:5, 0], 2).shape == (0, 5)
+
+
+@dtypes
+def test_the_sum_of_a_row_is_the_same_whatever_rows_are_beside_it(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = random(3, 7, 300, dtype=dtype)
+    whole = row_sum(x)
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(whole.double(), x.double().sum(-1), rtol=1e-5, atol=1e-4)
+    assert torch.equal(row_sum(x[1:2, 2:3]), whole[1:2, 2:3]) and torch.equal(row_sum(x[:, :0]), whole[:, :0])
+
+
 def test_rows_do_not_decide_the_tile() -> None:
     """Outputs do, and a tile of a layer in half precision reads its weights once for up to 64 rows."""
     tiles = [kernel.tile_for(outputs, torch.bfloat16) for outputs in (512, 8192, 151936)]
@@ -78,8 +112,11 @@ def test_bad_input_is_refused(x: torch.Tensor, weight: torch.Tensor, bias: torch
     [("test_schema", "test_faketensor"), pytest.param("test_aot_dispatch_dynamic", marks=pytest.mark.slow)],
 )
 def test_is_a_proper_operator(tests: str | tuple[str, ...]) -> None:
-    inputs = random(2, 3, 32), random(5, 32), random(5)
+    inputs, order = (random(2, 3, 32), random(5, 32), random(5)), torch.arange(3, device=DEVICE)
     torch.library.opcheck(torch.ops.spec_trl.dense_product.default, inputs, test_utils=tests)
+    torch.library.opcheck(torch.ops.spec_trl.row_sum.default, inputs[:1], test_utils=tests)
+    inputs = random(3, 8), random(2, 5, 8), None, order, order, 1
+    torch.library.opcheck(torch.ops.spec_trl.expert_product.default, inputs, test_utils=tests)
 
 
 # Outputs, inputs, dtype, bias, transposed: of 7 B and 0.5 B models, a vocabulary, GPT-2.
@@ -88,6 +125,28 @@ SHAPES = [
     (18944, 3584, "bfloat16", False, False), (8192, 2048, "bfloat16", False, False),
     (152064, 3584, "bfloat16", False, False), (2304, 768, "bfloat16", True, True), (2304, 765, "float32", True, True),
 ]  # fmt: skip
+
+
+# Of Qwen3-30B-A3B, Mixtral 8x7B, GPT-OSS, whose weights are transposed.
+EXPERTS = """
+from spec_trl.generation.engine.cuda.kernels.dense_product import expert_product
+for experts, top, outputs, inputs, dtype, transposed in (
+    (128, 8, 1536, 2048, torch.bfloat16, False), (8, 2, 28672, 4096, torch.float16, False),
+    (32, 4, 5760, 2880, torch.bfloat16, True), (8, 2, 96, 64, torch.float32, False),
+):
+    weight = torch.empty((experts, inputs, outputs) if transposed else (experts, outputs, inputs), dtype=dtype)
+    bias = torch.empty(experts, outputs, dtype=dtype) if transposed else None
+    weight = weight.transpose(1, 2) if transposed else weight
+    for rows in (1, 6, 16, 64, 448):
+        pairs, starts = torch.empty(rows * top, dtype=torch.int64), torch.empty(experts + 1, dtype=torch.int64)
+        expert_product(torch.empty(rows, inputs, dtype=dtype), weight, bias, pairs, starts, top)
+"""
+SUMS = """
+from spec_trl.generation.engine.cuda.kernels.dense_product import row_sum
+for size, dtype in ((8, torch.float32), (64, torch.float16), (2048, torch.bfloat16), (5120, torch.float32)):
+    for rows in (1, 6, 16, 64, 448):
+        row_sum(torch.empty(rows, size, dtype=dtype))
+"""
 
 
 @pytest.mark.slow
@@ -103,11 +162,12 @@ for outputs, inputs, dtype, biased, transposed in {SHAPES}:
     for rows in (1, 6, 16, 64, 448):
         dense_product(torch.empty(rows, inputs, dtype=dtype), weight.t() if transposed else weight, bias)
 """
-    kernels = compile_for(capability, calls, tmp_path)
-    assert len(kernels) == 5 * len(SHAPES)
-    for at in range(0, len(kernels), 5):
-        assert len({kernel.ptx for kernel in kernels[at : at + 5]}) == 1, SHAPES[at // 5]
-    assert max(kernel.shared for kernel in kernels) <= 99 * 1024  # what the smallest of these GPUs gives a program
+    for program, name in ((calls, "_multiply"), (EXPERTS, "_multiply_experts"), (SUMS, "_sum")):
+        kernels = compile_for(capability, program, tmp_path)
+        assert {each.name for each in kernels} == {name} and len(kernels) % 5 == 0
+        for at in range(0, len(kernels), 5):
+            assert len({each.ptx for each in kernels[at : at + 5]}) == 1, (name, at // 5)
+        assert max(each.shared for each in kernels) <= 99 * 1024  # what the smallest of these GPUs gives a program
 
 
 @pytest.mark.cuda

@@ -8,8 +8,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.generation.engine.cuda.kernels.ahead_of_time import CAPABILITIES, compile_for
-
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -176,6 +174,35 @@ def test_exact_results_do_not_depend_on_what_else_is_attended(
     assert torch.equal(attend(query, key_pool, value_pool, spans, 0.3, sinks=sinks, table=table, exact=True), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_exact_results_do_not_depend_on_chains_beside_them(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two chains after each row's last committed token, the second one behind the first, over borders of blocks and
+    pages: their queries have the bits that they have where each chain lies alone."""
+    monkeypatch.setattr(ragged_attention, "_EXACT_SHARE", 64)
+    torch.manual_seed(0)
+    query, keys, values = queries(2, 2, 6, 16, dtype), cache(2, 1, 16, dtype), cache(2, 1, 16, dtype)
+    last, chains = torch.tensor([61, 5], device=DEVICE), ([0, 1, 2, 3], [0, 4, 5])
+    beside = torch.tensor([0, 1, 2, 3, 1, 2], device=DEVICE)  # positions after the last token's
+    spans = torch.stack([(last[:, None] + beside - 50).clamp(min=0), last[:, None] + beside], dim=-1)  # a window
+    shift = torch.tensor([0, 0, 0, 0, 3, 3], device=DEVICE).expand(2, -1)
+    moved = torch.stack([last[:, None].expand(-1, 6) + 1, shift], dim=-1)  # [B, q, 2]
+    given = spans[..., 0], spans[..., 1], 0.3, None, random(2)
+    whole = ragged_decode_attention(query, keys, values, *given, None, True, moved)  # [B, q, heads, d]
+    torch.manual_seed(0)
+    key_pool, table = paged(keys, 2)
+    torch.manual_seed(0)
+    value_pool, _ = paged(values, 2)
+    assert torch.equal(ragged_decode_attention(query, key_pool, value_pool, *given, table, True, moved), whole)
+    for own in chains:
+        column = torch.arange(COLUMNS, device=DEVICE).expand(2, -1)
+        at = torch.where(column <= last[:, None], column, (column + shift[0, own[-1]]).clamp(max=COLUMNS - 1))
+        own_keys, own_values = (states.take_along_dim(at[:, None, :, None], dim=2) for states in (keys, values))
+        alone = attend(query[:, :, own], own_keys, own_values, spans[:, own], 0.3, sinks=given[4], exact=True)
+        assert torch.equal(alone, whole[:, own]), own
+
+
 @pytest.mark.parametrize("length", [1, 6])
 def test_exact_results_are_right(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ragged_attention, "_EXACT_SHARE", 64)
@@ -325,62 +352,6 @@ def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match=message):
         ragged_decode_attention(**(given | change))
-
-
-# Query heads, K/V heads, queries, d, d_v, dtype, softcap, sinks.
-SHAPES = [
-    (28, 4, 1, 128, 128, "bfloat16", None, False), (28, 4, 2048, 128, 128, "bfloat16", None, False),
-    (32, 32, 6, 80, 80, "float16", None, False), (8, 4, 2048, 256, 256, "bfloat16", 50.0, False),
-    (64, 8, 6, 64, 64, "bfloat16", None, True), (28, 4, 6, 128, 128, "float32", None, False),
-    (28, 4, 6, 128, 128, "bfloat16", None, False), (32, 8, 1, 128, 128, "bfloat16", None, False),
-    (14, 2, 1, 64, 64, "bfloat16", None, False), (12, 2, 6, 128, 128, "bfloat16", None, False),
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_machine_code(capability: int, exact: bool, tmp_path) -> None:
-    """What the interpreter lets pass, a compiler may not; and a tile has to fit into shared memory."""
-    calls = f"""
-from spec_trl.generation.engine.cuda.kernels import ragged_attention
-from spec_trl.generation.engine.cuda.kernels.ragged_attention import ragged_decode_attention
-ragged_attention._multiplies_from_memory = lambda device: {capability in (90, 100)}
-exact = {exact}
-for heads, kv_heads, length, d, d_v, dtype, softcap, sinks in {SHAPES}:
-    dtype = getattr(torch, dtype)
-    query = torch.empty(2, length, heads, d, dtype=dtype).transpose(1, 2)
-    keys, values = (torch.empty(2, kv_heads, 2048, size, dtype=dtype) for size in (d, d_v))
-    spans = torch.empty(2, length, 2, dtype=torch.int64)
-    sink = torch.empty(heads, dtype=dtype) if sinks else None
-    bounds = spans[..., 0], spans[..., 1]
-    ragged_decode_attention(query, keys, values, *bounds, 0.1, softcap, sink, exact=exact)
-    pools, table = (states.unflatten(2, (-1, 64))[:, :, 0] for states in (keys, values)), spans.new_empty(2, 32)
-    ragged_decode_attention(query, *pools, *bounds, 0.1, softcap, sink, table, exact)
-"""
-    kernels = compile_for(capability, calls, tmp_path)
-    assert [kernel.name for kernel in kernels] == ["_attend", "_merge"] * 2 * len(SHAPES)
-    assert max(kernel.shared for kernel in kernels) <= 99 * 1024  # what the smallest of these GPUs gives a program
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_one_piece_of_machine_code_serves_every_exact_call(dtype: str, tmp_path) -> None:
-    """So what holds on one GPU for one number of queries holds for all."""
-    calls = f"""
-from spec_trl.generation.engine.cuda.kernels.ragged_attention import ragged_decode_attention
-for batch, length, columns in ((1, 1, 256), (7, 6, 256), (64, 9, 2048), (2, 16, 4096), (3, 65, 8192)):
-    query = torch.empty(batch, length, 28, 128, dtype=torch.{dtype}).transpose(1, 2)
-    states = torch.empty(batch, 4, columns, 128, dtype=torch.{dtype})
-    spans = torch.empty(batch, length + columns // 128, 2, dtype=torch.int64)
-    table = spans[:, length:].flatten(1)
-    pool = torch.empty(9, 4, 64, 128, dtype=torch.{dtype})
-    bounds = spans[:, :length].unbind(-1)
-    ragged_decode_attention(query, pool, pool, *bounds, 0.1, None, None, table, True)
-"""
-    kernels = compile_for(90, calls, tmp_path)
-    attends = [kernel for kernel in kernels if kernel.name == "_attend"]
-    assert len(attends) == 5 and len({kernel.ptx for kernel in attends}) == 1
 
 
 @pytest.mark.cuda
