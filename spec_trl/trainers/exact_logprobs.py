@@ -102,7 +102,7 @@ class ExactLogprobs:
 
         def forward(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **inputs: Any) -> Any:
             """`log_probs` in nats, 0 at labels -100, and perhaps `entropy`, `[B, width]` each, of `[B, T]` inputs."""
-            turns = [(range(width),)] * len(input_ids)
+            turns = [[range(width)]] * len(input_ids)
             if masks is not None:
                 turns = [_turns(mask, width) for mask in islice(masks, len(input_ids))]
             labels, whole = labels[:, -width:], self._accelerator.unwrap_model(model)
@@ -123,13 +123,16 @@ class ExactLogprobs:
         self, model: nn.Module, policy: PreTrainedModel, states: list[Tensor], width: int, inputs: dict[str, Any]
     ) -> Any:
         """The output of TRL's head for the last `width` columns, after layers that read `states`."""
+        positions, mask = _positions(inputs["attention_mask"]), inputs["attention_mask"]
+        # Others are undefined; a routers' loss reads them too.
+        is_read = ((mask > 0) & (positions < mask.sum(1, keepdim=True) - 1))[..., None]  # [B, T, 1]
         has_media = bool(take_inputs(dict(inputs)))
         if not has_media and takes_positions(policy):  # with media the family finds positions
-            inputs["position_ids"] = _positions(inputs["attention_mask"])
+            inputs["position_ids"] = positions
         is_sharded = any(isinstance(module, FSDPModule) for module in policy.modules())
         computes = has_media or is_sharded or inputs.get("output_router_logits")
         while True:
-            reading = _reading(decoder_layers(policy), states, None if computes else self._beside)
+            reading = _reading(decoder_layers(policy), states, is_read, None if computes else self._beside)
             try:
                 with reading, _before_completions(policy, width):
                     return model(**inputs)
@@ -228,15 +231,19 @@ def _returned_beside(policy: PreTrainedModel) -> list[Beside] | None:
 
 
 @contextmanager
-def _reading(layers: nn.ModuleList, states: Sequence[Tensor], beside: Sequence[Beside] | None) -> Iterator[None]:
-    """Within the block the `layers` after the first read `states` in place of what arrives. All but the last skip the
-    forward if `beside` (:func:`_returned_beside`) is given."""
+def _reading(
+    layers: nn.ModuleList, states: Sequence[Tensor], is_read: Tensor, beside: Sequence[Beside] | None
+) -> Iterator[None]:
+    """Within the block the `layers` after the first read `states` in place of what arrives, where `is_read` `[B, T,
+    1]`. All but the last skip the forward if `beside` (:func:`_returned_beside`) is given."""
     names, returned = ("forward", "gradient_checkpointing"), list[Tensor]()
     before = [{name: vars(layer)[name] for name in names if name in vars(layer)} for layer in layers]
+    layer: Any
     for index, layer in enumerate(layers):
         run = partial(_run, layer, layer.forward)
         if beside is None:
-            layer.forward = partial(_compute, run, _checkpoint_of(layer), states[index - 1] if index else None)
+            state = states[index - 1] if index else None
+            layer.forward = partial(_compute, run, _checkpoint_of(layer), state, is_read)
         else:
             output = states[index] if index < len(states) else None
             layer.forward = partial(_skip, layer, run, output, beside[index], returned)
@@ -272,14 +279,15 @@ def _checkpoint_of(layer: Any) -> Callable[..., Any]:
 def _compute(
     run: Callable[..., Any],
     checkpoint: Callable[..., Any],
-    fed: Tensor | None,
+    state: Tensor | None,
+    is_read: Tensor,
     hidden_states: Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The forward `run` of a layer that reads `fed`; None: what arrives."""
-    if fed is not None:
-        hidden_states = _Value.apply(hidden_states, fed)
+    """The forward `run` of a layer that reads `state` where `is_read`; None: what arrives."""
+    if state is not None:
+        hidden_states = _Value.apply(hidden_states, torch.where(is_read, state, hidden_states.detach()))
     return checkpoint(partial(run, **kwargs), hidden_states, *args)
 
 
@@ -429,6 +437,6 @@ def read_completions(
             logprobs[index, own[turn].start : own[turn].stop] = values[: lengths[row]]
             if turn + 1 < len(own):  # the next turn reads the last token
                 end = len(prompts[index]) + own[turn][-1]
-                columns_of_row = partial(dict, runner.cache.export_row(row, 0, end))
-                saved[index] = SavedRow(None, None, 0, {TARGET: (end, columns_of_row)})
+                kv = runner.cache.export_row(row, 0, end)
+                saved[index] = SavedRow(None, None, 0, {TARGET: (end, partial(dict[Any, Any], kv))})
     return logprobs, states
