@@ -98,10 +98,15 @@ def _rewritten(function: FunctionType, text: str, is_linear: bool) -> FunctionTy
         return None
     method.decorator_list = []
     ast.increment_lineno(method, function.__code__.co_firstlineno - method.lineno)
-    scope = function.__globals__ | {_PREFIX + name: ours for name, ours in _OURS.items()}
-    tree = ast.fix_missing_locations(ast.Module([method], type_ignores=[]))
-    exec(compile(tree, function.__code__.co_filename, "exec"), scope)
-    twin: FunctionType = scope[method.name]
+    # A closure over our functions: the global names stay those of the module, which a program may replace later.
+    ours = {_PREFIX + name: value for name, value in _OURS.items()}
+    maker: Any = ast.parse(f"def make({', '.join(ours)}):\n    return {method.name}").body[0]
+    maker.body.insert(0, method)
+    made: dict[str, Any] = {}
+    tree = ast.fix_missing_locations(ast.Module([maker], type_ignores=[]))
+    exec(compile(tree, function.__code__.co_filename, "exec"), function.__globals__, made)
+    twin: FunctionType = made["make"](**ours)
+    twin.__qualname__ = function.__qualname__
     return twin
 
 

@@ -10,6 +10,7 @@ from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeMLP
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3_5GatedDeltaNet
 
 from spec_trl.generation.engine.network.rewritten import is_rewritten_class, rewritten_class
@@ -27,7 +28,7 @@ def test_a_method_stays_where_it_was(kind: Any) -> None:
     ours, theirs = rewritten_class(kind).forward.__code__, inspect.unwrap(kind.forward).__code__
     assert (ours.co_filename, ours.co_varnames) == (theirs.co_filename, theirs.co_varnames)
     assert 0 <= ours.co_firstlineno - theirs.co_firstlineno <= 1  # without decorators
-    assert any(name.startswith("_spec_trl_") for name in ours.co_names)
+    assert any(name.startswith("_spec_trl_") for name in ours.co_freevars)
     assert not is_rewritten_class(rewritten_class(kind))
 
 
@@ -58,6 +59,13 @@ def _tensors(output: Any) -> list[Tensor]:
 def test_a_method_that_a_program_has_replaced_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lfm2MoeMLP, "forward", lambda self, x: self.w2(self.w1(x).sigmoid()))
     assert not is_rewritten_class(Lfm2MoeMLP)
+
+
+def test_a_function_that_a_program_replaces_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Liger replaces rotations."""
+    forward = rewritten_class(Qwen3_5Attention).forward
+    monkeypatch.setattr(modeling_qwen3_5, "apply_rotary_pos_emb", print)
+    assert forward.__globals__["apply_rotary_pos_emb"] is print
 
 
 def test_modules_with_names_of_functions_are_called() -> None:
