@@ -5,6 +5,7 @@ It follows the records of the run's log (`run_log.py`), and computes nothing tha
 
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from math import inf, isnan
 from pathlib import Path
 from typing import Literal
 
@@ -125,8 +126,12 @@ class Certificate:
             for what in record.not_exact:
                 self._note(what, record.step + 1)
         elif isinstance(record, StepRecord):
+            distance = record.sampler_distance
+            if distance is not None and isnan(distance):
+                self._note("a log-probability of the loss is NaN", record.step)
+                distance = inf
             figures = StepFigures(
-                step=record.step, distance=record.sampler_distance, compared=record.compared,
+                step=record.step, distance=distance, compared=record.compared,
                 drafted=self._drafted, accepted=self._accepted,
             )  # fmt: skip
             content.steps.append(figures)

@@ -1,6 +1,7 @@
 """Measures distances between log-probabilities of sampler and training, under TRL's names for vLLM."""
 
 from collections.abc import Iterable
+from math import isnan
 from typing import Any
 
 import torch
@@ -106,7 +107,8 @@ class SamplerMismatch:
             return {}
         largest = ranks[:, 5].max().item()
         if trains and not self._is_truncation:
-            self._largest = largest if self._largest is None else max(self._largest, largest)
+            is_first = self._largest is None or isnan(largest)  # NaN stays the largest
+            self._largest = largest if is_first else max(self._largest or 0.0, largest)
             self._compared += int(tokens)
         of_distance, of_ratio = _OF_TRUNCATION if self._is_truncation else _NAMES
         found = {

@@ -1,15 +1,19 @@
 """A run certifies by step how far sampler and loss were apart, and names what was not exact or not compared."""
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from spec_trl.json_files import read_json
 from spec_trl.native.native_code import compiler
 from spec_trl.trainers import certificate
 from spec_trl.trainers.certificate import CERTIFICATE_FILE, Certificate, Content, NotExact
 from spec_trl.trainers.run_log import StepRecord
+from spec_trl.trainers.sampler_mismatch import SamplerMismatch
 from tests.cli.sample_run import make_header, make_rollout
 from tests.trainers.conftest import schedule
 from tests.trainers.harness import OTHERS, tiny_policy, train
@@ -111,6 +115,22 @@ def test_steps_without_a_token_or_a_rollout(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert [one.distance for one in found.steps] == [0.25, None, 0.125] and found.distance == 0.25
     assert found.steps[0].drafted and found.steps[1].drafted == 0 and found.compared == 20
+
+
+def test_nan_is_no_distance_of_zero(tmp_path: Path) -> None:
+    place: Any = SimpleNamespace(gather=lambda x: x)
+    given: Any = SimpleNamespace(temperature=1.0, logprobs_over="vocabulary")
+    mismatch = SamplerMismatch(place, given, [])
+    for change in (0.5, math.nan, 0.25):  # micro-batches
+        mismatch.compare(torch.full((1, 2), change), torch.zeros(1, 2), torch.ones(1, 2), True)
+    distance, compared = mismatch.take()
+    assert distance is not None and math.isnan(distance) and compared == 6
+    run = Certificate(tmp_path, "no")
+    for one in (make_header(), step(1, 0.25), step(2, distance), step(3, 0.125)):
+        run.add(one)
+    found = read(tmp_path)
+    assert [one.distance for one in found.steps] == [0.25, None, 0.125] and found.distance is None
+    assert found.not_exact == [NotExact("a log-probability of the loss is NaN", 2)]
 
 
 def test_a_smaller_batch_begins_again(tmp_path: Path) -> None:
