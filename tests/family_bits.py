@@ -13,6 +13,7 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ def prompts() -> list[list[int]]:
     return 2 * [*rows[:5], rows[0], *rows[6:]]
 
 
-def examine(family: str) -> list[Bits]:
-    """Tries one family; [] if it is not served."""
+def examine(family: str, short: bool = False) -> list[Bits]:
+    """Tries one family, in all situations or the fewest; [] if it is not served."""
     transformers.logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -89,7 +90,7 @@ def examine(family: str) -> list[Bits]:
         for dtype in DTYPES:
             model = made.to(getattr(torch, dtype))
             try:
-                result = certify(model, prompts(), NEW_TOKENS, short=False, plain=False)
+                result = certify(model, prompts(), NEW_TOKENS, short, plain=False)
             except Exception as error:
                 found.append(Bits(family, dtype, f"{type(error).__name__}: {error}"))
                 continue
@@ -100,7 +101,7 @@ def examine(family: str) -> list[Bits]:
         return found
 
 
-def document(found: Sequence[Bits]) -> str:
+def document(found: Sequence[Bits], short: bool) -> str:
     """The page."""
     by_family: dict[str, list[Bits]] = {}
     for bits in found:
@@ -115,6 +116,7 @@ def document(found: Sequence[Bits]) -> str:
     tokens, drafted = sum(bits.tokens for bits in sure), sum(bits.drafted for bits in sure)
     names = ", ".join(f"`{name}`" for name in exact)
     names = textwrap.fill(names, 119, break_long_words=False, break_on_hyphens=False)
+    where = "all situations" if not short else "two situations (rows alone, and drafts of four tokens)"
     return f"""# Families whose bits drafts do not change
 
 ```
@@ -123,7 +125,7 @@ python -m tests.family_bits --families llama qwen3_5     # tries some; without n
 
 Made with transformers {transformers.__version__} on {hardware_name(torch.device("cpu"))}, {instruction_set()}. A tiny
 random model of each family that is [served](families.md), of sizes that fill no register, samples {ROWS} rows of
-{NEW_TOKENS} tokens after prompts of 1 to 90 tokens, some equal, in all situations of
+{NEW_TOKENS} tokens after prompts of 1 to 90 tokens, some equal, in {where} of
 [`spec-trl certify`](cli.md#what-changes-a-bit).
 
 * Where `statistics.exact` was True, all of {tokens:,} tokens had the bits of the reference, {drafted:,} draft tokens
@@ -149,19 +151,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the script; fails where the engine promises what does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_const", const=["llama"], dest="families", help="llama alone")
+    parser.add_argument("--short", action="store_true", help="two situations: rows alone, and drafts of four tokens")
     parser.add_argument("--jobs", type=int, default=1, help="families at once (%(default)s)")
     parser.add_argument("--families", nargs="+", choices=families(), metavar="NAME", help="only these; writes nothing")
     options = parser.parse_args(arguments)
     chosen, found = options.families, list[Bits]()
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        each = pool.imap(examine, chosen or families())
+        each = pool.imap(partial(examine, short=options.short), chosen or families())
         for bits in (bits for bits_of_family in tqdm(each, unit="family") for bits in bits_of_family):
             found.append(bits)
             if chosen or bits.is_wrong:
                 said = f"{bits.family} {bits.dtype}: {bits.verdict}, {_count(bits)} equal, {bits.drafted} drafted"
                 tqdm.write(said)
     if chosen is None:
-        DOCUMENT.write_text(document(found), encoding="utf-8")
+        DOCUMENT.write_text(document(found, options.short), encoding="utf-8")
     if any(bits.is_wrong for bits in found):
         raise SystemExit(1)
 
