@@ -37,7 +37,7 @@ class Swap(NamedTuple):
 
 
 TABLE = (
-    Swap(lambda kind, module, place: place.on_cpu and is_rewritten_class(kind), rewritten_class,
+    Swap(lambda kind, module, place: place.on_cpu and not place.exact and is_rewritten_class(kind), rewritten_class,
          "its own products sum in one order in C++, and its gates round all numbers alike"),
     Swap(lambda kind, module, place: is_mixer(kind), mixer_class,
          "it holds inputs of its states until drafts are accepted, for rows of different lengths"),
