@@ -83,7 +83,7 @@ def test_the_rule_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> 
         assert find_kernel("auto", layer_spec(64, group=32)) is not NativeInt4
         assert find_kernel("auto", layer_spec(64, bits=8)) is NativeInt8
         assert find_kernel("auto", layer_spec(64, 1026, 1026, bits=8)) is not NativeInt8
-    monkeypatch.setattr(native, "library", lambda bits: None)
+    monkeypatch.setattr(native, "library", lambda *_: None)
     assert find_kernel("native", layer_spec(64)) == "native: no C++ compiler"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
