@@ -331,7 +331,7 @@ def test_siblings_that_no_kernel_holds_all_are_chosen_for_alone(
     assert names == ["large", "small", "small"] and "128+64+64x128" not in chosen
 
 
-@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+@pytest.mark.skipif(library(32, torch.float32) is None, reason="no C++ compiler")
 def test_auto_takes_a_quarter_of_the_policys_bytes(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     network = quantized(llama.float(), "auto", lm_head="dense")[1]
     assert network.packed_bytes < 0.27 * sum(layer.weight.nbytes for layer in network.layers.values())
