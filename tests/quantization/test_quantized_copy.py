@@ -338,7 +338,8 @@ def test_auto_takes_a_quarter_of_the_policys_bytes(llama: PreTrainedModel, monke
     assert choose_scheme("auto", "reference", llama).name == "rtn-w4-g128"
     assert choose_scheme("rtn-w4-g64", "auto", llama).name == "rtn-w4-g64"
     assert choose_scheme("auto", "auto", llama.bfloat16()).name == "rtn-w8"
-    assert choose_scheme("auto", "auto", llama.half()).name == "rtn-w4-g128"
+    assert choose_scheme("auto", "auto", llama.half()).name == "rtn-w8"
+    assert choose_scheme("auto", "auto", llama.double()).name == "rtn-w4-g128"
     monkeypatch.setattr(quantized_copy, "library", lambda *_: None)
     assert choose_scheme("auto", "auto", llama.float()).name == "rtn-w4-g128"
 
