@@ -89,7 +89,7 @@ class SpeculativeConfig(DeclaredOptions):
     draft_quantization: str = option(
         "auto",
         'Of the policy\'s copy: "rtn-w4-g128", "awq-w4-g128" (or g64, g32), "rtn-w8", "nf4". "auto": "rtn-w8" for '
-        'float32 and bfloat16 on a CPU with a C++ compiler, else "rtn-w4-g128".',
+        'float32 and 16 bits on a CPU with a C++ compiler, else "rtn-w4-g128".',
     )
     draft_kernel: str = option("auto", 'Of the copy\'s layers, by name. "auto": the fastest that serves a layer.')
     efficient_rollout: "EfficientRolloutOptions" = option(
