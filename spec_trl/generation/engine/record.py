@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import starmap
 from typing import Any
 
@@ -184,16 +184,12 @@ class Record:
             if len(part):
                 self._supports.setdefault(request, []).append(part)
 
-    def support_of(self, request: int) -> Tensor | None:
-        """`[n, bytes]` uint8, of all tokens of a `request` that ends; None: not kept."""
-        parts = self._supports.pop(request, None)
-        return None if parts is None else torch.cat(parts)
-
     def end(self, requests: Sequence[int], completions: Mapping[int, Completion]) -> None:
         """Records that `requests` have left: those in `completions` ended here, others end on another rank."""
         self._ends.update(dict.fromkeys(requests, (time.perf_counter() - self._started, len(self.rounds))))
         for index, completion in completions.items():
-            self.completions[index] = completion
+            parts = self._supports.pop(index, None)
+            self.completions[index] = completion if parts is None else replace(completion, support=torch.cat(parts))
 
     def statistics(
         self, target: EagerRunner, rows: Rows, drafters: Sequence[Drafter], control: Control

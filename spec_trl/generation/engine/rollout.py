@@ -322,8 +322,7 @@ class Rollout:
         rows, ended = self.rows, dict[int, Completion]()
         for row in finished:
             if self.queue.keeps(rows.indices[row]):
-                output, support = rows.output(row, self.want_logprobs), self.record.support_of(rows.indices[row])
-                ended[rows.indices[row]] = Completion(*output, support)
+                ended[rows.indices[row]] = Completion(*rows.output(row, self.want_logprobs))
                 if self.queue.parked is not None:
                     request = self.queue.requests[rows.indices[row]]
                     self.queue.parked.add(request, row, rows, self.target, self.drafters)
