@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("commit", help="the earlier commit")
     add("--models", nargs="+", required=True, metavar="FOLDER", help="checkpoints of transformers")
-    add("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float64"])
+    add("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float16", "float64"])
     add("--strategies", nargs="+", default=["none", "self"], help="generate: no spec_trl")
     add("--rows", nargs="+", type=int, default=[1, 4, 16])
     add("--tokens", type=int, default=32, help="that a row generates")

@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..generation.drafters.mtp.mtp_drafter import has_head
+from ..generation.engine.kv.row_memory import preemption
 from ..generation.engine.requirements import check_model
+from ..generation.engine.statistics import SpeculationStatistics
 from ..generation.keyword import install
 from ..generation.session import release
 from ..hardware import hardware_name, instruction_set
@@ -72,10 +76,11 @@ class Situation:
     strategy: str = "none"
     options: dict[str, Any] = field(default_factory=dict)
     threads: int | None = None
+    preempts: int | None = None  # a row leaves in each so many rounds, and is read again
 
 
-def situations(short: bool) -> Iterator[Situation]:
-    """`short`: the fewest that tell whether an instruction set is exact."""
+def situations(short: bool, heads: bool = False) -> Iterator[Situation]:
+    """`short`: the fewest that tell whether an instruction set is exact. `heads`: the checkpoint has an MTP head."""
     every = list(range(ROWS))
     always = {"sd_toggle": "always"}
     yield Situation("rows alone", [[row] for row in range(FEW)])
@@ -86,11 +91,14 @@ def situations(short: bool) -> Iterator[Situation]:
         yield Situation(f"batches of {size}", [every[i : i + size] for i in range(0, 2 * size, size)])
     yield Situation("the other order", [every[::-1]])
     yield Situation("5 rows in flight, others wait", [every], options={"max_batch_size": 5})
+    yield Situation("a row leaves in every third round, and is read again", [every], preempts=3)
     for gamma in (1, 13):
         options = always | {"draft_length": gamma}
         yield Situation(f'"self", {gamma + 1} tokens verified at once', [every], "self", options)
     yield Situation('"ngram", 1 to 9 tokens', [every], "ngram", always | {"draft_length": 8})
     yield Situation('"history", 1 to 9 tokens', [every], "history", always | {"draft_length": 8})
+    if heads:
+        yield Situation('"mtp", 5 tokens verified at once', [every], "mtp", always | {"draft_length": 4})
     yield Situation('"auto"', [every], "auto")
     for threads in (1, 2, 4):
         yield Situation(f"{threads} thread{'s' * (threads > 1)}", [every], threads=threads)
@@ -119,7 +127,9 @@ def run(arguments: argparse.Namespace) -> None:
         print(*(f"{name} {value}" for name, value in certificate["machine"].items()), sep=", ", flush=True)
     for dtype in arguments.dtype:
         model = load_model(arguments.model, dtype, device)
-        found = certificate["dtypes"][dtype] = certify(model, 2 * prompts, arguments.length, arguments.short)
+        among = situations(arguments.short, has_head(model, {}))
+        found = certify(model, 2 * prompts, arguments.length, among, plain=not arguments.short)
+        certificate["dtypes"][dtype] = found
         release(model)
         del model
         gc.collect()  # before it is loaded again
@@ -136,10 +146,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def certify(
-    model: PreTrainedModel, prompts: list[list[int]], length: int, short: bool, plain: bool = True
+    model: PreTrainedModel, prompts: list[list[int]], length: int, among: Iterable[Situation], plain: bool = False
 ) -> dict[str, Any]:
-    """Compares `length` sampled tokens of each prompt in all situations, or only in those of a bounded process; where
-    all, and `plain`, those of transformers too.
+    """Compares `length` sampled tokens of each of the `ROWS` prompts in the situations `among`; if `plain`, those of
+    transformers too.
 
     Returns:
         `exact`: what the engine says of the model, or why it does not serve it; `hash` of tokens and bits, or None;
@@ -156,18 +166,23 @@ def certify(
             ids = torch.tensor([prompt], device=model.device)
             texts.append(model.generate(ids, **_sampling(length))[0, len(prompt) :].tolist())
     else:
-        reference, exact, _ = _sample(model, prompts, Situation("", [list(range(ROWS))]), length)
+        reference, statistics = _sample(model, prompts, Situation("", [list(range(ROWS))]), length)
+        exact = statistics[-1].exact
         digest, texts = _hash(reference), [reference[row].tokens for row in range(FEW)]
-        for situation in situations(short):
+        for situation in among:
             line = Line(situation.name)
             try:
-                found, _, line.drafted = _sample(model, prompts, situation, length)
+                found, statistics = _sample(model, prompts, situation, length)
                 compare(line, found, reference)
-                line.note = "nothing was drafted" if situation.strategy != "none" and not line.drafted else ""
+                line.drafted = sum(each.total.drafted for each in statistics)
+                if situation.strategy != "none" and not line.drafted:
+                    line.note = "nothing was drafted"
+                if situation.preempts and not any(each.preemptions for each in statistics):
+                    line.note = "no row left"
             except (ValueError, FloatingPointError) as error:  # a strategy that does not serve the model
                 line.note = str(error)
             lines.append(line)
-    others = _plain(model, prompts[:FEW], texts) if plain and not short else []
+    others = _plain(model, prompts[:FEW], texts) if plain else []
     return {"exact": exact, "hash": digest} | {
         name: list(map(asdict, each)) for name, each in (("lines", lines), ("transformers", others))
     }
@@ -175,25 +190,26 @@ def certify(
 
 def _sample(
     model: PreTrainedModel, prompts: list[list[int]], how: Situation, length: int
-) -> tuple[dict[int, Text], Any, int]:
-    """Rows that are computed; the engine's verdict; the number of draft tokens."""
-    rows: dict[int, Text] = {}
-    exact, drafted, threads = None, 0, torch.get_num_threads()
+) -> tuple[dict[int, Text], list[SpeculationStatistics]]:
+    """Rows that are computed, and the statistics of each call."""
+    rows, statistics = dict[int, Text](), list[SpeculationStatistics]()
+    threads = torch.get_num_threads()
     torch.set_num_threads(how.threads or threads)
     try:
         for ids in how.calls:
             inputs = pad_left([prompts[row] for row in ids], model.device)
-            out: Any = model.generate(
-                **inputs, assistant_strategy=how.strategy, request_ids=ids, return_dict_in_generate=True,
-                speculative_config={"seed": 0} | how.options, **_sampling(length),
-            )  # fmt: skip
-            exact, width = out.statistics.exact, inputs["input_ids"].shape[1]
-            drafted += out.statistics.total.drafted
+            with preemption(how.preempts) if how.preempts else nullcontext():
+                out: Any = model.generate(
+                    **inputs, assistant_strategy=how.strategy, request_ids=ids, return_dict_in_generate=True,
+                    speculative_config={"seed": 0} | how.options, **_sampling(length),
+                )  # fmt: skip
+            statistics.append(out.statistics)
+            width = inputs["input_ids"].shape[1]
             for row, tokens, logprobs in zip(ids, out.sequences[:, width:].tolist(), out.logprobs.cpu(), strict=True):
                 rows[row] = Text(tokens, logprobs)
     finally:
         torch.set_num_threads(threads)
-    return rows, exact, drafted
+    return rows, statistics
 
 
 def _sampling(length: int) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from spec_trl.cli import certify as cli_certify
-from spec_trl.cli.certify import ROWS, certify
+from spec_trl.cli.certify import ROWS, certify, situations
 from spec_trl.cli.loading import random_ids
 from spec_trl.cli.main import main
 from spec_trl.cli.plain_bits import forced_logprobs
 from spec_trl.hardware import instruction_set
 from spec_trl.native.native_code import compiler
 from tests.conftest import tiny_llama
+from tests.generation.drafters.mtp.heads import write_heads
 
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -38,12 +39,13 @@ def test_a_page_and_a_file(model: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert found["exact"] is True and f"float32: exact, hash {found['hash'][:16]}" in page
     lines = [*found["lines"], *found["instructions"]["AVX2"]["lines"]]
     assert len(lines) > 14 and all(line["equal"] == line["tokens"] > 0 and not line["worst"] for line in lines)
+    assert next(line for line in lines if "read again" in line["situation"])["note"] == "", "rows left"
     drafting = [line for line in lines if line["situation"].startswith('"')]
     assert all(line["drafted"] > 0 for line in drafting if not line["note"])
     assert [line["situation"] for line in drafting if line["note"]] == ['"auto"'], "six tokens are too few for it"
     assert f"{lines[0]['equal']} of {lines[0]['tokens']}" in page and "AVX2: rows alone" in page
     assert "transformers: a batch of 4" in page and {"on", "torch", "transformers"} <= set(certificate["machine"])
-    again = certify(tiny_llama().float(), PROMPTS, 6, short=True)
+    again = certify(tiny_llama().float(), PROMPTS, 6, situations(short=True))
     assert again["hash"] != found["hash"] and not again["transformers"], "of other prompts"
 
 
@@ -57,6 +59,16 @@ def test_the_installed_command(model: Path, tmp_path: Path) -> None:
     assert found["exact"] is True and all(line["equal"] == line["tokens"] > 0 for line in found["lines"])
 
 
+@needs_compiler
+def test_the_head_of_a_checkpoint_drafts(tmp_path: Path) -> None:
+    write_heads(tmp_path / "model", "llama")
+    arguments = ["--dtype", "float32", "--length", "6", "--output", str(tmp_path / "certificate.json")]
+    assert main(["certify", str(tmp_path / "model"), *arguments]) == 0
+    lines = json.loads((tmp_path / "certificate.json").read_text())["dtypes"]["float32"]["lines"]
+    (line,) = (each for each in lines if each["situation"].startswith('"mtp"'))
+    assert line["drafted"] > 0 and line["equal"] == line["tokens"] == 6 * ROWS
+
+
 class _Odd(nn.Module):
     """Gives a token something else beside many tokens than beside few."""
 
@@ -68,7 +80,7 @@ class _Odd(nn.Module):
 def test_what_is_not_exact_shows() -> None:
     model = tiny_llama().float()
     model.model.layers[1].mlp.act_fn = _Odd()
-    found = certify(model, PROMPTS, 6, short=False)
+    found = certify(model, PROMPTS, 6, situations(short=False), plain=True)
     alone, (batch, several) = found["lines"][0], found["transformers"]
     assert "act_fn" in found["exact"][0] and "not exact: " in cli_certify.page("float32", found)
     assert alone["situation"] == "rows alone" and alone["equal"] < alone["tokens"] and alone["worst"] > 1e-5
@@ -102,7 +114,7 @@ def test_models_as_transformers_runs_them(kind: str) -> None:
         "bloom": lambda: BloomForCausalLM(BloomConfig(n_layer=2, n_head=2, **sizes)),
         "mamba": lambda: MambaForCausalLM(MambaConfig(num_hidden_layers=2, state_size=4, **sizes)),
     }
-    found = certify(made[kind]().eval(), PROMPTS, 6, short=False)
+    found = certify(made[kind]().eval(), PROMPTS, 6, situations(short=False), plain=True)
     batch, several = found["transformers"]
     assert batch["tokens"] == 4 * 6 >= batch["equal"] > 0
     if kind == "mamba":  # its own forward takes one token after another

@@ -27,6 +27,7 @@ from tests.trainers import test_prompt_images, trl_trainers
 from tests.trainers.harness import Run, tiny_dataset, tiny_policy, train
 
 
+DISTANCE = "sampling/sampling_logp_difference/max"
 ADAPTATIONS = ("plain", "loss fails on one", "step fails on one", "nothing on one")
 
 
@@ -74,11 +75,19 @@ def look(folder: Path, rows_per_rank: int) -> list[list[list[int]]]:
     return test_prompt_images.run(folder, "qwen2_5_vl", "self", **batch).train().completions
 
 
-def score(folder: Path) -> dict[str, list[float]]:
-    """Trains with the sampler's log-probabilities in the loss; returns how far they are from the sampler's."""
-    run = train(folder, policy=tiny_policy().float(), exact_logprobs=True, **same_batch(rows_per_rank=4))
-    names = "sampling/sampling_logp_difference/max", "rollout/acceptance_rate"
-    return {name: run.metric(name) for name in names}
+def score(folder: Path) -> dict[str, Any]:
+    """Fifty steps with the sampler's log-probabilities in the loss: how far they are from the sampler's, what was
+    accepted, and whether drafts changed a weight."""
+    batch = same_batch(rows_per_rank=4) | {"max_steps": 50, "max_completion_length": 12}
+    plain, drafted = (
+        train(folder / strategy, strategy, policy=tiny_policy().float(), exact_logprobs=True, **batch)
+        for strategy in ("none", "self")
+    )
+    return {
+        "distances": [plain.metric(DISTANCE), drafted.metric(DISTANCE)],
+        "accepted": drafted.metric("rollout/acceptance_rate"),
+        "equal": [torch.equal(weight, drafted.weights[name]) for name, weight in plain.weights.items()],
+    }
 
 
 def choose(folder: Path) -> dict[str, Any]:

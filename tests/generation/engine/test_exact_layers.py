@@ -37,8 +37,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": SIZES | dict(use_sliding_window=True, sliding_window=4, max_window_layers=0),
     "gemma3_text": SIZES | dict(sliding_window=4),
     "helium": SIZES,  # its norm is its own
-    "gpt_oss": SIZES | dict(num_local_experts=3, num_experts_per_tok=2, sliding_window=4, rope_parameters=dict(
-        rope_type="default", rope_theta=10_000.0)),
+    # Its gate is torch's: on this CPU, unlike on a GPU, numbers at the end that fill no register round otherwise.
+    "gpt_oss": SIZES | dict(intermediate_size=48, num_local_experts=3, num_experts_per_tok=2, sliding_window=4,
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0)),
     "deepseek_v3": SIZES | dict(
         n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, n_shared_experts=1,
         moe_intermediate_size=16, first_k_dense_replace=0, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
