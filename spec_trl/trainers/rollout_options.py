@@ -55,9 +55,11 @@ class RolloutOptions(TrainerConfig):
 
     Attributes:
         base_trainer: name of TRL's trainer of this config.
+        other_engines: options of TRL's config that avoid both `generate` and a vLLM of ours.
     """
 
     base_trainer: ClassVar[str]
+    other_engines: ClassVar[tuple[str, ...]] = ("use_transformers_continuous_batching",)
 
     assistant_strategy: str = option(
         "auto",
@@ -150,7 +152,7 @@ class RolloutOptions(TrainerConfig):
         strategy, words = self.assistant_strategy, f"assistant_strategy={self.assistant_strategy!r}"
         drafter = config.tts.drafter if strategy == "tts" else strategy
         words += f", tts.drafter={drafter!r}" if strategy == "tts" else ""
-        engines = (name for name in ("use_vllm", "use_transformers_continuous_batching") if getattr(self, name, False))
+        engines = (name for name in self.other_engines if getattr(self, name, False))
         learned, count = self.adaptable_drafters(), config.specactor.draft_ranks
         ranks = count > 0 and f"specactor.draft_ranks={count}"
         options = SpeculativeConfig.coerce(self.speculative_config)

@@ -1,7 +1,9 @@
 """Overrides TRL's on-policy trainers so that rollouts are speculative."""
 
+import sys
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
@@ -25,7 +27,14 @@ from .sampled_support import SUPPORT, SampledSupport
 from .sampler_mismatch import SamplerMismatch, changed_by
 from .saved_heads import head_of, keep_heads
 from .step_totals import StepClock
-from .trainer_checks import asked, check_attributes, check_drawn, check_methods, check_trainer
+from .trainer_checks import (
+    asked,
+    check_attributes,
+    check_drawn,
+    check_methods,
+    check_trainer,
+    generates_by_us,
+)
 from .trainer_speculator import TrainerSpeculator
 
 
@@ -33,6 +42,15 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer as TrainerOfTRL
 else:
     TrainerOfTRL = object
+
+
+def _engine(theirs: type, args: Any) -> AbstractContextManager[None]:
+    """Around TRL's `__init__`: under use_vllm the engine that it makes drafts."""
+    if not getattr(args, "use_vllm", False):
+        return nullcontext()
+    from ..vllm.generation import engine_that_drafts
+
+    return engine_that_drafts(sys.modules[theirs.__module__], args)
 
 
 class SpeculativeRollouts(TrainerOfTRL):
@@ -66,7 +84,8 @@ class SpeculativeRollouts(TrainerOfTRL):
         at = classes.index(SpeculativeRollouts)
         theirs = next(one for one in classes[at + 1 :] if one.__module__.startswith("trl."))  # not a user's mixin
         check_methods(classes[at - 1], theirs, self.lacking)
-        super().__init__(model, learned_from, args, *rest, **kwargs)
+        with _engine(theirs, args):
+            super().__init__(model, learned_from, args, *rest, **kwargs)
         check_attributes(self, theirs, self.lacking)
         config = args.rollout_config()
         features = asked(self, config)
@@ -80,6 +99,11 @@ class SpeculativeRollouts(TrainerOfTRL):
         self._speculator = TrainerSpeculator(
             args, self.accelerator, self._whole_policy, adapts, parks, self._mismatch.not_compared, keeps
         )
+        self._vllm_alarm: Any = None  # under use_vllm, of samples that are not the policy's
+        if getattr(args, "use_vllm", False):
+            from ..vllm.rollouts import DistanceAlarm
+
+            self._vllm_alarm = DistanceAlarm(policy_in(self.model).dtype)
         self._drafted_step = -1  # optimizer steps at the newest rollout; -1: weights may have changed without a step
         self._resumed_from: str | None = None
         self._attempts = 0  # of a `train`, restarted with a smaller batch under auto_find_batch_size
@@ -187,13 +211,20 @@ class SpeculativeRollouts(TrainerOfTRL):
         if step != self._drafted_step:
             self._speculator.refresh()
         self._speculator.begin(mode, step)
+        started = time.perf_counter()
         with self._clock.phase("rollout"), self._graphs.rollout(self.model, step):
             result = super()._generate(prompts)
+        seconds = time.perf_counter() - started
         self._drafted_step = step
         self._tool_mask = result[2] if getattr(self, "tools", None) else None
-        if getattr(self, "rollout_func", None) is None:  # else it generates by itself
-            for name, value in self._speculator.finish(self.model).items():
-                self._metrics[mode][f"rollout/{name}"].append(value)
+        logged: dict[str, float] = {}
+        if self._vllm_alarm is not None and getattr(self, "rollout_func", None) is None:
+            place = mode, self._speculator.counts[mode], step
+            logged = self._speculator.log_rollout(self.model, self.vllm_generation.finish(seconds, place))
+        elif generates_by_us(self):
+            logged = self._speculator.finish(self.model)
+        for name, value in logged.items():
+            self._metrics[mode][f"rollout/{name}"].append(value)
         self._speculator.counts[mode] += 1
         if self._support is not None:
             self._support.take(result[0], result[1], self._speculator.supports)
@@ -201,11 +232,17 @@ class SpeculativeRollouts(TrainerOfTRL):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if self._vllm_alarm is not None:
+            mode = "train" if self.model.training else "eval"
+            for distance in self._metrics[mode]["sampling/sampling_logp_difference/mean"][-1:]:
+                self._vllm_alarm.add(distance)
         return output if self._support is None else output | {SUPPORT: self._support.rows}
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict[str, Any], *rest: Any, **more: Any
     ) -> Any:
+        if self._vllm_alarm is not None:
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *rest, **more)
         policy, has_tools = policy_in(self.model), bool(getattr(self, "tools", None))
         inputs = media_inputs(images, multimodal_fields, policy, self.args, has_tools)
         check_drawn(policy, self.generation_config, prompt_ids, self._tokenizer)

@@ -114,7 +114,7 @@ def asked(trainer: Any, config: SpeculativeConfig) -> dict[str, Asked]:
         "torch.nn.DataParallel": args.n_gpu > 1 and f"torch.nn.DataParallel on {args.n_gpu} devices",
         SHARDED: (dist.zero_stage == 3 and "DeepSpeed ZeRO-3") or (dist.is_fsdp and "FSDP"),
         "tools": bool(getattr(trainer, "tools", None)),
-        "rollout_func": not generates,
+        "rollout_func": not generates and ("use_vllm=True" if getattr(args, "use_vllm", False) else True),
         "a loss without log-probabilities": "_get_per_token_logps_and_entropies" in trainer.lacking,
         "several ranks that share rollouts": args.rollout_sharing == "pool" and trainer.accelerator.num_processes > 1,
     }
@@ -137,8 +137,8 @@ def asked(trainer: Any, config: SpeculativeConfig) -> dict[str, Asked]:
 
 
 def generates_by_us(trainer: Any) -> bool:
-    """Whether no `rollout_func` generates the rollouts."""
-    return getattr(trainer, "rollout_func", None) is None
+    """Whether neither a `rollout_func` nor vLLM generates the rollouts."""
+    return getattr(trainer, "rollout_func", None) is None and not getattr(trainer.args, "use_vllm", False)
 
 
 def check_trainer(trainer: Any, config: SpeculativeConfig, features: Features) -> LogitsProcessorList | None:

@@ -37,9 +37,10 @@ from ..quantization.awq import ActivationStatistics
 from .certificate import Certificate
 from .checkpoint import DraftLengthState, RankState, RolloutState, only_for_speed
 from .rollout_options import RolloutOptions
-from .run_log import Mode, RunHeader
+from .run_log import Mode, RolloutRecord, RunHeader
 from .run_verdict import CollapseAlarm
 from .speculator import Speculator
+from .step_totals import metrics
 
 
 T = TypeVar("T")
@@ -258,6 +259,13 @@ class TrainerSpeculator(Speculator):
                 for name, controller in self._draft_lengths.items():
                     controller.observe(self._sums.summed["tallies"][name].block_efficiency)
         return logged
+
+    def log_rollout(self, model: Any, record: RolloutRecord) -> dict[str, float]:
+        """Logs a rollout of another engine; returns TRL's metrics."""
+        self._append(record, model)
+        if record.mode == "train":
+            self._alarm.add(record)
+        return metrics(record, record.strategy == "self", several_chains=False)
 
     def _header(self, policy: Any, **more: Any) -> RunHeader:
         seconds, self._calibration_seconds = self._calibration_seconds, 0.0

@@ -121,6 +121,7 @@ class SpecDistillationConfig(RolloutOptions, DistillationConfig):
     """Options of [`~trl.DistillationConfig`], and those that say how rollouts are drafted and verified."""
 
     base_trainer = "trl.DistillationTrainer"
+    other_engines = ("use_vllm", "use_transformers_continuous_batching")
 
 
 class SpecDistillationTrainer(SpeculativeRollouts, DistillationTrainer):
