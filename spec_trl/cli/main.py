@@ -20,6 +20,7 @@ COMMANDS = {
     "predict": (_ER, "predict step times and speedups from a profile"),
     "plot": (_ER, "draw the toggle's boundary with measured points, or a draft ladder"),
     "report": ("cli", "draw a training run: PNG files and one HTML page"),
+    "vllm-serve-command": ("vllm", "print the line that starts a vLLM server whose drafts follow the policy"),
     "simulate": (_SA, "simulate rollouts on a cluster that a YAML file describes, and plan them"),
 }
 """By command: the folder that holds its arguments and its module, and its line in `spec-trl --help`."""
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if trains:
                 load("cli.train").launch(arguments.command, argv[1:])
             else:
-                load(f"{COMMANDS[arguments.command][0]}.{arguments.command}").run(arguments)
+                load(f"{COMMANDS[arguments.command][0]}.{arguments.command.replace('-', '_')}").run(arguments)
             return 0
         except ValueError as error:
             message = str(error)

@@ -8,6 +8,8 @@ from ..generation.options import SpeculativeConfig
 
 BACKEND = "spec_trl"
 """Name of our weight transfer engine in vLLM."""
+TRANSPORTS = {"nccl": "nccl", "file": BACKEND}
+"""vLLM's name by ours, of how weights get to a server."""
 STRATEGIES = ("none", "self", "model", "eagle3", "mtp", "history", "ngram", "auto")
 ONLINE_QUANTIZATION = "fp8_per_channel"
 """Of the policy's copy on a GPU: vLLM makes it of the weights that it is given, at each push."""
