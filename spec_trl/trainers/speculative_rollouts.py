@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -63,6 +63,7 @@ class SpeculativeRollouts(TrainerOfTRL):
         rest, kwargs: its other arguments.
 
     Attributes:
+        rollout_backend: that a `rollout_func` samples with; None: it does not.
         config_class: of `args`.
         lacking: methods and attributes that TRL's trainer lacks, and that no rollout needs.
 
@@ -70,6 +71,7 @@ class SpeculativeRollouts(TrainerOfTRL):
         ValueError: `args` is no `config_class`, or a rollout of this model under `args` would fail.
     """
 
+    rollout_backend: Any = None
     config_class: ClassVar[type[RolloutOptions]]
     lacking: ClassVar[tuple[str, ...]] = ()
 
@@ -221,7 +223,8 @@ class SpeculativeRollouts(TrainerOfTRL):
         if self._vllm_alarm is not None and getattr(self, "rollout_func", None) is None:
             place = mode, self._speculator.counts[mode], step
             logged = self._speculator.log_rollout(self.model, self.vllm_generation.finish(seconds, place))
-        elif generates_by_us(self):
+        elif generates_by_us(self) or self.rollout_backend is not None:
+            self._speculator.join_others(self.generation_config, self._tokenizer)  # a loop may take more turns elsewhere
             logged = self._speculator.finish(self.model)
         for name, value in logged.items():
             self._metrics[mode][f"rollout/{name}"].append(value)
@@ -246,7 +249,11 @@ class SpeculativeRollouts(TrainerOfTRL):
         policy, has_tools = policy_in(self.model), bool(getattr(self, "tools", None))
         inputs = media_inputs(images, multimodal_fields, policy, self.args, has_tools)
         check_drawn(policy, self.generation_config, prompt_ids, self._tokenizer)
-        return self._in_turn(self._speculator.rollout(prompt_ids, self.generation_config, self._tokenizer, inputs))
+        return self._in_turn(self.sample(prompt_ids, inputs))
+
+    def sample(self, prompt_ids: list[list[int]], media: Mapping[str, Any] | None = None) -> list[Sampled]:
+        """Takes a turn of all ranks: a completion of each prompt, with the inputs `media` of :func:`~.media_inputs`."""
+        return self._speculator.rollout(prompt_ids, self.generation_config, self._tokenizer, media)
 
     def _in_turn(self, completions: list[Sampled]) -> Any:
         """Returns `completions` as TRL's method returns them."""
