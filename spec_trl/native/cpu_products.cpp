@@ -1,10 +1,10 @@
 // Matrix products with weights in float32, 16 bits, 8 or 4 bits; x and y in float32 or 16 bits. These 16 bits are a
 // bfloat16, or with HALVES a float16, which is multiplied as a float32.
 //
-// The lanes of a register are rows of x, and a weight is broadcast to all of them. So rows share every load of a weight,
-// and an element of the result is summed in one order, whatever the number of rows, threads or lanes: even and odd words
-// of its inputs (`cpu_words.h`), each in turn, then both sums. Products of codes are summed as integers: a draft may round
-// x. On AMX the order in bfloat16 is that of its tiles (`cpu_by_tiles.h`).
+// An element of the result is summed in one order, whatever the number of rows, outputs or threads. The lanes of a
+// register are inputs (`cpu_dense.h`), on AMX in bfloat16 those of its tiles (`cpu_by_tiles.h`). For codes they are rows
+// of x, and a word of weights is broadcast to all of them: products of codes are summed as integers, so a draft may round
+// x (`cpu_codes.h`).
 //
 // With ONLY it takes only weights of so many bits, and compiles in a third of the time.
 
@@ -17,12 +17,13 @@
 
 #include "cpu_by_tiles.h"
 #include "cpu_codes.h"
+#include "cpu_dense.h"
 #include "cpu_words.h"
 #if !defined(__FMA__) && !defined(__aarch64__)
 #error "without fused multiply-add this is slower than torch"
 #endif
 
-constexpr int SUMS = WIDEST == 32 ? 6 : 12;  // registers of half of the sums; others hold the second half, x and weights
+constexpr int SUMS = WIDEST == 32 ? 6 : 12;  // registers of sums of codes; others hold x and weights
 constexpr int64_t CHUNK = 48;                // outputs, whose weights stay in the L2 cache for the next rows
 constexpr int64_t PART = 16;                 // words of x that a thread packs at once
 constexpr int64_t PER_THREAD = 1 << 17;      // weights: with fewer, a second thread saves less than waking it takes
@@ -34,86 +35,30 @@ constexpr int64_t PIECE = 1 << 12;           // bytes of weights that a thread r
 constexpr int64_t FETCHED = 1 << 18;         // bytes, at most: a part of the L2 cache of most CPUs
 typedef float Values[CHUNK][MOST_ROWS];      // of a chunk: [output][lane]
 
-// total + the products of a word of weights with words of x, of which a lane is a row
-template <Kind KIND, typename V>
-static inline __attribute__((always_inline)) V plus(V total, V x, uint32_t weights) {
-  if constexpr (KIND == SINGLES) {
-    return fused(all_of<V>(read<float>(&weights)), x, total);
-  } else {
-#ifdef __AVX512BF16__
-    if constexpr (sizeof(V) == 64)
-      return (V)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)_mm512_set1_epi32(weights));
-    if constexpr (sizeof(V) == 32)
-      return (V)_mm256_dpbf16_ps((__m256)total, (__m256bh)x, (__m256bh)_mm256_set1_epi32(weights));
-    if constexpr (sizeof(V) == 16)
-      return (V)_mm_dpbf16_ps((__m128)total, (__m128bh)x, (__m128bh)_mm_set1_epi32(weights));
-#endif
-    typedef typename Register<sizeof(V)>::Integers Integers;
-    const Integers both = (int32_t)weights - Integers{}, upper = Integers{} + (int32_t)0xffff0000;
-    total = fused((V)(both << 16), (V)((Integers)x << 16), total);
-    return fused((V)(both & upper), (V)((Integers)x & upper), total);
-  }
-}
-
-// Sums of OUT outputs whose weights begin at `weights`, rows `bytes` long, for lanes of x; without scales
-template <Kind KIND, int OUT, int VECTORS, typename V>
-static inline __attribute__((always_inline)) void add_words(const char* weights, int64_t bytes, const uint32_t* x,
-                                                            V (*sums)[VECTORS]) {
-  constexpr int64_t LANES = sizeof(V) / 4;
-  V totals[2][OUT][VECTORS] = {};  // of even and of odd words
-  const auto add = [&](int64_t k, int which, auto word) __attribute__((always_inline)) {
-    V inputs[VECTORS];
-    for (int v = 0; v < VECTORS; ++v) inputs[v] = in_register(read<V>(x + (k * VECTORS + v) * LANES));
-    for (int o = 0; o < OUT; ++o) {
-      const uint32_t of_output = word(weights + o * bytes + 4 * k);
-      for (int v = 0; v < VECTORS; ++v) totals[which][o][v] = plus<KIND>(totals[which][o][v], inputs[v], of_output);
-    }
-  };
-  const auto word = [](const char* from) __attribute__((always_inline)) { return read<uint32_t>(from); };
-  const int64_t words = bytes / 4;
-  const char* next = weights + OUT * bytes;
-  int64_t k = 0;
-  for (; k + 2 <= words; k += 2) {
-    if (k % 16 == 0)
-      for (int o = 0; o < OUT; ++o) __builtin_prefetch(next + 4 * k * OUT + 64 * o);
-    add(k, 0, word);
-    add(k + 1, 1, word);
-  }
-  if (k < words) add(k, 0, word);
-  const auto half = [](const char* from) __attribute__((always_inline)) { return (uint32_t)read<uint16_t>(from); };
-  if (bytes % 4 && k == words) add(words, 0, half);  // beyond it are numbers of another row
-  if (bytes % 4 && k != words) add(words, 1, half);
-  for (int o = 0; o < OUT; ++o)
-    for (int v = 0; v < VECTORS; ++v) sums[o][v] = totals[0][o][v] + totals[1][o][v];
-}
-
-// OUT outputs of a group of rows into `values`; `weights` of the first, of another matrix than `w` if they were unpacked
-template <Kind KIND, int OUT, int VECTORS, typename V>
-static void outputs(const Matrix& w, const char* weights, int64_t bytes, const Packed& x, const Group& g,
-                    float (*values)[MOST_ROWS], int64_t first) {
-  V sums[OUT][VECTORS] = {};
-  if constexpr (KIND == SINGLES || KIND == PAIRS)
-    add_words<KIND, OUT>(weights, bytes, x.at(g), sums);
 #ifdef HAS_BYTES
-  else if constexpr (sizeof(V) < WIDEST)
-    add_codes_of_few<KIND == CODES_8 ? 8 : 4, OUT>(w, weights, x, g, first, sums);
+// OUT outputs of a group of rows into `values`, of codes that begin at `codes`
+template <Kind KIND, int OUT, int VECTORS, typename V>
+static void outputs(const Matrix& w, const char* codes, const Packed& x, const Group& g, float (*values)[MOST_ROWS],
+                    int64_t first) {
+  V sums[OUT][VECTORS] = {};
+  if constexpr (sizeof(V) < WIDEST)
+    add_codes_of_few<KIND == CODES_8 ? 8 : 4, OUT>(w, codes, x, g, first, sums);
   else
-    add_codes<KIND == CODES_8 ? 8 : 4, OUT>(w, weights, x, g, first, sums);
-#endif
+    add_codes<KIND == CODES_8 ? 8 : 4, OUT>(w, codes, x, g, first, sums);
   for (int o = 0; o < OUT; ++o) std::memcpy(values[o], sums[o], sizeof sums[o]);
 }
 
 // Outputs first..end, a chunk
 template <Kind KIND, int VECTORS, typename V>
-static void rows(const Matrix& w, const char* weights, int64_t bytes, const Packed& x, const Group& g,
+static void rows(const Matrix& w, const char* codes, int64_t bytes, const Packed& x, const Group& g,
                  float (*values)[MOST_ROWS], int64_t first, int64_t end) {
   constexpr int OUT = SUMS / VECTORS, FEWER = OUT > 4 ? 4 : 1;
-  for (; first + OUT <= end; first += OUT, weights += OUT * bytes, values += OUT)
-    outputs<KIND, OUT, VECTORS, V>(w, weights, bytes, x, g, values, first);
-  for (; first + FEWER <= end; first += FEWER, weights += FEWER * bytes, values += FEWER)
-    outputs<KIND, FEWER, VECTORS, V>(w, weights, bytes, x, g, values, first);
-  for (; first < end; ++first, weights += bytes, ++values)
-    outputs<KIND, 1, VECTORS, V>(w, weights, bytes, x, g, values, first);
+  for (; first + OUT <= end; first += OUT, codes += OUT * bytes, values += OUT)
+    outputs<KIND, OUT, VECTORS, V>(w, codes, x, g, values, first);
+  for (; first + FEWER <= end; first += FEWER, codes += FEWER * bytes, values += FEWER)
+    outputs<KIND, FEWER, VECTORS, V>(w, codes, x, g, values, first);
+  for (; first < end; ++first, codes += bytes, ++values)
+    outputs<KIND, 1, VECTORS, V>(w, codes, x, g, values, first);
 }
 
 // Rounds the values of a chunk of outputs, with their biases, to y.
@@ -158,13 +103,15 @@ static void write(const Matrix& w, const Values& values, const Group& g, const O
 
 // Outputs first..end of the rows from `row` to `last`
 template <Kind KIND>
-static void by_words(const Matrix& w, const char* weights, int64_t bytes, const Packed& x, int64_t row, int64_t last,
-                     const Output& to, int64_t first, int64_t end) {
+static void by_words(const Matrix& w, const Packed& x, int64_t row, int64_t last, const Output& to, int64_t first,
+                     int64_t end) {
+  const int64_t bytes = w.in * w.bits / 8;
+  const char* codes = (const char*)w.weights + first * bytes;
   for (int64_t m = row; m < last; m += MOST_ROWS) {
     const Group g = group_at(m, last);
     alignas(64) Values values;
     const auto go = [&](auto run) {
-      run(w, weights, bytes, x, g, values, first, end);
+      run(w, codes, bytes, x, g, values, first, end);
       write(w, values, g, to, first, end);
     };
     constexpr int64_t WIDE = WIDEST / 4;
@@ -181,16 +128,13 @@ static void by_words(const Matrix& w, const char* weights, int64_t bytes, const 
   }
 }
 
-// The weights of outputs first..end as words of `kind`, in `scratch` if they do not lie so
-static const char* unpacked(const Matrix& w, Kind kind, int64_t first, int64_t end, std::vector<char>& scratch) {
-  const char* from = (const char*)w.weights + first * w.in * w.bits / 8;
-  if (kind != SINGLES || w.bits == 32) return from;
-  scratch.resize(4 * (end - first) * w.in);
-  float* to = (float*)scratch.data();
+#else
+// The weights of outputs first..end, which are codes, as float32
+static const float* unpacked(const Matrix& w, int64_t first, int64_t end, std::vector<float>& scratch) {
+  scratch.resize((end - first) * w.in);
+  float* to = scratch.data();
   for (int64_t o = first; o < end; ++o, to += w.in) {
     const int8_t* codes = (const int8_t*)w.weights + o * w.in;
-    if (w.bits == 16)
-      for (int64_t i = 0; i < w.in; ++i) to[i] = ((const Narrow*)w.weights)[o * w.in + i];
     if (w.bits == 8)
       for (int64_t i = 0; i < w.in; ++i) to[i] = w.scales[o] * codes[i];
     for (int64_t i = 0; w.bits == 4 && i < w.in; i += 64) {
@@ -202,27 +146,35 @@ static const char* unpacked(const Matrix& w, Kind kind, int64_t first, int64_t e
   }
   return scratch.data();
 }
+#endif
 
-static void chunk(const Matrix& w, Kind kind, const Packed& x, int64_t row, int64_t last, const Output& to,
-                  int64_t first, int64_t end) {
-  static thread_local std::vector<char> scratch;
-  const char* weights = unpacked(w, kind, first, end, scratch);
-  switch (kind) {
-#if !defined(HALVES) && (!ONLY || ONLY == 16)
-    case PAIRS: return by_words<PAIRS>(w, weights, 2 * w.in, x, row, last, to, first, end);
+// Outputs first..end of the rows from `row` to `last`. x: as they lie, in float32 if they are read so.
+static void chunk(const Matrix& w, const void* x, int64_t x_stride, const Packed& packed, int64_t row, int64_t last,
+                  const Output& to, int64_t first, int64_t end) {
+  [[maybe_unused]] const auto dense = [&](auto kind, const void* weights) {
+    typedef decltype(kind) KIND;
+    const auto* of_rows = (const typename KIND::X*)x + row * x_stride;
+    by_inputs<KIND>(w, weights, of_rows, x_stride, last - row, to.after(row, 0), first, end);
+  };
+  [[maybe_unused]] const auto at = [&](int64_t bytes) { return (const char*)w.weights + first * w.in * bytes; };
+  switch (w.bits) {
+#if !ONLY || ONLY == 32
+    case 32: return dense(Singles<float>(), at(4));
+#endif
+#if !ONLY || ONLY == 16
+    case 16: return dense(Dense16(), at(2));
 #endif
 #if defined(HAS_BYTES) && (!ONLY || ONLY == 8)
-    case CODES_8: return by_words<CODES_8>(w, weights, w.in, x, row, last, to, first, end);
+    case 8: return by_words<CODES_8>(w, packed, row, last, to, first, end);
 #endif
 #if defined(HAS_BYTES) && (!ONLY || ONLY == 4)
-    case CODES_4: return by_words<CODES_4>(w, weights, w.in / 2, x, row, last, to, first, end);
-#endif
-#if !ONLY || ONLY == 32 || (ONLY < 16 && !defined(HAS_BYTES)) || (ONLY == 16 && defined(HALVES))
-    default: by_words<SINGLES>(w, weights, 4 * w.in, x, row, last, to, first, end);
-#else
-    default: __builtin_unreachable();
+    case 4: return by_words<CODES_4>(w, packed, row, last, to, first, end);
 #endif
   }
+#if !defined(HAS_BYTES) && ONLY < 16
+  static thread_local std::vector<float> scratch;
+  dense(Singles<float>(), unpacked(w, first, end, scratch));
+#endif
 }
 
 // `count` outputs from `first` on, up to COLUMNS, of weights that lie [in, out]: lanes are outputs
@@ -275,10 +227,18 @@ struct Memory {
   std::vector<Counter> counters;  // [block of rows][thread]: chunks of its share that are taken
 };
 
+// Whether rows of x are packed by lanes, as codes
+static bool is_packed(const Matrix& w) {
+#ifdef HAS_BYTES
+  return w.bits < 16 && !w.is_transposed;
+#endif
+  return false;
+}
+
 static bool is_read_wide(const Product& p) {
   bool is_wide = false;
   for (int64_t n = 0; n < p.number; ++n)
-    is_wide = is_wide || p.matrices[n].is_transposed || kind_of(p.matrices[n]) != PAIRS;
+    is_wide = is_wide || p.matrices[n].is_transposed || p.matrices[n].bits != 16 || !READS_NARROW;
   return p.is_narrow && is_wide;
 }
 
@@ -330,8 +290,7 @@ static void prepare(Product* p) {
   const int64_t in = p->matrices->in;
   for (int64_t n = 0; n < p->number; ++n) {
     const Matrix& w = p->matrices[n];
-    const Kind kind = kind_of(w);
-    if (!w.is_transposed && chunks_of(w, *p)) memory.buffers[kind].grow(kind, w, p->count);
+    if (is_packed(w)) memory.buffers[kind_of(w)].grow(w, p->count);
   }
   const auto grow = [](auto& of, int64_t size) { of.resize(std::max<int64_t>(of.size(), size)); };
   if (is_read_wide(*p)) grow(memory.wide, p->count * in);
@@ -354,24 +313,11 @@ static void pack(const Product& p) {
   for (int64_t n = 0; n < p.number; ++n) {
     const Matrix& w = p.matrices[n];
     const Kind kind = kind_of(w);
-    if (w.is_transposed || !chunks_of(w, p) || has[kind]) continue;
+    if (!is_packed(w) || has[kind]) continue;
     has[kind] = true;
-    const Packed to = memory.buffers[kind].packed(kind, w);
-    if (kind >= CODES_8) {
 #pragma omp for schedule(static) nowait
-      for (int64_t group = 0; group < groups; ++group)
-        pack_codes(to, kind, inputs, input_stride, group_at(group * MOST_ROWS, p.count));
-      continue;
-    }
-    const int64_t parts = (to.words + PART - 1) / PART;
-    const char* from = kind == PAIRS ? (const char*)p.x : (const char*)inputs;
-    const int64_t bytes = kind == PAIRS ? 2 * stride : 4 * input_stride;
-#pragma omp for schedule(static) nowait
-    for (int64_t i = 0; i < groups * parts; ++i) {
-      const Group g = group_at(i / parts * MOST_ROWS, p.count);
-      const int64_t k = i % parts * PART, end = std::min(k + PART, to.words);
-      spread(g, to.bytes, k, end, to.at(g), [&](int64_t row) { return from + (g.first + row) * bytes; });
-    }
+    for (int64_t group = 0; group < groups; ++group)
+      pack_codes(memory.buffers[kind].packed(w), kind, inputs, input_stride, group_at(group * MOST_ROWS, p.count));
   }
 }
 
@@ -393,11 +339,12 @@ static void run(const Product& p) {
         const Place at = place_of(p, i);
         const Matrix w = *at.matrix;
         const Output to = Output{p.y, p.y_stride, (bool)p.is_narrow}.after(0, at.column);
-        const Kind kind = kind_of(w);
+        const bool reads_narrow = READS_NARROW && p.is_narrow && w.bits == 16;
         if (w.is_transposed)
           by_columns(w, inputs + row * input_stride, input_stride, last - row, to.after(row, 0), at.first, at.end);
         else
-          chunk(w, kind, memory.buffers[kind].packed(kind, w), row, last, to, at.first, at.end);
+          chunk(w, reads_narrow ? p.x : inputs, reads_narrow ? p.x_stride : input_stride,
+                memory.buffers[kind_of(w)].packed(w), row, last, to, at.first, at.end);
       }
     }
   }
