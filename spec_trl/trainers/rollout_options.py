@@ -142,7 +142,7 @@ class RolloutOptions(TrainerConfig):
                     f"generation_kwargs has {setting!r}, which is for model.generate. Set {name}({setting}=...)."
                 )
         known = vars(GenerationConfig())
-        for setting in self.generation_kwargs or {}:
+        for setting in {} if getattr(self, "use_vllm", False) else self.generation_kwargs or {}:
             if setting not in known:  # a GenerationConfig takes any name
                 hint = did_you_mean(setting, known)
                 raise ValueError(f"generation_kwargs has {setting!r}, which generate does not know; drop it.{hint}")

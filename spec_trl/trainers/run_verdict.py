@@ -156,10 +156,12 @@ class CollapseAlarm:
 
     Args:
         by_first_token: compare the acceptance of first draft tokens alone, independent of γ.
+        share: of the earlier acceptance, below which it has collapsed.
+        keeps_first: the reference is the first rollout, whose drafter was fresh; False: the one before.
     """
 
-    def __init__(self, by_first_token: bool) -> None:
-        self._by_first_token = by_first_token
+    def __init__(self, by_first_token: bool, share: float = COLLAPSE, keeps_first: bool = False) -> None:
+        self._by_first_token, self._share, self._keeps_first = by_first_token, share, keeps_first
         self._previous: RolloutRecord | None = None
 
     def add(self, record: RolloutRecord) -> None:
@@ -177,10 +179,10 @@ class CollapseAlarm:
         )
         pooled = (blocks * before + others * now) / (blocks + others)
         error = math.sqrt(pooled * (1 - pooled) * (1 / blocks + 1 / others))
-        shows = (1 - COLLAPSE) * before > COLLAPSE_ERRORS * error
-        if shows or others >= blocks or before < COLLAPSE_FROM:  # else too few: the earlier rollout says more
-            self._previous = record
-        if before >= COLLAPSE_FROM and now < COLLAPSE * before and before - now > COLLAPSE_ERRORS * error:
+        shows = (1 - self._share) * before > COLLAPSE_ERRORS * error
+        if not self._keeps_first and (shows or others >= blocks or before < COLLAPSE_FROM):  # else too few: the
+            self._previous = record  # earlier rollout says more
+        if before >= COLLAPSE_FROM and now < self._share * before and before - now > COLLAPSE_ERRORS * error:
             warnings.warn(
                 f"the acceptance rate of the drafter {record.drafter!r} fell from {before:.2f} to {now:.2f} between "
                 f"two rollouts (step {record.step}). Outputs are not affected, speed is. Did something write weights "

@@ -33,7 +33,7 @@ class SamplerMismatch:
     Where only filters set them apart, the log has other names: it shows what the filters cut.
 
     Args:
-        processors: of rollouts; None: a `rollout_func` generates.
+        processors: of rollouts; None: vLLM or a `rollout_func` generates.
         scores: whether the loss reads log-probabilities of the sampled tokens.
 
     Attributes:
@@ -63,7 +63,7 @@ class SamplerMismatch:
         is_filtered = other is not None and changed_by(drawn, args.temperature, FILTERS) is None
         self._is_truncation = is_filtered and scores and processors is not None
         if processors is None:
-            self.not_compared = "a rollout_func generates"
+            self.not_compared = "vLLM or a rollout_func generates"
         if not scores:
             self.not_compared = "the loss reads no log-probabilities of sampled tokens"
         self.is_logged = self.not_compared is None or self._is_truncation

@@ -88,6 +88,8 @@ class SpeculativeRollouts(TrainerOfTRL):
         check_methods(classes[at - 1], theirs, self.lacking)
         with _engine(theirs, args):
             super().__init__(model, learned_from, args, *rest, **kwargs)
+        if getattr(args, "use_vllm", False):  # TRL makes neither
+            self.generation_config = self.generation_kwargs = None
         check_attributes(self, theirs, self.lacking)
         config = args.rollout_config()
         features = asked(self, config)

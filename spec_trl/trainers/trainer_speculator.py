@@ -263,8 +263,6 @@ class TrainerSpeculator(Speculator):
     def log_rollout(self, model: Any, record: RolloutRecord) -> dict[str, float]:
         """Logs a rollout of another engine; returns TRL's metrics."""
         self._append(record, model)
-        if record.mode == "train":
-            self._alarm.add(record)
         return metrics(record, record.strategy == "self", several_chains=False)
 
     def _header(self, policy: Any, **more: Any) -> RunHeader:

@@ -15,12 +15,17 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..generation.drafters.mtp.mtp_drafter import has_head
 from ..trainers.run_log import Mode, RolloutRecord
+from ..trainers.run_verdict import CollapseAlarm
 from . import plugin
 from .client import DraftingClient
 from .counts import Counts
 from .drafting import drafting_of
 from .rollouts import Sums, record_of
 from .transport import Weights, hand_over
+
+
+STALE = 0.75
+"""Share of the first rollout's acceptance below which a drafter no longer fits the policy: a pushed one stays above."""
 
 
 @contextmanager
@@ -53,6 +58,7 @@ class DraftingGeneration(VLLMGeneration):
             has_head(policy, {}), self._device,
         )  # fmt: skip
         self.sums = Sums()
+        self._stale = CollapseAlarm(by_first_token=True, share=STALE, keeps_first=True)
         super().__init__(model, *options, **more)
 
     def _init_vllm(self) -> None:
@@ -122,7 +128,10 @@ class DraftingGeneration(VLLMGeneration):
     def finish(self, seconds: float, place: tuple[Mode, int, int]) -> RolloutRecord:
         """The record of the rollout so far (:func:`record_of`); the next one begins."""
         sums, self.sums = self.sums, Sums()
-        return record_of(self.drafting, sums, seconds, place, self.accelerator)
+        record = record_of(self.drafting, sums, seconds, place, self.accelerator)
+        if record.mode == "train":
+            self._stale.add(record)
+        return record
 
     def _counts(self) -> Counts:
         if self.mode == "colocate":

@@ -40,7 +40,7 @@ def record_of(
     drafting: Drafting, sums: Sums, seconds: float, place: tuple[Mode, int, int], accelerator: Accelerator
 ) -> RolloutRecord:
     """The record of a rollout of `seconds`, over all ranks; `place`: its mode, rollouts of it and optimizer steps
-    before."""
+    before. Its rounds are those of single rows that had drafts: vLLM counts no others."""
     counts = sums.counts
     own = [counts.drafts, counts.drafted, counts.accepted, (*counts.by_position, 0)[0], sums.requests, sums.tokens]
     tensor = torch.tensor([*own, sums.entropy, sums.scored], dtype=torch.float64, device=accelerator.device)
@@ -57,8 +57,8 @@ def record_of(
         acceptance_rate=accepted / drafted if drafted else None,
         first_token_acceptance=first / drafts if drafts else None,
         target_entropy=entropy / scored if scored else None, draft_length=width,
-        mean_draft_length=drafted / drafts if drafts else None, sd_on_fraction=None, predicted_speedup=None,
-        measured_speedup=None, rounds=0, per_depth=depths, drafted_by={strategy: 1.0} if width else {},
+        mean_draft_length=drafted / drafts if drafts else None, sd_on_fraction=1.0 if drafts else None, predicted_speedup=None,
+        measured_speedup=None, rounds=drafts, per_depth=depths, drafted_by={strategy: 1.0} if width else {},
         reason="vLLM samples, whose speed without drafts is not measured",
     )  # fmt: skip
 

@@ -60,8 +60,10 @@ class StepPlanner:
 
     def observe(self, rows: int, accepted: Sequence[int], drafted: Sequence[int], reads_prompts: bool) -> None:
         """Records the newest step: of its rows, accepted and verified draft tokens of those that had drafts."""
+        if self._started is None:  # vLLM takes an empty step after the last row
+            return
         now, self._steps = self._now(), self._steps + 1
-        seconds, self._started = now - (self._started or now), now
+        seconds, self._started = now - self._started, now
         if self._steps < 2 or (self._length and len(accepted) < rows):
             return  # it verified drafts of another length, or of a few rows
         if self._length:

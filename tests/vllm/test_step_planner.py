@@ -27,6 +27,7 @@ def roll_out(planner: StepPlanner, clock: list[float], cost: float, acceptance: 
         planner.observe(rows, accepted, drafted, reads_prompts=step == 0)
         made = length
     planner.end()
+    planner.observe(0, [], [], False)  # vLLM takes an empty step after the last row
     return chosen
 
 
