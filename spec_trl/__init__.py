@@ -18,6 +18,7 @@ from .generation.strategies import refresh
 
 
 if TYPE_CHECKING:
+    from .trainers.rollout_backend import rollout_backend
     from .trainers.speculation import speculate
     from .trainers.trainers import (
         SpecDistillationConfig,
@@ -49,6 +50,7 @@ __all__ = [
     "refresh",
     "register_drafter",
     "release",
+    "rollout_backend",
     "speculate",
     "speculative_decoding",
     "uninstall",
@@ -59,7 +61,8 @@ def __getattr__(name: str) -> Any:
     # Trainers import TRL, datasets and peft; generate needs none of them.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f".trainers.{'speculation' if name == 'speculate' else 'trainers'}", __name__)
+    place = {"speculate": "speculation", "rollout_backend": "rollout_backend"}.get(name, "trainers")
+    module = import_module(f".trainers.{place}", __name__)
     globals()[name] = value = getattr(module, name)
     return value
 

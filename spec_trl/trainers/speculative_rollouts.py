@@ -226,7 +226,7 @@ class SpeculativeRollouts(TrainerOfTRL):
             place = mode, self._speculator.counts[mode], step
             logged = self._speculator.log_rollout(self.model, self.vllm_generation.finish(seconds, place))
         elif generates_by_us(self) or self.rollout_backend is not None:
-            self._speculator.join_others(self.generation_config, self._tokenizer)  # a loop may take more turns elsewhere
+            self._speculator.join_others(self.generation_config, self._tokenizer)  # other ranks may take more turns
             logged = self._speculator.finish(self.model)
         for name, value in logged.items():
             self._metrics[mode][f"rollout/{name}"].append(value)
@@ -254,7 +254,7 @@ class SpeculativeRollouts(TrainerOfTRL):
         return self._in_turn(self.sample(prompt_ids, inputs))
 
     def sample(self, prompt_ids: list[list[int]], media: Mapping[str, Any] | None = None) -> list[Sampled]:
-        """Takes a turn of all ranks: a completion of each prompt, with the inputs `media` of :func:`~.media_inputs`."""
+        """Takes a turn of all ranks: a completion of each prompt. `media`: inputs as of :func:`~.media_inputs`."""
         return self._speculator.rollout(prompt_ids, self.generation_config, self._tokenizer, media)
 
     def _in_turn(self, completions: list[Sampled]) -> Any:

@@ -25,7 +25,7 @@ from .transport import Weights, hand_over
 
 
 STALE = 0.75
-"""Share of the first rollout's acceptance below which a drafter no longer fits the policy: a pushed one stays above."""
+"""Share of the first rollout's acceptance; below it a drafter no longer fits the policy. Pushed ones stay above."""
 
 
 @contextmanager
@@ -57,6 +57,11 @@ class DraftingGeneration(VLLMGeneration):
             args.assistant_strategy, args.rollout_config(), args.assistant_model, policy.name_or_path,
             has_head(policy, {}), self._device,
         )  # fmt: skip
+        if self.drafting.speculative is not None and args.min_p:
+            raise ValueError(
+                f"min_p={args.min_p} does not go with drafts in vLLM, which would refuse the first rollout. Set "
+                'min_p=None, or assistant_strategy="none".'
+            )
         self.sums = Sums()
         self._stale = CollapseAlarm(by_first_token=True, share=STALE, keeps_first=True)
         super().__init__(model, *options, **more)

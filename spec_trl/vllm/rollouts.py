@@ -57,8 +57,9 @@ def record_of(
         acceptance_rate=accepted / drafted if drafted else None,
         first_token_acceptance=first / drafts if drafts else None,
         target_entropy=entropy / scored if scored else None, draft_length=width,
-        mean_draft_length=drafted / drafts if drafts else None, sd_on_fraction=1.0 if drafts else None, predicted_speedup=None,
-        measured_speedup=None, rounds=drafts, per_depth=depths, drafted_by={strategy: 1.0} if width else {},
+        mean_draft_length=drafted / drafts if drafts else None, sd_on_fraction=1.0 if drafts else None,
+        predicted_speedup=None, measured_speedup=None, rounds=drafts, per_depth=depths,
+        drafted_by={strategy: 1.0} if width else {},
         reason="vLLM samples, whose speed without drafts is not measured",
     )  # fmt: skip
 
