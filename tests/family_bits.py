@@ -34,7 +34,7 @@ from tests.tiny_families import ODD_SIZES, SIZES, VOCABULARY, make
 DOCUMENT = Path(__file__).parents[1] / "docs" / "family_bits.md"
 DTYPES = ("float32", "bfloat16", "float16")
 NEW_TOKENS = 8
-RANDOM = 4  # situations of a family in a dtype
+RANDOM = 2  # situations of a family in a dtype
 LENGTHS = (5, 1, 16, 17, 33, 5, 9, 90)  # of prompts: a scan takes 16 or 64 tokens at once
 
 
