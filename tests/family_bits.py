@@ -34,7 +34,7 @@ from tests.tiny_families import ODD_SIZES, SIZES, VOCABULARY, make
 DOCUMENT = Path(__file__).parents[1] / "docs" / "family_bits.md"
 DTYPES = ("float32", "bfloat16", "float16")
 NEW_TOKENS = 8
-RANDOM = 4  # situations of a family in a dtype
+RANDOM = 2  # situations of a family in a dtype
 LENGTHS = (5, 1, 16, 17, 33, 5, 9, 90)  # of prompts: a scan takes 16 or 64 tokens at once
 
 
@@ -89,7 +89,8 @@ def at_random(seed: str) -> Iterator[Situation]:
         if strategy not in ("none", "auto"):
             options |= {"draft_length": dice.randint(1, 13), "sd_toggle": "always"}
         calls = [rows[i : i + size] for i in range(0, len(rows), size)]
-        yield Situation(strategy, calls, strategy, options, dice.randint(1, 4), dice.choice([None, 2, 3]))
+        # Another number of threads is tried for exactness anew, which takes longest.
+        yield Situation(strategy, calls, strategy, options, dice.choice([None, None, 2]), dice.choice([None, 2, 3]))
 
 
 def examine(family: str, short: bool = False, seed: int = 0) -> list[Bits]:

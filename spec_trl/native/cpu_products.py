@@ -120,10 +120,10 @@ def library(bits: int | None, dtype: torch.dtype) -> Any:
 
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-_BY_ONEDNN = HAS_ONEDNN and {
+_BY_ONEDNN = {
     torch.float32: True,
-    torch.bfloat16: bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
-    torch.float16: bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()),  # fewer CPUs multiply it
+    torch.bfloat16: HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    torch.float16: HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()),  # fewer CPUs multiply it
 }
 # torch computes functions of single numbers in registers; other code computes the last numbers of a thread's share,
 # too few for a register, and rounds sigmoid, SiLU, tanh-GELU and softplus otherwise.
@@ -157,7 +157,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return multiply_matrix(dense_matrix(weight, bias), x)
     rows = x.reshape(-1, x.shape[-1])  # [m, in]
     pair = rows.expand(2, -1).contiguous() if len(rows) == 1 else rows  # [max(m, 2), in]
-    is_served = _BY_ONEDNN and _BY_ONEDNN[x.dtype]
+    is_served = HAS_ONEDNN and _BY_ONEDNN[x.dtype]
     y = (multiply_by_onednn if is_served else F.linear)(pair, weight, bias)
     return y[: len(rows)].view(*x.shape[:-1], len(weight))
 

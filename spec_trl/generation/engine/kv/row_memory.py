@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count as numbers
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -331,11 +331,12 @@ def attention_shape(model: PreTrainedModel) -> tuple[int, int, int, int]:
 def preemption(every: int) -> Iterator[None]:
     """In each `every`-th round the first of several rows leaves, as where memory ends: for trials of exactness."""
     rounds = numbers(1)
-    as_memory_ends = {kind: kind.leaving for kind in (RowMemory, PagedRowMemory)}
+    as_memory_ends: dict[type[RowMemory], Any] = {kind: kind.leaving for kind in (RowMemory, PagedRowMemory)}
 
     def leaving(self: RowMemory, columns: int) -> list[int]:
         due = next(rounds) % every == 0 and self._rows.active > 1
-        return as_memory_ends[type(self)](self, columns) or [0][: int(due)]
+        left: list[int] = as_memory_ends[type(self)](self, columns)
+        return left or [0][: int(due)]
 
     try:
         for kind in as_memory_ends:
