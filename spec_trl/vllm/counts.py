@@ -8,6 +8,7 @@ from typing import Any
 
 
 PREFIX = "vllm:spec_decode_num_"
+_TOTALS = "drafts", "draft_tokens", "accepted_tokens"
 _SAMPLE = re.compile(rf'^{PREFIX}(\w+?)_total{{(?:[^}}]*position="(\d+)"[^}}]*|[^}}]*)}} (\S+)$', re.MULTILINE)
 
 
@@ -24,8 +25,8 @@ class Counts:
     def of_metrics(cls, metrics: Iterable[Any]) -> "Counts":
         """Of `LLM.get_metrics()`."""
         found = {each.name.removeprefix(PREFIX): each for each in metrics if each.name.startswith(PREFIX)}
-        totals = (getattr(found.get(name), "value", 0) for name in ("drafts", "draft_tokens", "accepted_tokens"))
-        return cls(*totals, tuple(getattr(found.get("accepted_tokens_per_pos"), "values", ())))
+        drafts, drafted, accepted = (getattr(found.get(name), "value", 0) for name in _TOTALS)
+        return cls(drafts, drafted, accepted, tuple(getattr(found.get("accepted_tokens_per_pos"), "values", ())))
 
     @classmethod
     def of_text(cls, text: str) -> "Counts":
@@ -37,13 +38,17 @@ class Counts:
                 by_position[int(position)] = by_position.get(int(position), 0) + int(float(value))
             else:
                 totals[name] = totals.get(name, 0) + int(float(value))
-        names = "drafts", "draft_tokens", "accepted_tokens"
-        return cls(*(totals.get(name, 0) for name in names), tuple(by_position[at] for at in sorted(by_position)))
+        drafts, drafted, accepted = (totals.get(name, 0) for name in _TOTALS)
+        return cls(drafts, drafted, accepted, tuple(by_position[at] for at in sorted(by_position)))
 
     def __add__(self, other: "Counts", sign: int = 1) -> "Counts":
         pairs = zip_longest(self.by_position, other.by_position, fillvalue=0)
-        totals = ((self.drafts, other.drafts), (self.drafted, other.drafted), (self.accepted, other.accepted))
-        return Counts(*(one + sign * two for one, two in totals), tuple(one + sign * two for one, two in pairs))
+        return Counts(
+            self.drafts + sign * other.drafts,
+            self.drafted + sign * other.drafted,
+            self.accepted + sign * other.accepted,
+            tuple(one + sign * two for one, two in pairs),
+        )
 
     def __sub__(self, before: "Counts") -> "Counts":
         return self.__add__(before, -1)

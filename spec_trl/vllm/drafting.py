@@ -71,7 +71,7 @@ def drafting_of(
     if strategy == "none" or config.sd_toggle == "never":
         return Drafting(strategy, None)
     lengths = (config.first_draft_length,) if config.sd_toggle == "always" else config.choice_of_draft_lengths()
-    drafter = {"method": "draft_model", "draft_sample_method": "probabilistic"}
+    drafter: dict[str, Any] = {"method": "draft_model", "draft_sample_method": "probabilistic"}
     quantization = {"quantization": ONLINE_QUANTIZATION} if device == "cuda" else {}
     how: dict[str, Any] = {
         "self": drafter | {"model": model} | quantization,
