@@ -40,6 +40,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("papers.specactor.draft_ranks", "papers.specactor.rank_races"),
     ("trainers",),
     ("cli",),
+    ("vllm",),
     ("papers.specactor.commands",),
     ("papers.efficient_rollout.commands",),
 ]

@@ -17,6 +17,7 @@ from ..distributed.link import naming_the_remedy
 from ..distributed.shared_rollouts import Sampled
 from ..generation.engine.requirements import policy_in
 from ..generation.refusals import NOT_ADAPTED
+from ..papers import load
 from .checkpoint import find_checkpoint
 from .exact_logprobs import ExactLogprobs
 from .prompt_media import media_inputs
@@ -48,9 +49,9 @@ def _engine(theirs: type, args: Any) -> AbstractContextManager[None]:
     """Around TRL's `__init__`: under use_vllm the engine that it makes drafts."""
     if not getattr(args, "use_vllm", False):
         return nullcontext()
-    from ..vllm.generation import engine_that_drafts
-
-    return engine_that_drafts(sys.modules[theirs.__module__], args)
+    vllm, module = load("vllm.generation"), sys.modules[theirs.__module__]
+    made: AbstractContextManager[None] = vllm.engine_that_drafts(module, args)
+    return made
 
 
 class SpeculativeRollouts(TrainerOfTRL):
@@ -105,9 +106,7 @@ class SpeculativeRollouts(TrainerOfTRL):
         )
         self._vllm_alarm: Any = None  # under use_vllm, of samples that are not the policy's
         if getattr(args, "use_vllm", False):
-            from ..vllm.rollouts import DistanceAlarm
-
-            self._vllm_alarm = DistanceAlarm(policy_in(self.model).dtype)
+            self._vllm_alarm = load("vllm.rollouts").DistanceAlarm(policy_in(self.model).dtype)
         self._drafted_step = -1  # optimizer steps at the newest rollout; -1: weights may have changed without a step
         self._resumed_from: str | None = None
         self._attempts = 0  # of a `train`, restarted with a smaller batch under auto_find_batch_size

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LogitsProcessor
 
 import spec_trl
-from spec_trl import SpecGRPOConfig, SpeculativeConfig
+from spec_trl import SpecDistillationConfig, SpecGRPOConfig, SpeculativeConfig
 from spec_trl.generation.call import of_model
 from spec_trl.generation.engine.network.family import Family
 from spec_trl.generation.refusals import REFUSALS, Refusal, check, of_drafting
@@ -67,7 +67,7 @@ def options(**given: Any) -> Door:
     return lambda *_: arguments(**given)
 
 
-def arguments(kind: type[SpecGRPOConfig] = SpecGRPOConfig, **given: Any) -> SpecGRPOConfig:
+def arguments(kind: Any = SpecGRPOConfig, **given: Any) -> SpecGRPOConfig:
     """A config of a trainer; options of :class:`SpeculativeConfig` go into its own."""
     config = {name: given.pop(name) for name in [*given] if name in SpeculativeConfig.__dataclass_fields__}
     base = {"output_dir": "unused", "use_cpu": True, "bf16": False, "assistant_strategy": "self"}
@@ -197,7 +197,7 @@ CASES: dict[str, list[Door]] = {
     ],
     "synced_gpus=True x assistant_strategy": [call("none", synced_gpus=True)],
     "another engine x speculative rollouts": [
-        options(use_vllm=True), options(use_transformers_continuous_batching=True),
+        options(kind=SpecDistillationConfig, use_vllm=True), options(use_transformers_continuous_batching=True),
     ],
     "ds3_gather_for_generation=False x speculative rollouts": [options(ds3_gather_for_generation=False)],
     "fsdp_version=1 x speculative rollouts": [trainer({"assistant_strategy": "none"}, fsdp_version=1)],
@@ -265,7 +265,9 @@ def test_the_sentence_has_the_words_of_the_user(drafters: Make, tmp_path: Path) 
         "^a model of type 'qwen3_5_text', which keeps states, does not go with specactor.draft_ranks=1: ": trainer(
             RANK, hybrid_policy
         ),
-        "^use_vllm=True does not go with SpecGRPOTrainer: ": options(use_vllm=True),
+        "^use_vllm=True does not go with SpecDistillationTrainer: ": options(
+            kind=SpecDistillationConfig, use_vllm=True
+        ),
     }
     for message, door in said.items():
         with pytest.raises(ValueError, match=message):
