@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from spec_trl import release
 from spec_trl.cli.certify import ROWS, Situation, certify, situations
-from spec_trl.generation.engine.requirements import check_model
+from spec_trl.generation.engine.requirements import check_model, position_limit
 from spec_trl.hardware import hardware_name, instruction_set
 from tests.families import families
 from tests.tiny_families import ODD_SIZES, SIZES, VOCABULARY, make
@@ -73,9 +73,10 @@ def build(family: str) -> PreTrainedModel:
     return model
 
 
-def prompts() -> list[list[int]]:
-    """The first and the sixth are equal."""
-    rows = [[(7919 * (100 * at + i) + 11) % (VOCABULARY - 4) + 4 for i in range(n)] for at, n in enumerate(LENGTHS)]
+def prompts(longest: int | None) -> list[list[int]]:
+    """Of `longest` tokens at most. The first and the sixth are equal."""
+    lengths = [min(length, longest or length) for length in LENGTHS]
+    rows = [[(7919 * (100 * at + i) + 11) % (VOCABULARY - 4) + 4 for i in range(n)] for at, n in enumerate(lengths)]
     return 2 * [*rows[:5], rows[0], *rows[6:]]
 
 
@@ -100,6 +101,7 @@ def examine(family: str, short: bool = False, seed: int = 0) -> list[Bits]:
         warnings.simplefilter("ignore")
         try:
             made = build(family)
+            made.generate(torch.arange(3)[None], max_new_tokens=2, pad_token_id=0)
             check_model(made)
         except Exception:
             return []
@@ -107,7 +109,9 @@ def examine(family: str, short: bool = False, seed: int = 0) -> list[Bits]:
         for dtype in DTYPES:
             model, dice = made.to(getattr(torch, dtype)), [*at_random(f"{seed} {family} {dtype}")]
             try:
-                result = certify(model, prompts(), NEW_TOKENS, [*situations(short), *dice])
+                limit = position_limit(model)
+                rows = prompts(None if limit is None else limit - NEW_TOKENS)
+                result = certify(model, rows, NEW_TOKENS, [*situations(short), *dice])
             except Exception as error:
                 found.append(Bits(family, dtype, f"{type(error).__name__}: {error}"))
                 continue
