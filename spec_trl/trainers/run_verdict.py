@@ -156,12 +156,13 @@ class CollapseAlarm:
 
     Args:
         by_first_token: compare the acceptance of first draft tokens alone, independent of γ.
-        share: of the earlier acceptance, below which it has collapsed.
+        share: of the earlier acceptance, below which it has collapsed. None: COLLAPSE.
         keeps_first: the reference is the first rollout, whose drafter was fresh; False: the one before.
     """
 
-    def __init__(self, by_first_token: bool, share: float = COLLAPSE, keeps_first: bool = False) -> None:
-        self._by_first_token, self._share, self._keeps_first = by_first_token, share, keeps_first
+    def __init__(self, by_first_token: bool, share: float | None = None, keeps_first: bool = False) -> None:
+        self._by_first_token, self._keeps_first = by_first_token, keeps_first
+        self._share = COLLAPSE if share is None else share
         self._previous: RolloutRecord | None = None
 
     def add(self, record: RolloutRecord) -> None:
