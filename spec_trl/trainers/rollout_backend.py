@@ -1,4 +1,4 @@
-"""Lends a trainer's engine to a `rollout_func`, so that an agent's loop drafts too: `rollout_backend`."""
+"""Lends the engine of a trainer to a `rollout_func`, so that the loop of an agent drafts too."""
 
 from collections.abc import Sequence
 from typing import Any
