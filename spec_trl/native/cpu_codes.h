@@ -86,22 +86,6 @@ static __attribute__((noinline)) void add_codes(const Matrix& w, const char* cod
   }
 }
 
-template <int64_t BYTES, typename I, std::size_t... LANE>
-static inline __attribute__((always_inline)) auto half_of(I v, std::index_sequence<LANE...>) {
-  return __builtin_shufflevector(v, v, (BYTES / 4 + LANE)...);
-}
-
-// The sum of the parts of a register that are `BYTES` long
-template <int64_t BYTES, typename I>
-static inline __attribute__((always_inline)) auto folded(I v) {
-  if constexpr (sizeof(I) == BYTES) {
-    return v;
-  } else {
-    constexpr auto lanes = std::make_index_sequence<sizeof(I) / 8>();
-    return folded<BYTES>(half_of<0>(v, lanes) + half_of<sizeof(I) / 2>(v, lanes));
-  }
-}
-
 // Words of a register from FIRST on, each TIMES times
 template <int64_t FIRST, int64_t TIMES, typename I, std::size_t... LANE>
 static inline __attribute__((always_inline)) auto repeated(I words, std::index_sequence<LANE...>) {

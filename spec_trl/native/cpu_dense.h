@@ -83,22 +83,9 @@ struct Rest {
 
 typedef Register<16>::Floats Four;
 
-// The sum of a register's quarters
-static inline __attribute__((always_inline)) Four quarter_of(Sums sums) {
-#if defined(__AVX512F__)
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)sums),
-                                    _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)sums, 1)));
-  return (Four)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-#elif defined(__AVX2__)
-  return (Four)_mm_add_ps(_mm256_castps256_ps128((__m256)sums), _mm256_extractf128_ps((__m256)sums, 1));
-#else
-  return (Four)sums;
-#endif
-}
-
 // The lanes' totals of four registers
 static inline __attribute__((always_inline)) Four totals_of(Sums a, Sums b, Sums c, Sums d) {
-  const Four p = quarter_of(a), q = quarter_of(b), r = quarter_of(c), s = quarter_of(d);
+  const Four p = folded<16>(a), q = folded<16>(b), r = folded<16>(c), s = folded<16>(d);
   const Four first = __builtin_shufflevector(p, q, 0, 4, 1, 5) + __builtin_shufflevector(p, q, 2, 6, 3, 7);
   const Four second = __builtin_shufflevector(r, s, 0, 4, 1, 5) + __builtin_shufflevector(r, s, 2, 6, 3, 7);
   return __builtin_shufflevector(first, second, 0, 1, 4, 5) + __builtin_shufflevector(first, second, 2, 3, 6, 7);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -43,4 +44,20 @@ static inline __attribute__((always_inline)) V fused(V a, V b, V c) {
 template <typename V, typename Number>
 static inline __attribute__((always_inline)) V all_of(Number number) {
   return number - V{};
+}
+
+template <int64_t BYTES, typename I, std::size_t... LANE>
+static inline __attribute__((always_inline)) auto half_of(I v, std::index_sequence<LANE...>) {
+  return __builtin_shufflevector(v, v, (BYTES / 4 + LANE)...);
+}
+
+// The sum of the parts of a register that are `BYTES` long
+template <int64_t BYTES, typename I>
+static inline __attribute__((always_inline)) auto folded(I v) {
+  if constexpr (sizeof(I) == BYTES) {
+    return v;
+  } else {
+    constexpr auto lanes = std::make_index_sequence<sizeof(I) / 8>();
+    return folded<BYTES>(half_of<0>(v, lanes) + half_of<sizeof(I) / 2>(v, lanes));
+  }
 }

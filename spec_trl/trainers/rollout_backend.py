@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ..generation.engine.requirements import policy_in
 from .speculative_rollouts import SpeculativeRollouts
 from .trainer_checks import check_drawn, check_generation
 
@@ -33,7 +34,8 @@ class RolloutBackend:
     def __init__(self, trainer: SpeculativeRollouts) -> None:
         self._trainer = trainer
         if trainer.rollout_backend is None:
-            check_generation(trainer.model, trainer.generation_config, trainer._tokenizer, "leave out the backend")
+            policy, settings = policy_in(trainer.model), trainer.generation_config
+            check_generation(policy, settings, trainer._tokenizer, "leave out the backend")
             trainer.rollout_backend = self
 
     def tokenize(self, prompts: list[Any]) -> list[list[int]]:
@@ -52,7 +54,7 @@ class RolloutBackend:
             `logprobs`, in nats.
         """
         trainer, ids = self._trainer, [[*prompt] for prompt in prompt_ids]
-        check_drawn(trainer.model, trainer.generation_config, ids, trainer._tokenizer)
+        check_drawn(policy_in(trainer.model), trainer.generation_config, ids, trainer._tokenizer)
         sampled = trainer.sample(ids)
         return {
             "prompt_ids": ids,

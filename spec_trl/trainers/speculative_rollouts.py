@@ -225,7 +225,8 @@ class SpeculativeRollouts(TrainerOfTRL):
             place = mode, self._speculator.counts[mode], step
             logged = self._speculator.log_rollout(self.model, self.vllm_generation.finish(seconds, place))
         elif generates_by_us(self) or self.rollout_backend is not None:
-            self._speculator.join_others(self.generation_config, self._tokenizer)  # other ranks may take more turns
+            if self.rollout_backend is not None:  # other ranks may take more turns
+                self._speculator.join_others(self.generation_config, self._tokenizer)
             logged = self._speculator.finish(self.model)
         for name, value in logged.items():
             self._metrics[mode][f"rollout/{name}"].append(value)
@@ -238,7 +239,7 @@ class SpeculativeRollouts(TrainerOfTRL):
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self._vllm_alarm is not None:
             mode = "train" if self.model.training else "eval"
-            for distance in self._metrics[mode]["sampling/sampling_logp_difference/mean"][-1:]:
+            for distance in self._metrics[mode].get("sampling/sampling_logp_difference/mean", [])[-1:]:
                 self._vllm_alarm.add(distance)
         return output if self._support is None else output | {SUPPORT: self._support.rows}
 
