@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ ROWS = 2 * len(PROMPTS)
 FEW = 4  # of them, where one is computed after the other
 SEVERAL = 5  # tokens that transformers computes at once
 LONGEST = 48  # tokens of a prompt
+AT_ONCE = 2  # processes, each with the model: half of their time is imports and a compiler, on one core
 SMALLER = {
     "AVX2": ("avx2", "AVX512"),
     "AVX512_CORE": ("avx512", "avx512_bf16"),
@@ -255,22 +258,24 @@ def _hash(texts: dict[int, Text]) -> str:
 
 def _with_fewer_instructions(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The short certificates of processes that are bounded to smaller instruction sets, by set and dtype."""
-    found = {}
-    for most, (kernels, more) in SMALLER.items():
-        if more not in instruction_set().split():
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder, "certificate.json")
-            command = [sys.executable, "-m", "spec_trl_command", "certify", arguments.model, "--device", "cpu"]
-            command += ["--short", "--length", str(arguments.length), "--output", str(output)]
-            command += ["--dtype", *arguments.dtype]
-            bounds = {"ONEDNN_MAX_CPU_ISA": most, "ATEN_CPU_CAPABILITY": kernels}
-            ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | bounds, check=False)
-            failed = asdict(Line("its process", note=ran.stderr.strip()[-500:]))
-            found[most] = {name: {"exact": None, "hash": None, "lines": [failed]} for name in arguments.dtype}
-            if not ran.returncode:
-                found[most] = json.loads(output.read_text())["dtypes"]
-    return found
+    sets = [most for most, (_, more) in SMALLER.items() if more in instruction_set().split()]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return dict(zip(sets, pool.map(partial(_bounded, arguments), sets), strict=True))
+
+
+def _bounded(arguments: argparse.Namespace, most: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "certificate.json")
+        command = [sys.executable, "-m", "spec_trl_command", "certify", arguments.model, "--device", "cpu"]
+        command += ["--short", "--length", str(arguments.length), "--output", str(output)]
+        command += ["--dtype", *arguments.dtype]
+        threads = str(max(1, torch.get_num_threads() // AT_ONCE))
+        bounds = {"ONEDNN_MAX_CPU_ISA": most, "ATEN_CPU_CAPABILITY": SMALLER[most][0], "OMP_NUM_THREADS": threads}
+        ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | bounds, check=False)
+        if not ran.returncode:
+            return json.loads(output.read_text())["dtypes"]
+        failed = asdict(Line("its process", note=ran.stderr.strip()[-500:]))
+        return {name: {"exact": None, "hash": None, "lines": [failed]} for name in arguments.dtype}
 
 
 def _machine(device: torch.device) -> dict[str, str]:
