@@ -1,10 +1,10 @@
 // Matrix products with weights in float32, 16 bits, 8 or 4 bits; x and y in float32 or 16 bits. These 16 bits are a
 // bfloat16, or with HALVES a float16, which is multiplied as a float32.
 //
-// An element of the result is summed in one order, whatever the number of rows, outputs or threads. The lanes of a
-// register are inputs (`cpu_dense.h`), on AMX in bfloat16 those of its tiles (`cpu_by_tiles.h`). For codes they are rows
-// of x, and a word of weights is broadcast to all of them: products of codes are summed as integers, so a draft may round
-// x (`cpu_codes.h`).
+// The lanes of a register are rows of x, and a weight is broadcast to all of them; of few rows lanes are outputs, and x is
+// broadcast (`cpu_few_rows.h`). Either way an element of the result is summed in one order, whatever the number of rows,
+// threads or lanes: even and odd words of its inputs (`cpu_words.h`), each in turn, then both sums. Products of codes are
+// summed as integers: a draft may round x. On AMX the order in bfloat16 is that of its tiles (`cpu_by_tiles.h`).
 //
 // With ONLY it takes only weights of so many bits, and compiles in a third of the time.
 
@@ -17,13 +17,13 @@
 
 #include "cpu_by_tiles.h"
 #include "cpu_codes.h"
-#include "cpu_dense.h"
+#include "cpu_few_rows.h"
 #include "cpu_words.h"
 #if !defined(__FMA__) && !defined(__aarch64__)
 #error "without fused multiply-add this is slower than torch"
 #endif
 
-constexpr int SUMS = WIDEST == 32 ? 6 : 12;  // registers of sums of codes; others hold x and weights
+constexpr int SUMS = WIDEST == 32 ? 6 : 12;  // registers of half of the sums; others hold the second half, x and weights
 constexpr int64_t CHUNK = 48;                // outputs, whose weights stay in the L2 cache for the next rows
 constexpr int64_t PART = 16;                 // words of x that a thread packs at once
 constexpr int64_t PER_THREAD = 1 << 17;      // weights: with fewer, a second thread saves less than waking it takes
@@ -35,30 +35,65 @@ constexpr int64_t PIECE = 1 << 12;           // bytes of weights that a thread r
 constexpr int64_t FETCHED = 1 << 18;         // bytes, at most: a part of the L2 cache of most CPUs
 typedef float Values[CHUNK][MOST_ROWS];      // of a chunk: [output][lane]
 
-#ifdef HAS_BYTES
-// OUT outputs of a group of rows into `values`, of codes that begin at `codes`
+// Sums of OUT outputs whose weights begin at `weights`, rows `bytes` long, for lanes of x; without scales
 template <Kind KIND, int OUT, int VECTORS, typename V>
-static void outputs(const Matrix& w, const char* codes, const Packed& x, const Group& g, float (*values)[MOST_ROWS],
-                    int64_t first) {
+static inline __attribute__((always_inline)) void add_words(const char* weights, int64_t bytes, const uint32_t* x,
+                                                            V (*sums)[VECTORS]) {
+  constexpr int64_t LANES = sizeof(V) / 4;
+  V totals[2][OUT][VECTORS] = {};  // of even and of odd words
+  const auto add = [&](int64_t k, int which, auto word) __attribute__((always_inline)) {
+    V inputs[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) inputs[v] = in_register(read<V>(x + (k * VECTORS + v) * LANES));
+    for (int o = 0; o < OUT; ++o) {
+      const uint32_t of_output = word(weights + o * bytes + 4 * k);
+      for (int v = 0; v < VECTORS; ++v) totals[which][o][v] = plus<KIND>(totals[which][o][v], inputs[v], of_output);
+    }
+  };
+  const auto word = [](const char* from) __attribute__((always_inline)) { return read<uint32_t>(from); };
+  const int64_t words = bytes / 4;
+  const char* next = weights + OUT * bytes;
+  int64_t k = 0;
+  for (; k + 2 <= words; k += 2) {
+    if (k % 16 == 0)
+      for (int o = 0; o < OUT; ++o) __builtin_prefetch(next + 4 * k * OUT + 64 * o);
+    add(k, 0, word);
+    add(k + 1, 1, word);
+  }
+  if (k < words) add(k, 0, word);
+  const auto half = [](const char* from) __attribute__((always_inline)) { return (uint32_t)read<uint16_t>(from); };
+  if (bytes % 4 && k == words) add(words, 0, half);  // beyond it are numbers of another row
+  if (bytes % 4 && k != words) add(words, 1, half);
+  for (int o = 0; o < OUT; ++o)
+    for (int v = 0; v < VECTORS; ++v) sums[o][v] = totals[0][o][v] + totals[1][o][v];
+}
+
+// OUT outputs of a group of rows into `values`; `weights` of the first, of another matrix than `w` if they were unpacked
+template <Kind KIND, int OUT, int VECTORS, typename V>
+static void outputs(const Matrix& w, const char* weights, int64_t bytes, const Packed& x, const Group& g,
+                    float (*values)[MOST_ROWS], int64_t first) {
   V sums[OUT][VECTORS] = {};
-  if constexpr (sizeof(V) < WIDEST)
-    add_codes_of_few<KIND == CODES_8 ? 8 : 4, OUT>(w, codes, x, g, first, sums);
+  if constexpr (KIND == SINGLES || KIND == PAIRS)
+    add_words<KIND, OUT>(weights, bytes, x.at(g), sums);
+#ifdef HAS_BYTES
+  else if constexpr (sizeof(V) < WIDEST)
+    add_codes_of_few<KIND == CODES_8 ? 8 : 4, OUT>(w, weights, x, g, first, sums);
   else
-    add_codes<KIND == CODES_8 ? 8 : 4, OUT>(w, codes, x, g, first, sums);
+    add_codes<KIND == CODES_8 ? 8 : 4, OUT>(w, weights, x, g, first, sums);
+#endif
   for (int o = 0; o < OUT; ++o) std::memcpy(values[o], sums[o], sizeof sums[o]);
 }
 
 // Outputs first..end, a chunk
 template <Kind KIND, int VECTORS, typename V>
-static void rows(const Matrix& w, const char* codes, int64_t bytes, const Packed& x, const Group& g,
+static void rows(const Matrix& w, const char* weights, int64_t bytes, const Packed& x, const Group& g,
                  float (*values)[MOST_ROWS], int64_t first, int64_t end) {
   constexpr int OUT = SUMS / VECTORS, FEWER = OUT > 4 ? 4 : 1;
-  for (; first + OUT <= end; first += OUT, codes += OUT * bytes, values += OUT)
-    outputs<KIND, OUT, VECTORS, V>(w, codes, x, g, values, first);
-  for (; first + FEWER <= end; first += FEWER, codes += FEWER * bytes, values += FEWER)
-    outputs<KIND, FEWER, VECTORS, V>(w, codes, x, g, values, first);
-  for (; first < end; ++first, codes += bytes, ++values)
-    outputs<KIND, 1, VECTORS, V>(w, codes, x, g, values, first);
+  for (; first + OUT <= end; first += OUT, weights += OUT * bytes, values += OUT)
+    outputs<KIND, OUT, VECTORS, V>(w, weights, bytes, x, g, values, first);
+  for (; first + FEWER <= end; first += FEWER, weights += FEWER * bytes, values += FEWER)
+    outputs<KIND, FEWER, VECTORS, V>(w, weights, bytes, x, g, values, first);
+  for (; first < end; ++first, weights += bytes, ++values)
+    outputs<KIND, 1, VECTORS, V>(w, weights, bytes, x, g, values, first);
 }
 
 // Rounds the values of a chunk of outputs, with their biases, to y.
@@ -67,29 +102,14 @@ static void write(const Matrix& w, const Values& values, const Group& g, const O
   if (g.rows > 4) {
     for (int64_t o = 0; o < end - first; o += 16) {
       const int64_t count = std::min<int64_t>(16, end - first - o);
-      Register<64>::Floats bias = {};
+      Floats bias = {};
       for (int64_t i = 0; w.bias && i < count; ++i) bias[i] = to.bias(w, first + o + i);
       for (int64_t lane = 0; lane < g.rows; lane += 16) {
         Words lines[16];
         for (int64_t i = 0; i < 16; ++i) lines[i] = read<Words>(values[o + i] + lane);
         transpose(lines);
-        const int64_t bytes = to.is_narrow ? 2 * count : 4 * count;
-        for (int64_t m = 0; m < std::min<int64_t>(16, g.rows - lane); ++m) {
-          const auto value = (Register<64>::Floats)lines[m] + bias;
-          void* at = to.after(g.first + lane + m, first + o).y;
-#ifdef HALVES
-          const auto narrow = _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT);
-#else
-          const Words bits = (Words)value, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-          const auto narrow = __builtin_convertvector(value == value ? rounded : bits >> 16 | 64, Halves);
-#endif
-          if (count < 16)
-            std::memcpy(at, to.is_narrow ? (const void*)&narrow : &value, bytes);
-          else if (to.is_narrow)
-            std::memcpy(at, &narrow, sizeof narrow);
-          else
-            std::memcpy(at, &value, sizeof value);
-        }
+        for (int64_t m = 0; m < std::min<int64_t>(16, g.rows - lane); ++m)
+          store(to, g.first + lane + m, first + o, count, (Floats)lines[m] + bias);
       }
     }
     return;
@@ -103,15 +123,19 @@ static void write(const Matrix& w, const Values& values, const Group& g, const O
 
 // Outputs first..end of the rows from `row` to `last`
 template <Kind KIND>
-static void by_words(const Matrix& w, const Packed& x, int64_t row, int64_t last, const Output& to, int64_t first,
-                     int64_t end) {
-  const int64_t bytes = w.in * w.bits / 8;
-  const char* codes = (const char*)w.weights + first * bytes;
+static void by_words(const Matrix& w, const char* weights, int64_t bytes, const Packed& x, int64_t row, int64_t last,
+                     const Output& to, int64_t first, int64_t end) {
   for (int64_t m = row; m < last; m += MOST_ROWS) {
     const Group g = group_at(m, last);
+    if constexpr (WIDEST > 16 && (KIND == SINGLES || KIND == PAIRS)) {
+      if (g.rows <= (KIND == PAIRS ? FEW : 1)) {
+        by_outputs<KIND, uint32_t>(w, weights, bytes, x, g, to, first, end);
+        continue;
+      }
+    }
     alignas(64) Values values;
     const auto go = [&](auto run) {
-      run(w, codes, bytes, x, g, values, first, end);
+      run(w, weights, bytes, x, g, values, first, end);
       write(w, values, g, to, first, end);
     };
     constexpr int64_t WIDE = WIDEST / 4;
@@ -128,13 +152,22 @@ static void by_words(const Matrix& w, const Packed& x, int64_t row, int64_t last
   }
 }
 
-#else
-// The weights of outputs first..end, which are codes, as float32
-static const float* unpacked(const Matrix& w, int64_t first, int64_t end, std::vector<float>& scratch) {
+#if !defined(HAS_BYTES) || defined(HALVES)
+// The weights of outputs first..end as float32, in `scratch`
+static const char* unpacked(const Matrix& w, int64_t first, int64_t end, std::vector<float>& scratch) {
   scratch.resize((end - first) * w.in);
   float* to = scratch.data();
   for (int64_t o = first; o < end; ++o, to += w.in) {
     const int8_t* codes = (const int8_t*)w.weights + o * w.in;
+    if (w.bits == 16) {
+      const Narrow* numbers = (const Narrow*)w.weights + o * w.in;
+      int64_t i = 0;
+      for (; i + SIDE <= w.in; i += SIDE) {
+        const Floats words = words_at<Narrow>(numbers + i);
+        std::memcpy(to + i, &words, sizeof words);
+      }
+      for (; i < w.in; ++i) to[i] = numbers[i];
+    }
     if (w.bits == 8)
       for (int64_t i = 0; i < w.in; ++i) to[i] = w.scales[o] * codes[i];
     for (int64_t i = 0; w.bits == 4 && i < w.in; i += 64) {
@@ -144,36 +177,36 @@ static const float* unpacked(const Matrix& w, int64_t first, int64_t end, std::v
         to[i + j] = w.scales[part] * ((words[j % 16] >> j / 16 * 4 & 15) - w.zeros[part]);
     }
   }
-  return scratch.data();
+  return (const char*)scratch.data();
 }
 #endif
 
-// Outputs first..end of the rows from `row` to `last`. x: as they lie, in float32 if they are read so.
-static void chunk(const Matrix& w, const void* x, int64_t x_stride, const Packed& packed, int64_t row, int64_t last,
-                  const Output& to, int64_t first, int64_t end) {
-  [[maybe_unused]] const auto dense = [&](auto kind, const void* weights) {
-    typedef decltype(kind) KIND;
-    const auto* of_rows = (const typename KIND::X*)x + row * x_stride;
-    by_inputs<KIND>(w, weights, of_rows, x_stride, last - row, to.after(row, 0), first, end);
-  };
-  [[maybe_unused]] const auto at = [&](int64_t bytes) { return (const char*)w.weights + first * w.in * bytes; };
-  switch (w.bits) {
-#if !ONLY || ONLY == 32
-    case 32: return dense(Singles<float>(), at(4));
-#endif
-#if !ONLY || ONLY == 16
-    case 16: return dense(Dense16(), at(2));
+static void chunk(const Matrix& w, Kind kind, const Packed& x, int64_t row, int64_t last, const Output& to,
+                  int64_t first, int64_t end) {
+  [[maybe_unused]] const char* weights = (const char*)w.weights + first * w.in * w.bits / 8;
+  switch (kind) {
+#if !defined(HALVES) && (!ONLY || ONLY == 16)
+    case PAIRS: return by_words<PAIRS>(w, weights, 2 * w.in, x, row, last, to, first, end);
 #endif
 #if defined(HAS_BYTES) && (!ONLY || ONLY == 8)
-    case 8: return by_words<CODES_8>(w, packed, row, last, to, first, end);
+    case CODES_8: return by_words<CODES_8>(w, weights, w.in, x, row, last, to, first, end);
 #endif
 #if defined(HAS_BYTES) && (!ONLY || ONLY == 4)
-    case 4: return by_words<CODES_4>(w, packed, row, last, to, first, end);
+    case CODES_4: return by_words<CODES_4>(w, weights, w.in / 2, x, row, last, to, first, end);
 #endif
+#if !ONLY || ONLY == 32
+    case SINGLES:
+      if (w.bits == 32) return by_words<SINGLES>(w, weights, 4 * w.in, x, row, last, to, first, end);
+#endif
+    default: break;
   }
-#if !defined(HAS_BYTES) && ONLY < 16
+#if !defined(HAS_BYTES) || defined(HALVES)
+#ifdef HALVES
+  if (w.bits == 16 && last - row <= FEW)
+    return by_outputs<SINGLES, _Float16>(w, weights, 2 * w.in, x, group_at(row, last), to, first, end);
+#endif
   static thread_local std::vector<float> scratch;
-  dense(Singles<float>(), unpacked(w, first, end, scratch));
+  by_words<SINGLES>(w, unpacked(w, first, end, scratch), 4 * w.in, x, row, last, to, first, end);
 #endif
 }
 
@@ -181,7 +214,6 @@ static void chunk(const Matrix& w, const void* x, int64_t x_stride, const Packed
 template <typename NUMBER, int ROWS>
 static void by_column(const Matrix& w, const float* x, int64_t x_stride, const Output& to, int64_t first,
                       int64_t count) {
-  typedef Register<WIDEST>::Floats Floats;
   constexpr int64_t LANES = WIDEST / 4, VECTORS = COLUMNS / LANES;
   const NUMBER* at = (const NUMBER*)w.weights + first;
   Floats sums[VECTORS][ROWS] = {};
@@ -227,18 +259,10 @@ struct Memory {
   std::vector<Counter> counters;  // [block of rows][thread]: chunks of its share that are taken
 };
 
-// Whether rows of x are packed by lanes, as codes
-static bool is_packed(const Matrix& w) {
-#ifdef HAS_BYTES
-  return w.bits < 16 && !w.is_transposed;
-#endif
-  return false;
-}
-
 static bool is_read_wide(const Product& p) {
   bool is_wide = false;
   for (int64_t n = 0; n < p.number; ++n)
-    is_wide = is_wide || p.matrices[n].is_transposed || p.matrices[n].bits != 16 || !READS_NARROW;
+    is_wide = is_wide || p.matrices[n].is_transposed || kind_of(p.matrices[n]) != PAIRS;
   return p.is_narrow && is_wide;
 }
 
@@ -290,7 +314,8 @@ static void prepare(Product* p) {
   const int64_t in = p->matrices->in;
   for (int64_t n = 0; n < p->number; ++n) {
     const Matrix& w = p->matrices[n];
-    if (is_packed(w)) memory.buffers[kind_of(w)].grow(w, p->count);
+    const Kind kind = kind_of(w);
+    if (!w.is_transposed && chunks_of(w, *p)) memory.buffers[kind].grow(kind, w, p->count);
   }
   const auto grow = [](auto& of, int64_t size) { of.resize(std::max<int64_t>(of.size(), size)); };
   if (is_read_wide(*p)) grow(memory.wide, p->count * in);
@@ -313,11 +338,24 @@ static void pack(const Product& p) {
   for (int64_t n = 0; n < p.number; ++n) {
     const Matrix& w = p.matrices[n];
     const Kind kind = kind_of(w);
-    if (!is_packed(w) || has[kind]) continue;
+    if (w.is_transposed || !chunks_of(w, p) || has[kind]) continue;
     has[kind] = true;
+    const Packed to = memory.buffers[kind].packed(kind, w);
+    if (kind >= CODES_8) {
 #pragma omp for schedule(static) nowait
-    for (int64_t group = 0; group < groups; ++group)
-      pack_codes(memory.buffers[kind].packed(w), kind, inputs, input_stride, group_at(group * MOST_ROWS, p.count));
+      for (int64_t group = 0; group < groups; ++group)
+        pack_codes(to, kind, inputs, input_stride, group_at(group * MOST_ROWS, p.count));
+      continue;
+    }
+    const int64_t parts = (to.words + PART - 1) / PART;
+    const char* from = kind == PAIRS ? (const char*)p.x : (const char*)inputs;
+    const int64_t bytes = kind == PAIRS ? 2 * stride : 4 * input_stride;
+#pragma omp for schedule(static) nowait
+    for (int64_t i = 0; i < groups * parts; ++i) {
+      const Group g = group_at(i / parts * MOST_ROWS, p.count);
+      const int64_t k = i % parts * PART, end = std::min(k + PART, to.words);
+      spread(g, to.bytes, k, end, to.at(g), [&](int64_t row) { return from + (g.first + row) * bytes; });
+    }
   }
 }
 
@@ -339,12 +377,11 @@ static void run(const Product& p) {
         const Place at = place_of(p, i);
         const Matrix w = *at.matrix;
         const Output to = Output{p.y, p.y_stride, (bool)p.is_narrow}.after(0, at.column);
-        const bool reads_narrow = READS_NARROW && p.is_narrow && w.bits == 16;
+        const Kind kind = kind_of(w);
         if (w.is_transposed)
           by_columns(w, inputs + row * input_stride, input_stride, last - row, to.after(row, 0), at.first, at.end);
         else
-          chunk(w, reads_narrow ? p.x : inputs, reads_narrow ? p.x_stride : input_stride,
-                memory.buffers[kind_of(w)].packed(w), row, last, to, at.first, at.end);
+          chunk(w, kind, memory.buffers[kind].packed(kind, w), row, last, to, at.first, at.end);
       }
     }
   }

@@ -1,5 +1,5 @@
-// Rows of x as words of four codes of 8 bits, to which x is rounded by row, by lanes: [group of rows][word][lane]. And
-// where results go.
+// Rows of x as words of four bytes, by lanes: [group of rows][word][lane]. A word has one float32, two bfloat16, or four
+// codes of 8 bits, to which x is rounded by row. And where results go.
 
 #pragma once
 #include <algorithm>
@@ -48,6 +48,7 @@ using Narrow = _Float16;
 #else
 using Narrow = Bfloat16;
 #endif
+constexpr bool HAS_PAIRS = std::is_same_v<Narrow, Bfloat16>;  // numbers that are halves of a float32
 
 // Where results go: rows `stride` apart
 struct Output {
@@ -61,18 +62,6 @@ struct Output {
     if (!w.bias) return 0;
     return is_narrow ? (float)((const Narrow*)w.bias)[column] : ((const float*)w.bias)[column];
   }
-  // COUNT numbers, side by side
-  template <int COUNT>
-  void set(int64_t row, int64_t column, Register<16>::Floats values) const {
-    const int64_t at = row * stride + column;
-    if (!is_narrow) {
-      std::memcpy((float*)y + at, &values, 4 * COUNT);
-      return;
-    }
-    Narrow narrow[4];
-    for (int i = 0; i < COUNT; ++i) narrow[i] = narrowed<Narrow>(values[i]);
-    std::memcpy((Narrow*)y + at, narrow, 2 * COUNT);
-  }
   void set(int64_t row, int64_t column, float value) const {
     const int64_t at = row * stride + column;
     if (is_narrow)
@@ -82,10 +71,14 @@ struct Output {
   }
 };
 
-enum Kind { CODES_8, CODES_4, KINDS };  // the codes of 4 bits have their own order
+enum Kind { SINGLES, PAIRS, CODES_8, CODES_4, KINDS };  // what is in a word; the codes of 4 bits have their own order
 
 static Kind kind_of(const Matrix& w) {
-  return w.bits == 4 ? CODES_4 : CODES_8;
+#ifdef HAS_BYTES
+  if (w.bits == 4) return CODES_4;
+  if (w.bits == 8) return CODES_8;
+#endif
+  return w.bits == 16 && HAS_PAIRS ? PAIRS : SINGLES;
 }
 
 // Rows of x that are multiplied at once
@@ -179,16 +172,19 @@ struct Buffers {
   std::vector<uint32_t> x;
   std::vector<float> scales, sums;
 
-  Packed packed(const Matrix& w) {
-    return {w.in, (w.in + 3) / 4, w.bits == 4 ? w.in / w.group : 1, x.data(), scales.data(), sums.data()};
+  Packed packed(Kind kind, const Matrix& w) {
+    const int64_t bytes = kind == SINGLES ? 4 * w.in : kind == PAIRS ? 2 * w.in : w.in;
+    const int64_t parts = kind == CODES_4 ? w.in / w.group : 1;
+    return {bytes, (bytes + 3) / 4, parts, x.data(), scales.data(), sums.data()};
   }
 
-  void grow(const Matrix& w, int64_t count) {
+  void grow(Kind kind, const Matrix& w, int64_t count) {
     const Group last = group_at((count - 1) / MOST_ROWS * MOST_ROWS, count);
     const int64_t lanes = last.first + last.lanes;
-    const Packed to = packed(w);
+    const Packed to = packed(kind, w);
     const auto grow = [](auto& of, int64_t size) { of.resize(std::max<int64_t>(of.size(), size)); };
     grow(x, lanes * to.words);
+    if (kind < CODES_8) return;
     grow(scales, lanes);
     grow(sums, lanes * to.parts);
   }
