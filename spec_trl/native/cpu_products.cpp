@@ -127,9 +127,9 @@ static void by_words(const Matrix& w, const char* weights, int64_t bytes, const 
                      const Output& to, int64_t first, int64_t end) {
   for (int64_t m = row; m < last; m += MOST_ROWS) {
     const Group g = group_at(m, last);
-    if constexpr (WIDEST > 16 && (KIND == SINGLES || KIND == PAIRS)) {
-      if (g.rows <= (KIND == PAIRS ? FEW : 1)) {
-        by_outputs<KIND, uint32_t>(w, weights, bytes, x, g, to, first, end);
+    if constexpr (WIDEST > 16 && KIND == PAIRS) {
+      if (g.rows <= FEW) {
+        by_outputs<PAIRS, uint32_t>(w, weights, bytes, x, g, to, first, end);
         continue;
       }
     }
