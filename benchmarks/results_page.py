@@ -63,7 +63,7 @@ CLAIMS = {
     "identity_grid_bits": "rows",
     "sampler_mismatch": ": TRL's",
     "exact_logprobs": "forward with|both with|sampler, exact_logprobs",
-    "between_commits": r"bfloat16: none, \d+ rows",
+    "between_commits": r"SmolLM2-135M-Instruct, bfloat16: none, \d+ rows",
     "rivals": r"(none|auto), \d+ rows / the better",
     "rivals_half_billion": r"(float32: none, 16?|bfloat16: none, \d+) rows / ",
     "rivals_half_billion_again": r": none, 4 rows / ",
