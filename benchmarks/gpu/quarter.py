@@ -148,7 +148,7 @@ def elsewhere(stage: Stage) -> None:
 STAGES: dict[str, Callable[[Stage], None]] = {
     "headline": lambda stage: speed(stage, [stage.shape], repeats=2),
     "small": lambda stage: speed(stage, [stage.shape] if stage.is_smoke else SMALL, repeats=1),
-    **dict.fromkeys(("smoke", "grpo"), elsewhere),
+    **dict.fromkeys(("smoke", "grpo", "vllm"), elsewhere),
     **dict.fromkeys(("static", "batched", "exact"), beside),
 }
 

@@ -27,7 +27,7 @@ declare -A plans=(
 # shellcheck disable=SC2206
 [ $# -eq 1 ] && stages=(${plans[$1]:-$1}) || stages=("$@")
 for each in "${stages[@]:-none}"; do
-    if [[ ! $each =~ ^(kernels|sanitizer|smoke|headline|small|grpo|static|batched|exact)=[0-9]+$ ]]; then
+    if [[ ! $each =~ ^(kernels|sanitizer|smoke|headline|small|grpo|static|batched|exact|vllm)=[0-9]+$ ]]; then
         echo "quarter.sh: '$each' is no stage; write first, second, or STAGE=SECONDS ..." >&2
         exit 2
     fi

@@ -107,6 +107,7 @@ class SpeculativeRollouts(TrainerOfTRL):
         self._vllm_alarm: Any = None  # under use_vllm, of samples that are not the policy's
         if getattr(args, "use_vllm", False):
             self._vllm_alarm = load("vllm.rollouts").DistanceAlarm(policy_in(self.model).dtype)
+            self.vllm_generation.trained_along = self._speculator.trained_along
         self._drafted_step = -1  # optimizer steps at the newest rollout; -1: weights may have changed without a step
         self._resumed_from: str | None = None
         self._attempts = 0  # of a `train`, restarted with a smaller batch under auto_find_batch_size

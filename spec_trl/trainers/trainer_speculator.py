@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
+from ..drafter_training.adaptation import ADAPTABLE, Adaptable, AdaptationOptions, DrafterAdaptation
 from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
-from ..drafter_training.adaptation import Adaptable, AdaptationOptions, DrafterAdaptation
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.network.snapshot import structure
@@ -283,7 +283,7 @@ class TrainerSpeculator(Speculator):
         args, is_new, structure_now = self._args, self._control is None, structure(policy)
         if not self._copied:
             started = time.perf_counter()
-            self._make_drafters(policy)
+            self._make_drafters(policy, args.assistant_strategy)
             self._is_stale = False
             self._sums.longest["setup_seconds"] += time.perf_counter() - started
         elif structure_now != self._copied:  # other adapters are active, merged or scaled now
@@ -311,8 +311,14 @@ class TrainerSpeculator(Speculator):
             self._is_stale = False
         return self._control
 
-    def _make_drafters(self, policy: PreTrainedModel) -> None:
-        args, strategy = self._args, self._args.assistant_strategy
+    def trained_along(self, policy: PreTrainedModel, strategy: str) -> Mapping[str, Tensor]:
+        """Tensors of the drafter of `strategy` that is trained along for another engine; empty: none is."""
+        if self._adapts and strategy in ADAPTABLE and not self.drafters:
+            self._make_drafters(policy, strategy)
+        return {} if self.adaptation is None else self.adaptation.drafter.tensors()
+
+    def _make_drafters(self, policy: PreTrainedModel, strategy: str) -> None:
+        args = self._args
         strategy, assistant = ("none", None) if self._config.sd_toggle == "never" else (strategy, args.assistant_model)
         with Session.lend(policy) as session:
             self.drafters = make_drafters(session, strategy, policy, assistant, self._config)

@@ -1,7 +1,7 @@
 """TRL's client of a vLLM server, which pushes the policy's weights into a drafter that is a copy of it, too."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ class DraftingClient(VLLMClient):
 
     Raises:
         ValueError: the server does not draft as the trainer's options say.
-        ConnectionError: it does not answer.
+        ConnectionError: it does not answer, or answers with an error.
     """
 
     def __init__(self, *args: Any, drafting: Drafting, **kwargs: Any) -> None:
@@ -51,8 +51,8 @@ class DraftingClient(VLLMClient):
             return super()._post(url, **kwargs)
         except RequestException as error:
             raise ConnectionError(
-                f"the vLLM server at {self.base_url} does not answer ({type(error).__name__}). Look at its log, start "
-                "it again, and resume from the newest checkpoint, which is whole."
+                f"the vLLM server fails at {url} ({type(error).__name__}). Look at its log, start it again, and "
+                "resume from the newest checkpoint, which is whole."
             ) from error
 
     def _start_weight_update(self) -> None:
@@ -63,28 +63,46 @@ class DraftingClient(VLLMClient):
     ) -> None:
         """Pushes the policy, and the drafter if it is a copy; each parameter is gathered once."""
         if self._folder is not None:
-            path = Path(self._folder.name, "weights.safetensors")
-            save_file({name: weight.detach().cpu().contiguous() for name, weight in named_params}, path)
+            path = self._save(named_params)
             for is_drafter in (False, True)[: 1 + self._drafting.is_copy]:
-                self._is_drafter = is_drafter
-                self._start_weight_update()
-                self._post(f"{self.base_url}/update_weights", json={"update_info": {"path": str(path)}})
-                self._finish_weight_update()
+                self._read(path, is_drafter)
             return
-        kept: list[tuple[str, Tensor]] = []
-        self._is_drafter = False
+        kept: dict[str, Tensor] = {}
         super().update_named_params(metadata, self._keeping(named_params, kept))
-        if self._drafting.is_copy:
-            self._is_drafter = True
-            device = torch.device("cuda", torch.cuda.current_device())
-            super().update_named_params(metadata, ((name, weight.to(device)) for name, weight in kept))
+        if kept:
+            self.update_drafter(kept)
+
+    def update_drafter(self, weights: Mapping[str, Tensor]) -> None:
+        """Pushes the drafter."""
+        if self._folder is not None:
+            self._read(self._save(weights.items()), is_drafter=True)
+            return
+        metadata = [(name, str(one.dtype).removeprefix("torch."), [*one.shape]) for name, one in weights.items()]
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._is_drafter = True
+        super().update_named_params(metadata, ((name, weight.to(device)) for name, weight in weights.items()))
+        self._is_drafter = False
+
+    def _save(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
+        assert self._folder is not None
+        path = Path(self._folder.name, "weights.safetensors")
+        save_file({name: weight.detach().cpu().contiguous() for name, weight in weights}, path)
+        return path
+
+    def _read(self, path: Path, is_drafter: bool) -> None:
+        """The server reads the weights in `path`."""
+        self._is_drafter = is_drafter
+        self._start_weight_update()
+        self._post(f"{self.base_url}/update_weights", json={"update_info": {"path": str(path)}})
+        self._finish_weight_update()
+        self._is_drafter = False
 
     def _keeping(
-        self, named: Iterator[tuple[str, Tensor]], kept: list[tuple[str, Tensor]]
+        self, named: Iterator[tuple[str, Tensor]], kept: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         for name, weight in named:
             if self._drafting.is_copy:
-                kept.append((name, weight.to("cpu", copy=True)))
+                kept[name] = weight.to("cpu", copy=True)
             yield name, weight
 
     def counts(self) -> Counts:

@@ -71,13 +71,14 @@ def drafting_of(
     if strategy == "none" or config.sd_toggle == "never":
         return Drafting(strategy, None)
     lengths = (config.first_draft_length,) if config.sd_toggle == "always" else config.choice_of_draft_lengths()
-    drafter: dict[str, Any] = {"method": "draft_model", "draft_sample_method": "probabilistic"}
+    network: dict[str, Any] = {"draft_sample_method": "probabilistic"}  # vLLM's default proposes the likeliest token
+    drafter = network | {"method": "draft_model"}
     quantization = {"quantization": ONLINE_QUANTIZATION} if device == "cuda" else {}
     how: dict[str, Any] = {
         "self": drafter | {"model": model} | quantization,
         "model": drafter | {"model": assistant},
-        "eagle3": {"method": "eagle3", "model": assistant},
-        "mtp": {"method": "mtp"} | ({} if assistant is None else {"model": assistant}),
+        "eagle3": network | {"method": "eagle3", "model": assistant},
+        "mtp": network | {"method": "mtp"} | ({} if assistant is None else {"model": assistant}),
         "history": {"method": "custom_class", "model": f"{__package__}.history.HistoryProposer"},
         "ngram": {
             "method": "ngram", "prompt_lookup_max": max(config.ngram_size, SHORTEST_MATCH),

@@ -1,7 +1,7 @@
 """TRL's `VLLMGeneration` with an engine that drafts, and a drafter that follows the policy."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,12 +10,15 @@ from unittest import mock
 import torch
 from peft import PeftModel
 from torch import Tensor
+from transformers import PreTrainedModel
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..generation.drafters.checkpoints import read_checkpoint
 from ..generation.drafters.mtp.mtp_drafter import has_head
 from ..trainers.run_log import Mode, RolloutRecord
 from ..trainers.run_verdict import CollapseAlarm
+from ..trainers.saved_heads import heads_of
 from . import plugin
 from .client import DraftingClient
 from .counts import Counts
@@ -47,10 +50,13 @@ class DraftingGeneration(VLLMGeneration):
     Attributes:
         drafting: how vLLM drafts.
         sums: of the rollout so far.
+        trained_along: returns tensors of a head that learns from the loss forward of the policy, by strategy.
     """
 
+    trained_along: Callable[[PreTrainedModel, str], Mapping[str, Tensor]] | None = None
+
     def __init__(self, model: Any, *options: Any, args: Any, **more: Any) -> None:
-        policy = model.get_base_model() if isinstance(model, PeftModel) else model
+        self._policy = policy = model.get_base_model() if isinstance(model, PeftModel) else model
         self._has_gpu = torch.cuda.is_available()
         self._device = "cuda" if self._has_gpu else "cpu"
         self.drafting = drafting_of(
@@ -86,15 +92,29 @@ class DraftingGeneration(VLLMGeneration):
     def _sync(self) -> None:
         if self.mode == "server":
             super().sync_weights()  # by our client
+            head = self._head()  # on every rank: it may be made now
+            if head and self.accelerator.is_main_process:
+                self.vllm_client.update_drafter(head)
             return
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         kept: list[tuple[str, Tensor]] = []
         self._push("start_weight_update", self._gathered(kept))
-        if self.drafting.is_copy:
-            self._push("start_draft_weight_update", kept)
+        if drafter := kept or [*self._head().items()]:
+            self._push("start_draft_weight_update", drafter)
         self.llm.reset_prefix_cache()
+
+    def _head(self) -> Mapping[str, Tensor]:
+        """Weights of a drafter that is no copy: of a head that learned, or, where sleep drops them, as it was."""
+        strategy = self.drafting.strategy
+        if self.drafting.speculative is None or strategy not in ("model", "eagle3", "mtp"):
+            return {}
+        learned = self.trained_along(self._policy, strategy) if self.trained_along is not None else {}
+        if learned or not self.enable_sleep_mode:
+            return learned
+        checkpoint = self.drafting.speculative.get("model")
+        return heads_of(self._policy) if checkpoint is None else read_checkpoint(checkpoint)[1]
 
     def _gathered(self, kept: list[tuple[str, Tensor]]) -> Weights:
         """The policy's weights. A drafter's are `kept`: on the host, where the policy's exist only for a moment."""
@@ -112,9 +132,15 @@ class DraftingGeneration(VLLMGeneration):
                 yield "lm_head.weight", weight  # a CPU packs the head, which then follows its own name alone
 
     def _push(self, session: str, weights: Weights) -> None:
-        self.llm.collective_rpc(session)
-        self.llm.collective_rpc("update_weights", args=(hand_over(weights),))
-        self.llm.collective_rpc("finish_weight_update")
+        try:
+            self.llm.collective_rpc(session)
+            self.llm.collective_rpc("update_weights", args=(hand_over(weights),))
+            self.llm.collective_rpc("finish_weight_update")
+        except Exception as error:
+            raise RuntimeError(
+                f"vLLM has taken weights in part: {type(error).__name__}: {error}. Resume from the newest checkpoint, "
+                "which is whole."
+            ) from error
 
     # ---- a rollout --------------------------------------------------------------------------------------------------
 

