@@ -86,7 +86,8 @@ class DraftingClient(VLLMClient):
     def _save(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
         assert self._folder is not None
         path = Path(self._folder.name, "weights.safetensors")
-        save_file({name: weight.detach().cpu().contiguous() for name, weight in weights}, path)
+        # Copies: safetensors refuses tensors that share memory, as tied ones do.
+        save_file({name: weight.detach().to("cpu", copy=True).contiguous() for name, weight in weights}, path)
         return path
 
     def _read(self, path: Path, is_drafter: bool) -> None:

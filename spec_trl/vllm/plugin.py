@@ -21,7 +21,7 @@ def installed() -> tuple[str, str]:
             return name, metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    raise ImportError("use_vllm=True needs vLLM, which is not installed. pip install 'spec_trl[vllm]'.")
+    raise ImportError("use_vllm=True needs vLLM, which is not installed. pip install 'vllm>=0.32,<0.34'.")
 
 
 def check_release() -> None:
