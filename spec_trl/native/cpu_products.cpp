@@ -159,15 +159,17 @@ static const char* unpacked(const Matrix& w, int64_t first, int64_t end, std::ve
   float* to = scratch.data();
   for (int64_t o = first; o < end; ++o, to += w.in) {
     const int8_t* codes = (const int8_t*)w.weights + o * w.in;
+#ifdef HALVES
     if (w.bits == 16) {
-      const Narrow* numbers = (const Narrow*)w.weights + o * w.in;
+      const _Float16* numbers = (const _Float16*)w.weights + o * w.in;
       int64_t i = 0;
       for (; i + SIDE <= w.in; i += SIDE) {
-        const Floats words = words_at<Narrow>(numbers + i);
+        const Floats words = words_at<_Float16>(numbers + i);
         std::memcpy(to + i, &words, sizeof words);
       }
       for (; i < w.in; ++i) to[i] = numbers[i];
     }
+#endif
     if (w.bits == 8)
       for (int64_t i = 0; i < w.in; ++i) to[i] = w.scales[o] * codes[i];
     for (int64_t i = 0; w.bits == 4 && i < w.in; i += 64) {

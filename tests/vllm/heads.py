@@ -44,7 +44,7 @@ def train(drafter: Adaptable, policy: PreTrainedModel, steps: int) -> None:
         learning.update()
 
 
-def eagle3_head(policy: PreTrainedModel, folder: Path, steps: int = 300) -> str:
+def eagle3_head(policy: PreTrainedModel, folder: Path, steps: int = 200) -> str:
     """A folder under `folder` with an EAGLE-3 head for `policy`."""
     config = policy.config
     make_folder(
@@ -61,7 +61,7 @@ def eagle3_head(policy: PreTrainedModel, folder: Path, steps: int = 300) -> str:
     return str(folder / "trained")
 
 
-def policy_with_head(folder: Path, steps: int = 300) -> Path:
+def policy_with_head(folder: Path, steps: int = 200) -> Path:
     """A GLM-4.5 with a layer of two experts, whose checkpoint has an MTP head."""
     tokenizer = build_tokenizer()
     config = Glm4MoeConfig(

@@ -82,6 +82,7 @@ class KillsAfter(TrainerCallback):
             self._process.kill()
 
 
+@pytest.mark.slow
 def test_a_server(server: tuple[str, subprocess.Popen[bytes]], policy_folder: Path, tmp_path: Path) -> None:
     url, process = server
     at: dict[str, Any] = {"vllm_mode": "server", "vllm_server_base_url": url}

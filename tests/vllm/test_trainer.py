@@ -76,6 +76,7 @@ def test_a_drafter_that_is_not_pushed_falls_behind_and_a_warning_says_so(
     assert max(distances) < 1e-4, "rejected drafts change no distribution"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["eagle3", "mtp"])
 def test_a_head_learns_along(
     strategy: str, request: pytest.FixtureRequest, policy_folder: Path, tmp_path: Path
