@@ -49,8 +49,9 @@ def _engine(theirs: type, args: Any) -> AbstractContextManager[None]:
     """Around TRL's `__init__`: under use_vllm the engine that it makes drafts."""
     if not getattr(args, "use_vllm", False):
         return nullcontext()
-    vllm, module = load("vllm.generation"), sys.modules[theirs.__module__]
-    made: AbstractContextManager[None] = vllm.engine_that_drafts(module, args)
+    modules = (sys.modules[one.__module__] for one in theirs.__mro__)  # GMPO's has GRPO's `__init__`
+    module = next(one for one in modules if hasattr(one, "VLLMGeneration"))
+    made: AbstractContextManager[None] = load("vllm.generation").engine_that_drafts(module, args)
     return made
 
 

@@ -1,5 +1,6 @@
 """Drafts inside a vLLM engine: tokens, distributions, pushes and lengths."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from spec_trl.vllm.counts import Counts
 from tests.vllm.conftest import HAS_VLLM, make_engine
@@ -120,13 +121,13 @@ def moved(policy_folder: Path) -> PreTrainedModel:
     return model
 
 
-def test_pushed_weights(engine: Callable[..., Any], policy_folder: Path) -> None:
-    """The policy's alone make drafts stale; the drafter's make them as good as new ones."""
+def test_pushed_weights(engine: Callable[..., Any], policy_folder: Path, tmp_path: Path) -> None:
+    """The policy's alone make drafts stale; with the drafter's, rows and drafts are those of a new engine."""
     from spec_trl.vllm.transport import hand_over
 
     llm, policy = engine("self", **ALWAYS), moved(policy_folder)
     weights = [(name, weight.detach()) for name, weight in policy.named_parameters()]
-    rates = []
+    expected, rates = greedy(policy, 24), []
     for session in (None, "start_weight_update", "start_draft_weight_update"):
         if session is not None:
             llm.collective_rpc(session)
@@ -136,10 +137,16 @@ def test_pushed_weights(engine: Callable[..., Any], policy_folder: Path) -> None
         rows = [tokens for tokens, _ in sample(llm, PROMPTS, 24)]
         now = counts(llm) - before
         rates.append(now.accepted / now.drafted)
-        if session is not None:
-            assert rows == greedy(policy, 24)
-    fresh, stale, pushed = rates
-    assert fresh > 0.9 and stale < 0.5 and pushed > 0.9
+        assert session is None or rows == expected
+    start, stale, pushed = rates
+    policy.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(policy_folder).save_pretrained(tmp_path)
+    del llm
+    gc.collect()
+    llm = make_engine("self", tmp_path, **ALWAYS)
+    assert [tokens for tokens, _ in sample(llm, PROMPTS, 24)] == expected
+    new = counts(llm).accepted / counts(llm).drafted
+    assert start > 0.9 and stale < 0.5 and pushed == pytest.approx(new) and new > 0.9
 
 
 def test_the_planner_drafts_inside_vllm(engine: Callable[..., Any], plain: PreTrainedModel) -> None:
@@ -173,3 +180,8 @@ def test_lengths_that_change_while_it_runs(
         seen.append((now.drafted, now.drafts))
         assert now.drafted <= length * now.drafts
     assert seen[1] == (0, 0) and seen[0][0] > 0 and seen[2][0] > 0
+    monkeypatch.setattr(step_planner.StepPlanner, "next_length", lambda _, rows, *__: 4 * (rows < 3))
+    for rows in (4, 2):  # off at many rows
+        before = counts(llm)
+        assert [tokens for tokens, _ in sample(llm, PROMPTS[:rows], 24)] == expected[:rows]
+        assert ((counts(llm) - before).drafted > 0) == (rows < 3)

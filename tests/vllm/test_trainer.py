@@ -8,14 +8,24 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from spec_trl import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig, SpecRLOOTrainer
+from spec_trl import (
+    SpecGMPOConfig,
+    SpecGMPOTrainer,
+    SpecGRPOConfig,
+    SpecGRPOTrainer,
+    SpecRLOOConfig,
+    SpecRLOOTrainer,
+)
 from spec_trl.trainers.run_log import read_run
 from tests.trainers.harness import tiny_dataset
 from tests.vllm.conftest import HAS_VLLM
 
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
-KINDS: dict[str, Any] = {"grpo": (SpecGRPOConfig, SpecGRPOTrainer), "rloo": (SpecRLOOConfig, SpecRLOOTrainer)}
+KINDS: dict[str, Any] = {
+    "grpo": (SpecGRPOConfig, SpecGRPOTrainer), "rloo": (SpecRLOOConfig, SpecRLOOTrainer),
+    "gmpo": (SpecGMPOConfig, SpecGMPOTrainer),
+}  # fmt: skip
 
 
 def train(
@@ -147,11 +157,12 @@ def test_a_release_that_is_not_mended_is_noticed(
     ("kind", "options", "more"),
     [
         ("rloo", {}, {}),
+        ("gmpo", {}, {}),
         ("grpo", {}, {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}),
         ("grpo", {"assistant_strategy": "history"}, {}),
         ("grpo", {"assistant_strategy": "none"}, {}),
     ],
-    ids=["rloo", "lora", "history", "none"],
+    ids=["rloo", "gmpo", "lora", "history", "none"],
 )
 def test_trainers_and_strategies(
     kind: str, options: dict[str, Any], more: dict[str, Any], policy_folder: Path, tmp_path: Path
