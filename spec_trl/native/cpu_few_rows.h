@@ -1,7 +1,6 @@
-// Products of few rows with dense weights of 16 bits: float32 arrives from memory no faster than lanes of rows take it,
-// on the CPUs that were measured (Zen 5). The lanes of a register are outputs: a square of weights is transposed in
-// registers, and multiplied by words of x. An element is summed as where lanes are rows (`add_words`): even and odd words
-// of its inputs, each in turn, then both sums.
+// Products of few rows with dense weights of 16 bits. The lanes of a register are outputs: a square of weights is
+// transposed in registers, and multiplied by words of x. An element is summed as by `add_words`, whose lanes are rows: even
+// and odd words of its inputs, each in turn, then both sums. In float32 this was slower than `add_words` on a Zen 5.
 
 #pragma once
 #include <algorithm>
@@ -11,8 +10,8 @@
 #include "cpu_words.h"
 
 constexpr int64_t FEW = 4;    // rows; with more lanes of rows take no longer
-constexpr int64_t AHEAD = 4;  // squares whose weights are prefetched: two or three arrive in the time that one needs
-constexpr int64_t SIDE = WIDEST / 4;
+constexpr int64_t AHEAD = 4;  // squares from a square to the one that it prefetches: with 2 a Zen 5 waits, 8 gain nothing
+constexpr int64_t SIDE = WIDEST / 4;  // outputs of a square, and words of each
 typedef Register<WIDEST>::Floats Floats;
 
 // total + the products of words of two factors, one of them the same for all lanes
@@ -36,7 +35,7 @@ static inline __attribute__((always_inline)) V plus(V total, V lanes, uint32_t w
   }
 }
 
-// SIDE words of weights, each of a NUMBER or more
+// SIDE words of weights. A float16 becomes a word of its own; all others lie as words.
 template <typename NUMBER>
 static inline __attribute__((always_inline)) Floats words_at(const void* from) {
 #ifdef HALVES
